@@ -1,0 +1,240 @@
+"""The queue's client, shared by worker, learner, weight sync and command line.
+
+A call that cannot reach the queue, or meets a 5xx, is tried again with growing pauses until `patience_s` is over:
+that is what lets the queue be killed and restarted under a run. Every route is safe to repeat. A refusal (4xx) is
+never retried: it is raised as `Refused` with the queue's reason code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+from tenacity import (
+    AsyncRetrying,
+    RetryError,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from protocol import codec, routes
+from protocol.messages import (
+    BeginSession,
+    Checkpointed,
+    Group,
+    LeaseAck,
+    LeaseRenewal,
+    LeaseReply,
+    LeaseRequest,
+    Policy,
+    PolicyCommand,
+    Problem,
+    Server,
+    TicketFailure,
+    TicketReply,
+    TicketRequest,
+    Waiting,
+    WorkerReply,
+    WorkerReport,
+)
+from protocol.status import Status
+
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+
+
+class QueueError(RuntimeError):
+    """The queue could not do what was asked."""
+
+
+class Refused(QueueError):
+    """A 4xx answer. `reason` is the queue's code, `retry_after_s` is set with 429."""
+
+    def __init__(self, status: int, problem: Problem, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{problem.message} ({problem.reason})")
+        self.status = status
+        self.reason = problem.reason
+        self.retry_after_s = retry_after_s
+
+
+class RunFinished(QueueError):
+    """The run is over: no more tickets will be given."""
+
+
+class Unreachable(QueueError):
+    """The queue did not answer for as long as the caller was willing to wait."""
+
+
+class _Transient(Exception):
+    """A failure that passes: no connection, a time-out or a 5xx."""
+
+
+class QueueClient:
+    """Async client of one queue. Use it as a context manager, on one event loop."""
+
+    def __init__(self, url: str, token: str | None = None, patience_s: float = 300.0, timeout_s: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self.patience_s = patience_s
+        self.timeout_s = timeout_s
+        self.retries = 0
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # The queue closes idle connections after 75 s; ours end first, so that none breaks in use.
+        self._session = aiohttp.ClientSession(
+            headers=self._headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def tickets(self, request: TicketRequest) -> TicketReply:
+        """Wait up to `request.wait_s` for tickets; an empty reply means none yet. Raises `RunFinished`."""
+        try:
+            body = await self._call("POST", routes.TICKETS, request, wait_s=request.wait_s)
+        except Refused as refusal:
+            if refusal.status == 409:
+                raise RunFinished(str(refusal)) from None
+            raise
+        return codec.decode_json(body, TicketReply) if body else TicketReply([], [])
+
+    async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
+        await self._call("POST", routes.TICKET_FAIL_OF.format(id=ticket_id), failure)
+
+    async def heartbeat(self, report: WorkerReport) -> WorkerReply:
+        body = await self._call("POST", routes.WORKER_OF.format(id=report.worker_id), report)
+        return codec.decode_json(body, WorkerReply)  # type: ignore[no-any-return]
+
+    async def submit(self, group: Group) -> bool:
+        """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again.
+
+        Raises `Refused`: 410 the ticket is no longer ours, 413 too large, 422 a rule of the door.
+        """
+        data = codec.encode(group)
+        path = routes.GROUP_OF.format(id=group.ticket_id)
+        while True:
+            try:
+                return await self._call("PUT", path, data) == b"new"
+            except Refused as refusal:
+                if refusal.status != 429:
+                    raise
+                await asyncio.sleep(refusal.retry_after_s or 1.0)
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Wait up to `request.wait_s` for groups; may return none."""
+        body = await self._call("POST", routes.LEASES, request, wait_s=request.wait_s)
+        return codec.decode(body, LeaseReply)
+
+    async def ack(self, lease_id: str, ack: LeaseAck) -> Policy:
+        body = await self._call("POST", routes.LEASE_ACK_OF.format(id=lease_id), ack)
+        return codec.decode_json(body, Policy)  # type: ignore[no-any-return]
+
+    async def renew(self, lease_id: str, session: int) -> None:
+        await self._call("POST", routes.LEASE_RENEW_OF.format(id=lease_id), LeaseRenewal(session))
+
+    async def release(self, lease_id: str, session: int) -> None:
+        """Give a lease's groups back untrained."""
+        await self._call("POST", routes.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
+
+    async def policy(self) -> Policy:
+        return codec.decode_json(await self._call("GET", routes.POLICY), Policy)  # type: ignore[no-any-return]
+
+    async def begin_session(self, step: int, total_steps: int, resume: bool) -> Policy:
+        return await self._command(BeginSession(step, total_steps, resume))
+
+    async def checkpointed(self, session: int, step: int) -> Policy:
+        return await self._command(Checkpointed(session, step))
+
+    async def waiting(self, session: int, what: str | None) -> Policy:
+        return await self._command(Waiting(session, what))
+
+    async def servers(self) -> list[Server]:
+        return codec.decode_json(await self._call("GET", routes.SERVERS), list[Server])  # type: ignore[no-any-return]
+
+    async def put_server(self, server: Server) -> Server:
+        """Register a server or change its state; raises `Refused` (409) for a change that is not allowed."""
+        body = await self._call("PUT", routes.SERVER_OF.format(name=server.name), server)
+        return codec.decode_json(body, Server)  # type: ignore[no-any-return]
+
+    async def status(self) -> Status:
+        return codec.decode_json(await self._call("GET", routes.STATUS), Status)  # type: ignore[no-any-return]
+
+    async def finish(self) -> None:
+        await self._call("POST", routes.FINISH)
+
+    async def _command(self, command: PolicyCommand) -> Policy:
+        return codec.decode_json(await self._call("POST", routes.POLICY, command), Policy)  # type: ignore[no-any-return]
+
+    async def _call(
+        self, method: str, path: str, message: msgspec.Struct | bytes | None = None, wait_s: float = 0.0
+    ) -> bytes:
+        data, headers = _body(message)
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(_Transient),
+            wait=wait_random_exponential(multiplier=0.2, max=5.0),
+            stop=stop_after_delay(self.patience_s),
+        )
+        try:
+            async for attempt in attempts:
+                with attempt:
+                    if attempt.retry_state.attempt_number > 1:
+                        self.retries += 1
+                    return await self._once(method, path, data, headers, self.timeout_s + wait_s)
+        except RetryError as error:
+            last = error.last_attempt.exception()
+            raise Unreachable(
+                f"the queue at {self.url} did not answer for {self.patience_s:.0f} s ({last}); is it running? "
+                f"start it with: slipstream queue run.toml"
+            ) from None
+        raise AssertionError("unreachable: the retry loop returns or raises")
+
+    async def _once(
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> bytes:
+        if self._session is None:
+            raise RuntimeError("use the client as a context manager: async with QueueClient(...) as client")
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
+                body = await response.read()
+                if response.status >= 500:
+                    raise _Transient(f"{method} {path}: HTTP {response.status}")
+                if response.status >= 400:
+                    raise Refused(response.status, _problem(response.status, body), _retry_after(response))
+                return body
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError) as error:
+            raise _Transient(f"{method} {path}: {error or type(error).__name__}") from error
+
+
+def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[str, str]]:
+    if message is None:
+        return None, {}
+    if isinstance(message, bytes):
+        return message, {"Content-Type": MSGPACK}
+    return codec.encode_json(message), {"Content-Type": JSON}
+
+
+def _problem(status: int, body: bytes) -> Problem:
+    try:
+        return codec.decode_json(body, Problem)  # type: ignore[no-any-return]
+    except codec.DecodeError:
+        return Problem(f"http_{status}", body[:200].decode("utf-8", "replace") or f"HTTP {status}")
+
+
+def _retry_after(response: Any) -> float | None:
+    value = response.headers.get("Retry-After")
+    try:
+        return float(value) if value is not None else None
+    except ValueError:
+        return None

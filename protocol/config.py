@@ -1,0 +1,373 @@
+"""The run file: one TOML file, typed and bounded, with cross-field checks that name the symptom.
+
+Paths: `run.dir` is taken from the working directory; `task.path` and `model.path` from the folder of the run
+file. Any field may be given as `--section.key value` on every command; such paths are taken from the working
+directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+class ConfigError(ValueError):
+    """A run file that cannot be used. Its text names the value and the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Section):
+    name: str = Field("run", description="names the run and its directory", pattern=r"^[A-Za-z0-9._-]+$")
+    dir: Path = Field(Path("runs"), description="parent of the run directory")
+    seed: int = Field(0, ge=0, lt=2**31, description="data order, sampling and initial state follow from it")
+
+
+class Model(Section):
+    path: str = Field(description="a local model folder, or a Hugging Face hub name")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="type of the learner's weights and of the servers'"
+    )
+    attention: str = Field(
+        "varlen_sdpa",
+        description="attention of the learner: varlen_sdpa (any device) or a transformers implementation "
+        "that reads cu_seq_lens, such as flash_attention_2",
+    )
+
+
+class TaskFile(Section):
+    path: str = Field(description="the task object, as path/to/file.py:name", pattern=r"^.+\.py:[A-Za-z_]\w*$")
+
+    @property
+    def file(self) -> Path:
+        return Path(self.path.rsplit(":", 1)[0])
+
+    @property
+    def object_name(self) -> str:
+        return self.path.rsplit(":", 1)[1]
+
+
+class RolloutSettings(Section):
+    group_size: int = Field(8, ge=2, le=1024, description="episodes per prompt")
+    temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
+    max_turn_tokens: int = Field(512, ge=1, description="tokens that one turn may sample")
+    max_episode_tokens: int = Field(2048, ge=1, description="tokens that one episode may sample")
+    max_turns: int = Field(8, ge=1, description="turns of the policy in one episode")
+
+
+class QueueSettings(Section):
+    host: str = Field("127.0.0.1", description="address that the queue listens on")
+    port: Port = 8200
+    token: str | None = Field(
+        None, description="bearer token of every route; the environment's SLIPSTREAM_TOKEN goes first"
+    )
+    store: Literal["sqlite", ":memory:"] = Field(
+        "sqlite", description="sqlite survives kill -9; :memory: is for throw-away runs"
+    )
+    capacity_groups: int = Field(10_000, ge=1, description="groups that the queue holds at most")
+    capacity_bytes: int = Field(2 * 1024**3, ge=1024, description="bytes of groups that it holds at most")
+    max_group_bytes: int = Field(64 * 1024**2, ge=1024, description="largest group that it accepts")
+    max_staleness: int = Field(
+        4, ge=0, le=10_000, description="K: no token older than K versions contributes to a gradient"
+    )
+    overage: Literal["mask", "drop"] = Field(
+        "mask", description="what happens to groups with tokens older than K: mask the tokens, or drop all"
+    )
+    depth: float | Literal["auto"] = Field(
+        "auto", description="d: groups outstanding, in optimiser steps; auto adapts between 1 and K + 1"
+    )
+    ticket_timeout_s: Seconds = Field(60.0, description="a ticket without a heartbeat lapses after it")
+    ticket_attempts: int = Field(3, ge=1, description="times that a row is issued before it is given up")
+    lease_timeout_s: Seconds = Field(120.0, description="a lease without a renewal lapses after it")
+    stall_after_s: Seconds = Field(120.0, description="no progress for so long raises the stall alarm")
+
+    @field_validator("depth")
+    @classmethod
+    def _depth_is_positive(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and not 0 < value <= 10_000:
+            raise ValueError("must be 'auto' or a number above 0")
+        return value
+
+    @property
+    def url(self) -> str:
+        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+
+
+class WorkerSettings(Section):
+    count: int = Field(1, ge=0, le=256, description="workers that the launcher starts on this machine")
+    episodes: int = Field(256, ge=1, description="episodes that one worker runs at once")
+    request_timeout_s: Seconds = Field(600.0, description="one generation request")
+    request_attempts: int = Field(4, ge=1, description="tries of a request after a 5xx or a lost connection")
+    tool_timeout_s: Seconds = Field(60.0, description="one tool call")
+    reward_timeout_s: Seconds = Field(120.0, description="one reward function over one group")
+    episode_timeout_s: Seconds = Field(1800.0, description="one episode")
+    keep_messages: bool = Field(False, description="store each rollout's messages in the queue, for reading")
+
+
+class LearnerSettings(Section):
+    steps: int = Field(100, ge=1, description="optimiser steps")
+    groups_per_step: int = Field(16, ge=1, description="B: groups per optimiser step")
+    learning_rate: float = Field(1e-6, gt=0, le=1)
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up; constant afterwards")
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    objective: Literal["grpo"] = "grpo"
+    correction: Literal["none"] = "none"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: the ratio stays above 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="PPO clip: the ratio stays below 1 + clip_high")
+    advantage_epsilon: float = Field(1e-4, gt=0, description="(reward - mean) / (std + epsilon)")
+    zero_variance: Literal["refill", "drop", "keep"] = Field(
+        "refill",
+        description="groups whose rewards are all equal: refill replaces them by others, drop shortens the "
+        "step, keep trains them (they have no gradient)",
+    )
+    token_budget: int = Field(8192, ge=1, description="tokens of one packed micro-batch")
+    logprob_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
+    prefetch_steps: int = Field(1, ge=0, description="steps whose groups are leased ahead")
+    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0: at the end only")
+    keep_checkpoints: int = Field(2, ge=1)
+    stall_timeout_s: Seconds = Field(1800.0, description="the learner gives up when no group comes for so long")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each must be at least 0 and below 1")
+        return value
+
+
+class WeightSyncSettings(Section):
+    transport: Literal["gloo"] = Field("gloo", description="gloo: CPU and plain TCP")
+    every: int = Field(1, ge=1, description="N: optimiser steps between publications")
+    host: str = Field("127.0.0.1", description="the learner's address as the servers see it")
+    probe_tolerance: float = Field(
+        1e-3,
+        gt=0,
+        description="largest difference of log-probs between server and learner; bfloat16 needs 0.1",
+    )
+    timeout_s: Seconds = Field(300.0, description="one publication to one server, every call included")
+    bucket_bytes: int = Field(64 * 1024**2, ge=1024, description="bytes sent at one time")
+
+
+class VllmSettings(Section):
+    servers: list[str] = Field([], description="URLs of running servers; empty: the launcher starts `count`")
+    count: int = Field(1, ge=1, le=64, description="servers that the launcher starts")
+    host: str = Field("127.0.0.1", description="address that the launched servers listen on")
+    port: Port = Field(8100, description="port of the first launched server; the next ones follow")
+    max_model_len: int = Field(4096, ge=16, description="context of the model: prompt, turns and tools")
+    max_num_seqs: int = Field(64, ge=1, description="sequences that one server samples at once")
+    start_timeout_s: Seconds = Field(600.0, description="time that a server may take to answer")
+    args: list[str] = Field([], description="further arguments of vLLM's server, as on its command line")
+
+    @field_validator("servers")
+    @classmethod
+    def _urls(cls, value: list[str]) -> list[str]:
+        for url in value:
+            if not re.match(r"^https?://[^/\s]+", url):
+                raise ValueError(f"{url!r} is no URL; write it as http://host:port")
+        return [url.rstrip("/") for url in value]
+
+    @property
+    def urls(self) -> list[str]:
+        return self.servers or [f"http://{self.host}:{self.port + i}" for i in range(self.count)]
+
+
+class RunFile(Section):
+    """The whole run file, resolved."""
+
+    run: Run = Run()
+    model: Model
+    task: TaskFile
+    rollout: RolloutSettings = RolloutSettings()
+    queue: QueueSettings = QueueSettings()
+    worker: WorkerSettings = WorkerSettings()
+    learner: LearnerSettings = LearnerSettings()
+    weight_sync: WeightSyncSettings = WeightSyncSettings()
+    vllm: VllmSettings = VllmSettings()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+    @property
+    def token(self) -> str | None:
+        return os.environ.get("SLIPSTREAM_TOKEN") or self.queue.token
+
+    @property
+    def server_names(self) -> dict[str, str]:
+        """URL of each server by its name, in the order of the run file."""
+        return {f"vllm-{i}": url for i, url in enumerate(self.vllm.urls)}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        rollout, queue, learner = self.rollout, self.queue, self.learner
+        if rollout.max_turn_tokens >= self.vllm.max_model_len:
+            raise ValueError(
+                f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "
+                f"vllm.max_model_len = {self.vllm.max_model_len}: lower the one or raise the other"
+            )
+        if rollout.group_size > self.worker.episodes:
+            raise ValueError(
+                f"rollout.group_size = {rollout.group_size} is more than worker.episodes = "
+                f"{self.worker.episodes}: no worker could ever take a ticket; raise worker.episodes"
+            )
+        if queue.capacity_groups < learner.groups_per_step:
+            raise ValueError(
+                f"queue.capacity_groups = {queue.capacity_groups} is less than learner.groups_per_step = "
+                f"{learner.groups_per_step}: a step could never be filled; raise queue.capacity_groups"
+            )
+        if queue.depth != "auto" and queue.depth * learner.groups_per_step < 1:
+            raise ValueError(f"queue.depth = {queue.depth} allows no group at all; raise it to 1 or write 'auto'")
+        if self.weight_sync.every > queue.max_staleness + 1:
+            raise ValueError(
+                f"weight_sync.every = {self.weight_sync.every} with queue.max_staleness = "
+                f"{queue.max_staleness}: the servers' weights would grow too old to train on before they are "
+                f"replaced, and the run would stand still; lower weight_sync.every to at most "
+                f"{queue.max_staleness + 1}"
+            )
+        if learner.token_budget < self.vllm.max_model_len:
+            raise ValueError(
+                f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = "
+                f"{self.vllm.max_model_len}: the longest episodes would fit no micro-batch; raise "
+                f"learner.token_budget"
+            )
+        if queue.host not in LOOPBACK and not self.token:
+            raise ValueError(
+                f"queue.host = {queue.host} listens beyond this machine, which needs a token: set "
+                f"SLIPSTREAM_TOKEN or queue.token, or use 127.0.0.1"
+            )
+        if queue.max_group_bytes > queue.capacity_bytes:
+            raise ValueError(
+                f"queue.max_group_bytes = {queue.max_group_bytes} is more than queue.capacity_bytes = "
+                f"{queue.capacity_bytes}: the largest groups would never fit; lower queue.max_group_bytes"
+            )
+        return self
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> RunFile:
+    """The run file at `path` with `--section.key value` overrides; raises `ConfigError`."""
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    _anchor(values, "task", path.parent)
+    _anchor(values, "model", path.parent)
+    given = parse_overrides(overrides or [])
+    for (section, key), value in given.items():
+        table = values.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} must be a table, written [{section}]")
+        table[key] = value
+    try:
+        config = RunFile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(path, error, given)) from None
+    _check_model_folder(config.model.path)
+    if not config.task.file.is_file():
+        raise ConfigError(
+            f"task.path = {config.task.path}: there is no file {config.task.file}; write it as path/to/file.py:name"
+        )
+    return config
+
+
+def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
+    """`--section.key value` and `--section.key=value`; values as in TOML, else text. Raises `ConfigError`."""
+    found: dict[tuple[str, str], Any] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        match = re.fullmatch(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", argument, re.DOTALL)
+        if not match:
+            raise ConfigError(f"{argument}: not understood; settings are given as --section.key value")
+        section, key, text = match.groups()
+        if text is None:
+            text = next(rest, None)
+            if text is None:
+                raise ConfigError(f"{argument}: a value is missing")
+        found[section, key] = _toml_value(text)
+    return found
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _anchor(values: dict[str, Any], section: str, folder: Path) -> None:
+    """Make `section.path` relative to the run file's folder, unless it is a hub name or absolute."""
+    table = values.get(section)
+    if not isinstance(table, dict) or not isinstance(table.get("path"), str):
+        return
+    anchored = folder / Path(table["path"]).expanduser()
+    looks_local = section == "task" or anchored.exists() or table["path"].startswith((".", "~"))
+    if looks_local:
+        table["path"] = str(anchored)
+
+
+def _check_model_folder(path: str) -> None:
+    if Path(path).exists():
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(
+                f"model.path = {path}: the folder holds no config.json; save a model there with save_pretrained"
+            )
+    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise ConfigError(f"model.path = {path}: there is no such folder; give an existing model folder or a hub name")
+
+
+def _explain(path: Path, error: ValidationError, overrides: dict[tuple[str, str], Any]) -> str:
+    """One line a problem: where, the value, what is wrong and what the field means."""
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
+        section, _, key = where.partition(".")
+        key = key.split(".")[0]
+        source = "command line" if (section, key) in overrides else str(path)
+        if not where:
+            lines.append(f"{path}: {problem['msg'].removeprefix('Value error, ')}")
+        elif problem["type"] == "extra_forbidden":
+            known = ", ".join(_fields_of(section if key else ""))
+            lines.append(f"{source}: {where} is not a setting; known here are: {known}")
+        elif problem["type"] == "missing":
+            lines.append(f"{source}: {where} is missing: {_description(section, key) or 'it has no default'}")
+        else:
+            message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            about = _description(section, key)
+            line = f"{source}: {section}.{key} = {_shown(problem['input'])}: {message}"
+            lines.append(line + (f" ({about})" if about else ""))
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _fields_of(section: str) -> list[str]:
+    field = RunFile.model_fields.get(section)
+    if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
+        return list(RunFile.model_fields)
+    return list(field.annotation.model_fields)
+
+
+def _description(section: str, key: str) -> str | None:
+    field = RunFile.model_fields.get(section)
+    if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
+        return None
+    inner = field.annotation.model_fields.get(key)
+    return inner.description if inner else None

@@ -1,0 +1,303 @@
+"""Every message that crosses a process boundary.
+
+Arrays are numpy arrays in memory and little-endian bytes with dtype and length on the wire (see `codec`).
+The rules a group must keep are checked at the queue's door (`rollout_queue.door`), not here: a message that
+decodes has the right types, nothing more.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+SCHEMA_VERSION = 1
+
+FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "aborted"]
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `[start, end)` of a segment were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Segment(msgspec.Struct):
+    """One token sequence as the policy saw it.
+
+    token_ids: int32 [T]; loss_mask: bool [T], true where the token was sampled;
+    logprobs: float32 [T], natural log of the sampling distribution (temperature applied) where sampled, 0
+    elsewhere; version_spans: cover exactly the sampled tokens, in order.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    version_spans: list[VersionSpan]
+
+    def __post_init__(self) -> None:
+        for name, array, dtype in (
+            ("token_ids", self.token_ids, np.int32),
+            ("loss_mask", self.loss_mask, np.bool_),
+            ("logprobs", self.logprobs, np.float32),
+        ):
+            if array.ndim != 1 or array.dtype != dtype:
+                raise ValueError(
+                    f"{name} must be one-dimensional {np.dtype(dtype).name}, "
+                    f"is {array.ndim}-dimensional {array.dtype.name}"
+                )
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """Policy version of each token, int64 [T]; -1 where the token was not sampled."""
+        versions = np.full(len(self.token_ids), -1, dtype=np.int64)
+        for span in self.version_spans:
+            versions[span.start : span.end] = span.version
+        versions[~self.loss_mask] = -1
+        return versions
+
+
+class Rollout(msgspec.Struct):
+    """The training data of one episode. `timings` are seconds by name (generate, tools, reward, total)."""
+
+    segments: list[Segment]
+    reward: float
+    finish_reason: FinishReason
+    reward_components: dict[str, float | None] = {}
+    turns: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+    timings: dict[str, float] = {}
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(segment.sampled_tokens for segment in self.segments)
+
+
+class Group(msgspec.Struct):
+    """The rollouts of one prompt: what advantages are computed over and what the queue stores.
+
+    `started_at`, `finished_at`: seconds since the epoch, on the worker's clock.
+    """
+
+    ticket_id: str
+    index: int
+    epoch: int
+    rollouts: list[Rollout]
+    worker_id: str
+    server_names: list[str]
+    started_at: float
+    finished_at: float
+    schema_version: int = SCHEMA_VERSION
+
+    def versions(self) -> list[int]:
+        """Every policy version that sampled a token of this group."""
+        return sorted(
+            {
+                span.version
+                for rollout in self.rollouts
+                for segment in rollout.segments
+                for span in segment.version_spans
+            }
+        )
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(rollout.sampled_tokens for rollout in self.rollouts)
+
+
+class ServerState(StrEnum):
+    """What the queue knows of a vLLM server; only `SERVING` ones may be given an episode (I5)."""
+
+    JOINING = "joining"
+    SYNCING = "syncing"
+    SERVING = "serving"
+    STALE = "stale"
+    QUARANTINED = "quarantined"
+    DOWN = "down"
+
+
+class Server(msgspec.Struct):
+    """A vLLM server in the fleet registry. `version` is the last one proven on it, None before the first."""
+
+    name: str
+    url: str
+    state: ServerState = ServerState.JOINING
+    version: int | None = None
+    reason: str | None = None
+    changed_at: float = 0.0
+
+
+class Ticket(msgspec.Struct):
+    """Permission to produce one group. It lapses `expires_in_s` after issue or the last heartbeat."""
+
+    id: str
+    index: int
+    group_size: int
+    seed: int
+    version: int
+    expires_in_s: float
+
+
+class TicketRequest(msgspec.Struct):
+    worker_id: str
+    max_tickets: int
+    wait_s: float = 30.0
+
+
+class TicketReply(msgspec.Struct):
+    tickets: list[Ticket]
+    servers: list[Server]
+
+
+class TicketFailure(msgspec.Struct):
+    """Why a worker gives a ticket back; `retryable` false means that another attempt would fail alike."""
+
+    worker_id: str
+    reason: str
+    detail: str = ""
+    retryable: bool = True
+
+
+class WorkerReport(msgspec.Struct):
+    """A worker's heartbeat: renews the tickets named and carries counters, all cumulative since its start.
+
+    `capacity`: episodes it may run at once; `waited_s`: seconds of idle capacity for want of tickets, where
+    one second means all of the capacity idle for a second; `elapsed_s`: seconds since its first request;
+    `cpu_s`: CPU seconds of its process since then.
+    """
+
+    worker_id: str
+    ticket_ids: list[str]
+    host: str = ""
+    pid: int = 0
+    capacity: int = 0
+    episodes_in_flight: int = 0
+    episodes_done: int = 0
+    episodes_failed: int = 0
+    tokens_sampled: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+    requests_retried: int = 0
+    waited_s: float = 0.0
+    elapsed_s: float = 0.0
+    cpu_s: float = 0.0
+    failures: dict[str, int] = {}
+
+
+class WorkerReply(msgspec.Struct):
+    """Answer to a heartbeat. `lost_tickets` expired or were superseded: their episodes should be cancelled."""
+
+    lost_tickets: list[str]
+    servers: list[Server]
+    finished: bool
+
+
+class LeaseRequest(msgspec.Struct):
+    """Ask for up to `max_groups` more groups under `lease_id`, which the learner chooses.
+
+    `have` are the groups of this lease that already arrived; a group that the queue has leased here but that
+    is not in `have` is delivered again, so that a lost answer loses nothing.
+    """
+
+    session: int
+    lease_id: str
+    max_groups: int
+    have: list[str] = []
+    wait_s: float = 30.0
+
+
+class LeaseReply(msgspec.Struct):
+    """`groups` holds each group's msgpack as it was submitted; `version_at_arrival[i]` is the learner's version
+    when group i came in. The lease lapses `expires_in_s` after this answer or the last renewal."""
+
+    lease_id: str
+    groups: list[msgspec.Raw]
+    version_at_arrival: list[int]
+    expires_in_s: float
+
+
+class LearnerReport(msgspec.Struct):
+    """One step's figures for the status page. `wait_s`, `step_s`: seconds in this step waiting for groups, and
+    in all; `publishing` is the version on its way to the servers, if any."""
+
+    step: int
+    reward_mean: float
+    wait_s: float
+    step_s: float
+    tokens_trained: int
+    staleness_mean: float
+    staleness_max: int
+    publishing: int | None = None
+
+
+class LeaseAck(msgspec.Struct):
+    """End some of a lease's groups: trained at `step`, which made policy `version`, or dropped for a reason.
+
+    With `trained` empty, `step` and `version` are None and only the drops are recorded.
+    """
+
+    session: int
+    trained: list[str] = []
+    dropped: dict[str, str] = {}
+    step: int | None = None
+    version: int | None = None
+    report: LearnerReport | None = None
+
+
+class LeaseRenewal(msgspec.Struct):
+    session: int
+
+
+class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
+    """The learner starts, or resumes from a checkpoint made after `step` optimiser steps."""
+
+    step: int
+    total_steps: int
+    resume: bool
+
+
+class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):
+    """A checkpoint of `step` is complete: groups trained up to it may be forgotten."""
+
+    session: int
+    step: int
+
+
+class Waiting(msgspec.Struct, tag="waiting", tag_field="do"):
+    """The learner says what it waits for, for the status page; `what` None ends the wait."""
+
+    session: int
+    what: str | None
+
+
+PolicyCommand = BeginSession | Checkpointed | Waiting
+
+
+class Policy(msgspec.Struct):
+    """`version`: the learner's; `step`: optimiser steps on the surviving time line, version = step + offset;
+    `served_version`: lowest version proven on a serving server, None if none serves."""
+
+    version: int
+    step: int
+    total_steps: int
+    session: int
+    checkpoint_step: int | None
+    served_version: int | None
+    finished: bool
+
+
+class Problem(msgspec.Struct):
+    """Every refusal's body. `reason` is a stable code, `message` says the value and the remedy."""
+
+    reason: str
+    message: str

@@ -1,0 +1,130 @@
+"""The one JSON object of `GET /v1/status`: who waits for whom and since when (I7)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.messages import Server
+
+
+class Depth(msgspec.Struct):
+    """Groups by place. `target_steps` is d of DESIGN.md, `ticket_limit` what admission allows outstanding now."""
+
+    tickets: int
+    ready: int
+    leased: int
+    outstanding: int
+    bytes: int
+    capacity_groups: int
+    capacity_bytes: int
+    target_steps: float
+    ticket_limit: int
+
+
+class Staleness(msgspec.Struct):
+    """Versions, over the groups of the newest steps. `in_flight` passed between sampling of the oldest token
+    and arrival, `in_queue` between arrival and training; `max_ever` covers the whole run."""
+
+    mean: float = 0.0
+    max: int = 0
+    max_ever: int = 0
+    in_flight_mean: float = 0.0
+    in_queue_mean: float = 0.0
+
+
+class Rates(msgspec.Struct):
+    """Per second, over the last minute."""
+
+    groups: float = 0.0
+    tokens_sampled: float = 0.0
+    tokens_trained: float = 0.0
+    steps: float = 0.0
+
+
+class LearnerStatus(msgspec.Struct):
+    """`wait_share`: part of its time that the learner waited for groups, over its newest steps."""
+
+    session: int = 0
+    step: int = 0
+    version: int = 0
+    reward_mean: float | None = None
+    step_s: float | None = None
+    wait_share: float | None = None
+    seen_s_ago: float | None = None
+
+
+class WorkerStatus(msgspec.Struct):
+    """`wait_share`: part of its capacity that stood idle for want of tickets, since its start."""
+
+    worker_id: str
+    host: str
+    pid: int
+    capacity: int
+    episodes_in_flight: int
+    episodes_done: int
+    episodes_failed: int
+    tokens_sampled: int
+    tool_calls: int
+    tool_failures: int
+    requests_retried: int
+    wait_share: float
+    cpu_ms_per_episode: float | None
+    seen_s_ago: float
+    failures: dict[str, int] = {}
+
+
+class Wait(msgspec.Struct):
+    """`who` waits for `what` since `since_s` seconds."""
+
+    who: str
+    what: str
+    since_s: float
+
+
+class Stall(msgspec.Struct):
+    """`stalled`: neither a group nor a step came for the configured time; `why` is the likeliest cause."""
+
+    stalled: bool
+    since_s: float
+    why: str | None = None
+
+
+class Ledger(msgspec.Struct):
+    """Every ticket of the run: issued = trained + dropped + reissued + outstanding (I1).
+
+    `reissued` tickets ended because their row was issued again under a new id: they lapsed, were given back, or
+    were trained on a time line that a resume left behind.
+    """
+
+    issued: int = 0
+    trained: int = 0
+    dropped: int = 0
+    reissued: int = 0
+    outstanding: int = 0
+
+
+class Status(msgspec.Struct):
+    run: str
+    uptime_s: float
+    version: int
+    served_version: int | None
+    step: int
+    total_steps: int
+    checkpoint_step: int | None
+    finished: bool
+    max_staleness: int
+    depth: Depth
+    staleness: Staleness
+    rates: Rates
+    learner: LearnerStatus
+    workers: list[WorkerStatus]
+    servers: list[Server]
+    waits: list[Wait]
+    stall: Stall
+    ledger: Ledger
+    tokens_sampled: int = 0
+    learner_wait_share: float | None = None
+    worker_wait_share: float | None = None
+    worker_cpu_ms_per_episode: float | None = None
+    drops: dict[str, int] = {}
+    rejections: dict[str, int] = {}

@@ -28,7 +28,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct):
-    """One token sequence as the policy saw it.
+    """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
     token_ids: int32 [T]; loss_mask: bool [T], true where the token was sampled;
     logprobs: float32 [T], natural log of the sampling distribution (temperature applied) where sampled, 0
@@ -46,7 +46,7 @@ class Segment(msgspec.Struct):
             ("loss_mask", self.loss_mask, np.bool_),
             ("logprobs", self.logprobs, np.float32),
         ):
-            if array.ndim != 1 or array.dtype != dtype:
+            if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
                 raise ValueError(
                     f"{name} must be one-dimensional {np.dtype(dtype).name}, "
                     f"is {array.ndim}-dimensional {array.dtype.name}"

@@ -1,13 +1,14 @@
 """The queue's client, shared by worker, learner, weight sync and command line.
 
-A call that cannot reach the queue, or meets a 5xx, is tried again with growing pauses until `patience_s` is over:
-that is what lets the queue be killed and restarted under a run. Every route is safe to repeat. A refusal (4xx) is
-never retried: it is raised as `Refused` with the queue's reason code.
+A call that cannot reach the queue, or meets a 5xx, is tried again with growing pauses until `patience_s` is over (a
+long-poll's own wait comes on top): that is what lets the queue be killed and restarted under a run. Every route is
+safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused` with the queue's reason code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from types import TracebackType
 from typing import Any, Self
 
@@ -74,9 +75,14 @@ class _Transient(Exception):
 
 
 class QueueClient:
-    """Async client of one queue. Use it as a context manager, on one event loop."""
+    """Async client of one queue. Use it as a context manager, on one event loop.
+
+    `timeout_s` bounds one try, a long-poll's own wait apart; `retries` counts the tries after the first of each call.
+    """
 
     def __init__(self, url: str, token: str | None = None, patience_s: float = 300.0, timeout_s: float = 30.0) -> None:
+        if not re.match(r"https?://[^/\s]+", url):
+            raise QueueError(f"{url!r} is no URL of a queue; write it as http://host:port")
         self.url = url.rstrip("/")
         self.patience_s = patience_s
         self.timeout_s = timeout_s
@@ -181,7 +187,7 @@ class QueueClient:
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_Transient),
             wait=wait_random_exponential(multiplier=0.2, max=5.0),
-            stop=stop_after_delay(self.patience_s),
+            stop=stop_after_delay(self.patience_s + wait_s),
         )
         try:
             async for attempt in attempts:
@@ -213,8 +219,8 @@ class QueueClient:
                 if response.status >= 400:
                     raise Refused(response.status, _problem(response.status, body), _retry_after(response))
                 return body
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError) as error:
-            raise _Transient(f"{method} {path}: {error or type(error).__name__}") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _Transient(f"{method} {path}: {str(error) or type(error).__name__}") from error
 
 
 def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[str, str]]:

@@ -2,7 +2,7 @@
 
 Paths: `run.dir` is taken from the working directory; `task.path` and `model.path` from the folder of the run
 file. Any field may be given as `--section.key value` on every command; such paths are taken from the working
-directory.
+directory. A loaded run file holds the task's and a local model's path as absolute ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from protocol import config_text
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+_OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+Bytes = Annotated[int, Field(ge=1024, le=2**50)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
@@ -26,17 +34,26 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
-    name: str = Field("run", description="names the run and its directory", pattern=r"^[A-Za-z0-9._-]+$")
-    dir: Path = Field(Path("runs"), description="parent of the run directory")
+    name: str = Field(
+        "run",
+        description="names the run and its directory: letters, digits, '_', '-' and, but for the first place, '.'",
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+    )
+    dir: Path = Field(Path("runs"), strict=False, description="parent of the run directory")
     seed: int = Field(0, ge=0, lt=2**31, description="data order, sampling and initial state follow from it")
+
+    @field_validator("dir")
+    @classmethod
+    def _home_is_expanded(cls, value: Path) -> Path:
+        return value.expanduser()
 
 
 class Model(Section):
-    path: str = Field(description="a local model folder, or a Hugging Face hub name")
+    path: str = Field(description="a local model folder, such as ./model, or a Hugging Face hub name")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="type of the learner's weights and of the servers'"
     )
@@ -62,23 +79,23 @@ class TaskFile(Section):
 class RolloutSettings(Section):
     group_size: int = Field(8, ge=2, le=1024, description="episodes per prompt")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
-    max_turn_tokens: int = Field(512, ge=1, description="tokens that one turn may sample")
-    max_episode_tokens: int = Field(2048, ge=1, description="tokens that one episode may sample")
-    max_turns: int = Field(8, ge=1, description="turns of the policy in one episode")
+    max_turn_tokens: Count = Field(512, description="tokens that one turn may sample")
+    max_episode_tokens: Count = Field(2048, description="tokens that one episode may sample")
+    max_turns: Count = Field(8, description="turns of the policy in one episode")
 
 
 class QueueSettings(Section):
     host: str = Field("127.0.0.1", description="address that the queue listens on")
-    port: Port = 8200
+    port: Port = Field(8200, description="port that the queue listens on")
     token: str | None = Field(
         None, description="bearer token of every route; the environment's SLIPSTREAM_TOKEN goes first"
     )
     store: Literal["sqlite", ":memory:"] = Field(
         "sqlite", description="sqlite survives kill -9; :memory: is for throw-away runs"
     )
-    capacity_groups: int = Field(10_000, ge=1, description="groups that the queue holds at most")
-    capacity_bytes: int = Field(2 * 1024**3, ge=1024, description="bytes of groups that it holds at most")
-    max_group_bytes: int = Field(64 * 1024**2, ge=1024, description="largest group that it accepts")
+    capacity_groups: Count = Field(10_000, description="groups that the queue holds at most")
+    capacity_bytes: Bytes = Field(2 * 1024**3, description="bytes of groups that it holds at most")
+    max_group_bytes: Bytes = Field(64 * 1024**2, description="largest group that it accepts")
     max_staleness: int = Field(
         4, ge=0, le=10_000, description="K: no token older than K versions contributes to a gradient"
     )
@@ -89,27 +106,28 @@ class QueueSettings(Section):
         "auto", description="d: groups outstanding, in optimiser steps; auto adapts between 1 and K + 1"
     )
     ticket_timeout_s: Seconds = Field(60.0, description="a ticket without a heartbeat lapses after it")
-    ticket_attempts: int = Field(3, ge=1, description="times that a row is issued before it is given up")
+    ticket_attempts: Count = Field(3, description="times that a row is issued before it is given up")
     lease_timeout_s: Seconds = Field(120.0, description="a lease without a renewal lapses after it")
     stall_after_s: Seconds = Field(120.0, description="no progress for so long raises the stall alarm")
 
-    @field_validator("depth")
+    @field_validator("depth", mode="before")
     @classmethod
-    def _depth_is_positive(cls, value: float | str) -> float | str:
-        if isinstance(value, float) and not 0 < value <= 10_000:
-            raise ValueError("must be 'auto' or a number above 0")
+    def _depth_is_positive(cls, value: object) -> object:
+        is_depth = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 10_000
+        if value != "auto" and not is_depth:
+            raise ValueError("must be 'auto' or a number above 0 and at most 10000")
         return value
 
     @property
     def url(self) -> str:
-        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+        return _url("127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host, self.port)
 
 
 class WorkerSettings(Section):
     count: int = Field(1, ge=0, le=256, description="workers that the launcher starts on this machine")
-    episodes: int = Field(256, ge=1, description="episodes that one worker runs at once")
+    episodes: Count = Field(256, description="episodes that one worker runs at once")
     request_timeout_s: Seconds = Field(600.0, description="one generation request")
-    request_attempts: int = Field(4, ge=1, description="tries of a request after a 5xx or a lost connection")
+    request_attempts: Count = Field(4, description="tries of a request after a 5xx or a lost connection")
     tool_timeout_s: Seconds = Field(60.0, description="one tool call")
     reward_timeout_s: Seconds = Field(120.0, description="one reward function over one group")
     episode_timeout_s: Seconds = Field(1800.0, description="one episode")
@@ -117,28 +135,28 @@ class WorkerSettings(Section):
 
 
 class LearnerSettings(Section):
-    steps: int = Field(100, ge=1, description="optimiser steps")
-    groups_per_step: int = Field(16, ge=1, description="B: groups per optimiser step")
-    learning_rate: float = Field(1e-6, gt=0, le=1)
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up; constant afterwards")
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    objective: Literal["grpo"] = "grpo"
-    correction: Literal["none"] = "none"
+    steps: Count = Field(100, description="optimiser steps")
+    groups_per_step: Count = Field(16, description="B: groups per optimiser step")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="AdamW's learning rate after the warm-up")
+    warmup_steps: CountOrZero = Field(0, description="steps of linear warm-up; constant afterwards")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's two decay rates")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW's weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9, description="gradients are scaled down to this norm")
+    objective: Literal["grpo"] = Field("grpo", description="the policy objective")
+    correction: Literal["none"] = Field("none", description="correction of off-policy tokens besides the clip")
     clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: the ratio stays above 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="PPO clip: the ratio stays below 1 + clip_high")
-    advantage_epsilon: float = Field(1e-4, gt=0, description="(reward - mean) / (std + epsilon)")
+    clip_high: float = Field(0.28, gt=0, le=1000, description="PPO clip: the ratio stays below 1 + clip_high")
+    advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="(reward - mean) / (std + epsilon)")
     zero_variance: Literal["refill", "drop", "keep"] = Field(
         "refill",
         description="groups whose rewards are all equal: refill replaces them by others, drop shortens the "
         "step, keep trains them (they have no gradient)",
     )
-    token_budget: int = Field(8192, ge=1, description="tokens of one packed micro-batch")
-    logprob_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits exist at one time")
-    prefetch_steps: int = Field(1, ge=0, description="steps whose groups are leased ahead")
-    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0: at the end only")
-    keep_checkpoints: int = Field(2, ge=1)
+    token_budget: Count = Field(8192, description="tokens of one packed micro-batch")
+    logprob_chunk_tokens: Count = Field(1024, description="tokens whose logits exist at one time")
+    prefetch_steps: CountOrZero = Field(1, description="steps whose groups are leased ahead")
+    checkpoint_every: CountOrZero = Field(50, description="steps between checkpoints; 0: at the end only")
+    keep_checkpoints: Count = Field(2, description="newest checkpoints that are kept")
     stall_timeout_s: Seconds = Field(1800.0, description="the learner gives up when no group comes for so long")
 
     @field_validator("betas")
@@ -151,15 +169,16 @@ class LearnerSettings(Section):
 
 class WeightSyncSettings(Section):
     transport: Literal["gloo"] = Field("gloo", description="gloo: CPU and plain TCP")
-    every: int = Field(1, ge=1, description="N: optimiser steps between publications")
+    every: Count = Field(1, description="N: optimiser steps between publications")
     host: str = Field("127.0.0.1", description="the learner's address as the servers see it")
     probe_tolerance: float = Field(
         1e-3,
         gt=0,
+        le=1000,
         description="largest difference of log-probs between server and learner; bfloat16 needs 0.1",
     )
     timeout_s: Seconds = Field(300.0, description="one publication to one server, every call included")
-    bucket_bytes: int = Field(64 * 1024**2, ge=1024, description="bytes sent at one time")
+    bucket_bytes: Bytes = Field(64 * 1024**2, description="bytes sent at one time")
 
 
 class VllmSettings(Section):
@@ -167,8 +186,8 @@ class VllmSettings(Section):
     count: int = Field(1, ge=1, le=64, description="servers that the launcher starts")
     host: str = Field("127.0.0.1", description="address that the launched servers listen on")
     port: Port = Field(8100, description="port of the first launched server; the next ones follow")
-    max_model_len: int = Field(4096, ge=16, description="context of the model: prompt, turns and tools")
-    max_num_seqs: int = Field(64, ge=1, description="sequences that one server samples at once")
+    max_model_len: int = Field(4096, ge=16, le=10**9, description="context of the model: prompt, turns and tools")
+    max_num_seqs: Count = Field(64, description="sequences that one server samples at once")
     start_timeout_s: Seconds = Field(600.0, description="time that a server may take to answer")
     args: list[str] = Field([], description="further arguments of vLLM's server, as on its command line")
 
@@ -182,7 +201,7 @@ class VllmSettings(Section):
 
     @property
     def urls(self) -> list[str]:
-        return self.servers or [f"http://{self.host}:{self.port + i}" for i in range(self.count)]
+        return self.servers or [_url(self.host, self.port + i) for i in range(self.count)]
 
 
 class RunFile(Section):
@@ -249,6 +268,7 @@ class RunFile(Section):
                 f"queue.host = {queue.host} listens beyond this machine, which needs a token: set "
                 f"SLIPSTREAM_TOKEN or queue.token, or use 127.0.0.1"
             )
+        self._check_ports()
         if queue.max_group_bytes > queue.capacity_bytes:
             raise ValueError(
                 f"queue.max_group_bytes = {queue.max_group_bytes} is more than queue.capacity_bytes = "
@@ -256,33 +276,40 @@ class RunFile(Section):
             )
         return self
 
+    def _check_ports(self) -> None:
+        vllm, queue = self.vllm, self.queue
+        last = vllm.port + vllm.count - 1
+        if last > 65535:
+            raise ValueError(
+                f"vllm.port = {vllm.port} with vllm.count = {vllm.count} needs ports up to {last}, and the highest is "
+                f"65535: lower vllm.port"
+            )
+        if not vllm.servers and vllm.port <= queue.port <= last:
+            raise ValueError(
+                f"queue.port = {queue.port} is one of the ports {vllm.port} to {last} of the vLLM servers: whoever "
+                f"starts second would find it taken; change queue.port or vllm.port"
+            )
+
 
 def load(path: str | Path, overrides: list[str] | None = None) -> RunFile:
     """The run file at `path` with `--section.key value` overrides; raises `ConfigError`."""
     path = Path(path)
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-    _anchor(values, "task", path.parent)
-    _anchor(values, "model", path.parent)
+    values = _read(path)
     given = parse_overrides(overrides or [])
+    tables: dict[str, Any] = {}
     for (section, key), value in given.items():
-        table = values.setdefault(section, {})
-        if not isinstance(table, dict):
+        tables.setdefault(section, {})[key] = value
+    _anchor(values, path.parent)
+    _anchor(tables, Path())
+    for section, table in tables.items():
+        if not isinstance(values.setdefault(section, {}), dict):
             raise ConfigError(f"{path}: {section} must be a table, written [{section}]")
-        table[key] = value
+        values[section].update(table)
     try:
         config = RunFile.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(path, error, given)) from None
-    _check_model_folder(config.model.path)
-    if not config.task.file.is_file():
-        raise ConfigError(
-            f"task.path = {config.task.path}: there is no file {config.task.file}; write it as path/to/file.py:name"
-        )
+        raise ConfigError(config_text.explain(path, error, given, RunFile)) from None
+    _check_files(config)
     return config
 
 
@@ -291,83 +318,65 @@ def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     rest = iter(arguments)
     for argument in rest:
-        match = re.fullmatch(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", argument, re.DOTALL)
+        match = _OPTION.fullmatch(argument)
         if not match:
             raise ConfigError(f"{argument}: not understood; settings are given as --section.key value")
         section, key, text = match.groups()
         if text is None:
             text = next(rest, None)
-            if text is None:
-                raise ConfigError(f"{argument}: a value is missing")
-        found[section, key] = _toml_value(text)
+            if text is None or _OPTION.fullmatch(text):
+                raise ConfigError(f"{argument}: a value is missing; write {argument} value")
+        found[section, key] = _override(section, key, text)
     return found
 
 
-def _toml_value(text: str) -> Any:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such run file; give the path of a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def _override(section: str, key: str, text: str) -> Any:
+    """The value that `text` writes in TOML, or the text itself where it writes none or the setting is a text."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    value = document.pop("value")
+    field = config_text.find_field(RunFile, section, key)
+    wants_text = field is not None and field.annotation in (str, str | None, Path)
+    return text if document or (wants_text and not isinstance(value, str)) else value
 
 
-def _anchor(values: dict[str, Any], section: str, folder: Path) -> None:
-    """Make `section.path` relative to the run file's folder, unless it is a hub name or absolute."""
-    table = values.get(section)
-    if not isinstance(table, dict) or not isinstance(table.get("path"), str):
-        return
-    anchored = folder / Path(table["path"]).expanduser()
-    looks_local = section == "task" or anchored.exists() or table["path"].startswith((".", "~"))
-    if looks_local:
-        table["path"] = str(anchored)
+def _anchor(values: dict[str, Any], folder: Path) -> None:
+    """Make the task's and a local model's path absolute, taken from `folder`; a hub name stays as it is."""
+    for section in ("task", "model"):
+        table = values.get(section)
+        if not isinstance(table, dict) or not isinstance(table.get("path"), str):
+            continue
+        anchored = folder / Path(table["path"]).expanduser()
+        # "models/tiny" could be a hub name, but not where a folder "models" lies beside the run file.
+        in_known_folder = anchored.parent != folder and anchored.parent.is_dir()
+        if section == "task" or not _HUB_NAME.fullmatch(table["path"]) or anchored.exists() or in_known_folder:
+            table["path"] = str(anchored.absolute())
 
 
-def _check_model_folder(path: str) -> None:
-    if Path(path).exists():
-        if not (Path(path) / "config.json").is_file():
-            raise ConfigError(
-                f"model.path = {path}: the folder holds no config.json; save a model there with save_pretrained"
-            )
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise ConfigError(f"model.path = {path}: there is no such folder; give an existing model folder or a hub name")
+def _check_files(config: RunFile) -> None:
+    model, task = Path(config.model.path), config.task.file
+    if model.is_absolute() and not model.is_dir():
+        raise ConfigError(f"model.path = {model}: there is no such folder; give an existing model folder or a hub name")
+    if model.is_absolute() and not (model / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {model}: the folder holds no config.json; save a model there with save_pretrained"
+        )
+    if not task.is_file():
+        raise ConfigError(f"task.path = {config.task.path}: there is no file {task}; write it as path/to/file.py:name")
 
 
-def _explain(path: Path, error: ValidationError, overrides: dict[tuple[str, str], Any]) -> str:
-    """One line a problem: where, the value, what is wrong and what the field means."""
-    lines = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
-        section, _, key = where.partition(".")
-        key = key.split(".")[0]
-        source = "command line" if (section, key) in overrides else str(path)
-        if not where:
-            lines.append(f"{path}: {problem['msg'].removeprefix('Value error, ')}")
-        elif problem["type"] == "extra_forbidden":
-            known = ", ".join(_fields_of(section if key else ""))
-            lines.append(f"{source}: {where} is not a setting; known here are: {known}")
-        elif problem["type"] == "missing":
-            lines.append(f"{source}: {where} is missing: {_description(section, key) or 'it has no default'}")
-        else:
-            message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            about = _description(section, key)
-            line = f"{source}: {section}.{key} = {_shown(problem['input'])}: {message}"
-            lines.append(line + (f" ({about})" if about else ""))
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) and value else repr(value)
-
-
-def _fields_of(section: str) -> list[str]:
-    field = RunFile.model_fields.get(section)
-    if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
-        return list(RunFile.model_fields)
-    return list(field.annotation.model_fields)
-
-
-def _description(section: str, key: str) -> str | None:
-    field = RunFile.model_fields.get(section)
-    if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, Section):
-        return None
-    inner = field.annotation.model_fields.get(key)
-    return inner.description if inner else None
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -265,13 +265,15 @@ class RunFile(Section):
 
     def _check_ports(self) -> None:
         vllm, queue = self.vllm, self.queue
+        if vllm.servers:
+            return
         last = vllm.port + vllm.count - 1
         if last > 65535:
             raise ValueError(
                 f"vllm.port = {vllm.port} with vllm.count = {vllm.count} needs ports up to {last}, and the highest is "
                 f"65535: lower vllm.port"
             )
-        if not vllm.servers and vllm.port <= queue.port <= last:
+        if vllm.port <= queue.port <= last:
             raise ValueError(
                 f"queue.port = {queue.port} is one of the ports {vllm.port} to {last} of the vLLM servers: whoever "
                 f"starts second would find it taken; change queue.port or vllm.port"

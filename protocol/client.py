@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -43,6 +44,8 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import Status
+
+T = TypeVar("T")
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -111,14 +114,13 @@ class QueueClient:
             if refusal.status == 409:
                 raise RunFinished(str(refusal)) from None
             raise
-        return codec.decode_json(body, TicketReply) if body else TicketReply([], [])
+        return self._understood(routes.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
 
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
         await self._call("POST", routes.TICKET_FAIL_OF.format(id=ticket_id), failure)
 
     async def heartbeat(self, report: WorkerReport) -> WorkerReply:
-        body = await self._call("POST", routes.WORKER_OF.format(id=report.worker_id), report)
-        return codec.decode_json(body, WorkerReply)  # type: ignore[no-any-return]
+        return await self._ask(WorkerReply, "POST", routes.WORKER_OF.format(id=report.worker_id), report)
 
     async def submit(self, group: Group) -> bool:
         """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again.
@@ -138,11 +140,10 @@ class QueueClient:
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Wait up to `request.wait_s` for groups; may return none."""
         body = await self._call("POST", routes.LEASES, request, wait_s=request.wait_s)
-        return codec.decode(body, LeaseReply)
+        return self._understood(routes.LEASES, codec.decode, body, LeaseReply)
 
     async def ack(self, lease_id: str, ack: LeaseAck) -> Policy:
-        body = await self._call("POST", routes.LEASE_ACK_OF.format(id=lease_id), ack)
-        return codec.decode_json(body, Policy)  # type: ignore[no-any-return]
+        return await self._ask(Policy, "POST", routes.LEASE_ACK_OF.format(id=lease_id), ack)
 
     async def renew(self, lease_id: str, session: int) -> None:
         await self._call("POST", routes.LEASE_RENEW_OF.format(id=lease_id), LeaseRenewal(session))
@@ -152,7 +153,7 @@ class QueueClient:
         await self._call("POST", routes.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
 
     async def policy(self) -> Policy:
-        return codec.decode_json(await self._call("GET", routes.POLICY), Policy)  # type: ignore[no-any-return]
+        return await self._ask(Policy, "GET", routes.POLICY)
 
     async def begin_session(self, step: int, total_steps: int, resume: bool) -> Policy:
         return await self._command(BeginSession(step, total_steps, resume))
@@ -164,21 +165,31 @@ class QueueClient:
         return await self._command(Waiting(session, what))
 
     async def servers(self) -> list[Server]:
-        return codec.decode_json(await self._call("GET", routes.SERVERS), list[Server])  # type: ignore[no-any-return]
+        return await self._ask(list[Server], "GET", routes.SERVERS)
 
     async def put_server(self, server: Server) -> Server:
         """Register a server or change its state; raises `Refused` (409) for a change that is not allowed."""
-        body = await self._call("PUT", routes.SERVER_OF.format(name=server.name), server)
-        return codec.decode_json(body, Server)  # type: ignore[no-any-return]
+        return await self._ask(Server, "PUT", routes.SERVER_OF.format(name=server.name), server)
 
     async def status(self) -> Status:
-        return codec.decode_json(await self._call("GET", routes.STATUS), Status)  # type: ignore[no-any-return]
+        return await self._ask(Status, "GET", routes.STATUS)
 
     async def finish(self) -> None:
         await self._call("POST", routes.FINISH)
 
     async def _command(self, command: PolicyCommand) -> Policy:
-        return codec.decode_json(await self._call("POST", routes.POLICY, command), Policy)  # type: ignore[no-any-return]
+        return await self._ask(Policy, "POST", routes.POLICY, command)
+
+    async def _ask(self, kind: type[T], method: str, path: str, message: msgspec.Struct | None = None) -> T:
+        return self._understood(path, codec.decode_json, await self._call(method, path, message), kind)
+
+    def _understood(self, path: str, decode: Callable[[bytes, type[T]], T], body: bytes, kind: type[T]) -> T:
+        try:
+            return decode(body, kind)
+        except codec.DecodeError as error:
+            raise QueueError(
+                f"{self.url}{path} gave an answer that is {error}; is it a Slipstream queue of this version?"
+            ) from error
 
     async def _call(
         self, method: str, path: str, message: msgspec.Struct | bytes | None = None, wait_s: float = 0.0

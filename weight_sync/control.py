@@ -1,0 +1,109 @@
+"""vLLM's RL routes, each call with a time-out (F4, F5): vLLM sets none, and a wedged engine never answers."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
+
+class ControlError(RuntimeError):
+    """A control call failed or did not end in time. The text names server, route and cause."""
+
+
+class ServerControl:
+    """Control plane of one vLLM server. Use it as a context manager."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # vLLM closes idle connections after 5 s; ours end first, so that none breaks in use.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=3))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def world_size(self) -> int:
+        return int((await self._call("GET", "/get_world_size"))["world_size"])
+
+    async def weight_label(self) -> str:
+        """The version label that the engine holds; "default" after a start, whatever was published before."""
+        return str((await self._call("GET", "/weight_info"))["weight_version"])
+
+    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    async def shutdown_transfer(self) -> None:
+        await self._call("POST", "/shutdown_weight_transfer_engine")
+
+    async def start_update(self) -> None:
+        await self._call("POST", "/start_weight_update")
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        await self._call("POST", "/update_weights", {"update_info": update_info})
+
+    async def finish_update(self, label: str | None) -> None:
+        """Swap the staged weights in and label them; without a label, only end the session."""
+        await self._call("POST", "/finish_weight_update", {"weight_version": label} if label is not None else None)
+
+    async def pause(self) -> None:
+        """Freeze generation where it stands; running requests keep their keys and values."""
+        await self._call("POST", "/pause?mode=keep&clear_cache=false")
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume")
+
+    async def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve."""
+        reply = await self._call(
+            "POST",
+            "/inference/v1/generate",
+            {
+                "token_ids": token_ids,
+                "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
+                "output_mode": "tokens",
+            },
+        )
+        try:
+            entries = reply["prompt_logprobs"][1:]
+            return np.array(
+                [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)],
+                dtype=np.float32,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}: the probe's answer holds no prompt log-probs ({error!r})") from error
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        if self._session is None:
+            raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+                if response.status >= 400:
+                    text = (await response.text())[:500]
+                    raise ControlError(
+                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
+                    )
+                return await response.json()
+        except TimeoutError as error:
+            raise ControlError(f"{self.url}{path}: no answer within {self._timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise ControlError(f"{self.url}{path}: {error}") from error
+
+
+def _hint(path: str, status: int) -> str:
+    if status == 404:
+        return "; the server needs VLLM_SERVER_DEV_MODE=1: start it with slipstream vllm run.toml"
+    if status == 403 and path.startswith("/inference"):
+        return "; the server needs --enable-scale-out: start it with slipstream vllm run.toml"
+    return ""

@@ -1,0 +1,176 @@
+"""The learner's face of weight sync: hand over a version, go on training, look at the records.
+
+A publication runs on a thread of its own, to all servers of the registry at once. A server that fails is
+quarantined and the others go on (I5); when none is left the same version is tried again, and then given up with
+`PublishError`. The registry at the queue learns each outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from protocol.client import QueueClient
+from protocol.config import RunFile
+from protocol.messages import Server, ServerState
+from weight_sync.control import ServerControl
+from weight_sync.probe import Probe
+from weight_sync.publication import PUBLICATION_ERRORS, Outcome, ServerPublication
+from weight_sync.snapshot import Snapshot
+from weight_sync.transports.gloo import GlooLink
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+RETRY_PAUSE_S = 2.0
+
+
+class PublishError(RuntimeError):
+    """No server could be brought up to date."""
+
+
+@dataclass(frozen=True)
+class PublishRecord:
+    """One publication. Seconds: `blocked_s` the learner's wait, snapshot included; `transfer_s` and `pause_s` of
+    the slowest server; `probe_max_abs_diff` the largest of all servers."""
+
+    version: int
+    snapshot_s: float
+    blocked_s: float
+    transfer_s: float
+    pause_s: float
+    probe_max_abs_diff: float
+    servers_ok: list[str] = field(default_factory=list)
+    servers_failed: dict[str, str] = field(default_factory=dict)
+
+
+class Publisher:
+    """Publishes versions, one at a time, in the order they are handed over. Use it as a context manager."""
+
+    def __init__(self, config: RunFile, queue_url: str) -> None:
+        self.records: list[PublishRecord] = []
+        self._config = config
+        self._queue_url = queue_url
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
+        self._in_flight: Future[PublishRecord] | None = None
+        self._buffer: torch.Tensor | None = None
+        self._resources = AsyncExitStack()
+        self._publications: dict[str, ServerPublication] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._client: QueueClient = self._run(
+            self._resources.enter_async_context(QueueClient(self._queue_url, self._config.token))
+        ).result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._in_flight is not None:
+            self._in_flight.cancel()
+        try:
+            self._run(self._close()).result(timeout=10)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+
+    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
+        """Take a snapshot of `weights` (names and tensors as in a checkpoint) and publish it in the background.
+
+        Returns the seconds that the caller was kept: for the publication before, if it has not ended, and for
+        the snapshot. Raises `PublishError` if the publication before reached no server.
+        """
+        began = time.monotonic()
+        self.wait()
+        free = time.monotonic()
+        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
+        snapshot = Snapshot(version, weights, probe, dtype, self._buffer)
+        self._buffer = snapshot.flat
+        done = time.monotonic()
+        self._in_flight = self._run(self._publish(snapshot, done - free, done - began))
+        return done - began
+
+    def wait(self) -> None:
+        """Until nothing is in flight; raises `PublishError` if it reached no server."""
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            self.records.append(in_flight.result())
+
+    async def _publish(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> PublishRecord:
+        failed: dict[str, str] = {}
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(RETRY_PAUSE_S)
+            servers = await self._client.servers()
+            results = await asyncio.gather(*(self._publish_to(server, snapshot) for server in servers))
+            outcomes = {server.name: r for server, r in zip(servers, results, strict=True) if isinstance(r, Outcome)}
+            failed = {server.name: r for server, r in zip(servers, results, strict=True) if isinstance(r, str)}
+            if outcomes:
+                return PublishRecord(
+                    version=snapshot.version,
+                    snapshot_s=snapshot_s,
+                    blocked_s=blocked_s,
+                    transfer_s=max(outcome.transfer_s for outcome in outcomes.values()),
+                    pause_s=max(outcome.pause_s for outcome in outcomes.values()),
+                    probe_max_abs_diff=max(outcome.probe_max_abs_diff for outcome in outcomes.values()),
+                    servers_ok=list(outcomes),
+                    servers_failed=failed,
+                )
+        reasons = "; ".join(failed.values()) or "the registry holds no server"
+        raise PublishError(f"version {snapshot.version} reached no vLLM server in {ATTEMPTS} attempts: {reasons}")
+
+    async def _publish_to(self, server: Server, snapshot: Snapshot) -> Outcome | str:
+        """The outcome, or why the server was quarantined."""
+        if server.state is not ServerState.SERVING:
+            await self._register(server, ServerState.SYNCING, server.version)
+        publication = await self._publication(server)
+        try:
+            async with asyncio.timeout(self._config.weight_sync.timeout_s):
+                outcome = await publication.publish(snapshot)
+        except (*PUBLICATION_ERRORS, TimeoutError) as error:
+            reason = str(error) or f"{server.url}: not done within {self._config.weight_sync.timeout_s:.0f} s"
+            logger.error("%s is quarantined: %s", server.name, reason)
+            await self._register(server, ServerState.QUARANTINED, snapshot.version, reason)
+            return reason
+        await self._register(server, ServerState.SERVING, snapshot.version)
+        return outcome
+
+    async def _publication(self, server: Server) -> ServerPublication:
+        publication = self._publications.get(server.url)
+        if publication is None:
+            sync = self._config.weight_sync
+            control = await self._resources.enter_async_context(ServerControl(server.url, sync.timeout_s))
+
+            def make_link(workers: int) -> GlooLink:
+                return GlooLink(sync.host, workers, sync.bucket_bytes, sync.timeout_s)
+
+            publication = ServerPublication(control, make_link, sync.probe_tolerance)
+            self._publications[server.url] = publication
+        return publication
+
+    async def _register(
+        self, server: Server, state: ServerState, version: int | None, reason: str | None = None
+    ) -> None:
+        await self._client.put_server(Server(server.name, server.url, state, version, reason))
+
+    async def _close(self) -> None:
+        for publication in self._publications.values():
+            await publication.disconnect()
+        await self._resources.aclose()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)

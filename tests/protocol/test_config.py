@@ -1,0 +1,412 @@
+"""A run file loads as its author meant it, or fails with one message that names the value and the remedy."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import annotated_types
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.config import ConfigError, RunFile, load, parse_overrides, to_toml
+
+MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
+JARGON = ("pydantic", "Traceback", "validation error", "type=", "Input should", "<class", "Error(")
+
+
+@pytest.fixture(autouse=True)
+def no_token_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a run file, a model and a task file."""
+    make_folder(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for tests that only read, many times."""
+    return make_folder(tmp_path_factory.mktemp("run"))
+
+
+def make_folder(folder: Path) -> Path:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "task.py").write_text("task = None\n")
+    (folder / "run.toml").write_text(MINIMAL)
+    return folder
+
+
+def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> RunFile:
+    (folder / "run.toml").write_text(text)
+    return load(folder / "run.toml", overrides)
+
+
+def fault(path: Path, overrides: list[str] | None = None) -> str:
+    """The message that loading the run file fails with."""
+    with pytest.raises(ConfigError) as error:
+        load(path, overrides)
+    message = str(error.value)
+    assert not [word for word in JARGON if word in message], message
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+    return message
+
+
+def fault_of(folder: Path, text: str, overrides: list[str] | None = None) -> str:
+    (folder / "run.toml").write_text(text)
+    return fault(folder / "run.toml", overrides)
+
+
+def test_a_minimal_run_file_loads_with_defaults(folder: Path) -> None:
+    config = load(folder / "run.toml")
+    assert config.model.path == str(folder / "model")
+    assert (config.task.file, config.task.object_name) == (folder / "task.py", "task")
+    assert (config.queue.max_staleness, config.queue.depth, config.run_dir) == (4, "auto", Path("runs/run"))
+    assert config.server_names == {"vllm-0": "http://127.0.0.1:8100"}
+    assert config.token is None
+
+
+def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path) -> None:
+    message = fault(folder / "run.toml", ["--queue.max_staleness", "-3"])
+    assert message == (
+        "command line: queue.max_staleness = -3: must be at least 0 "
+        "(K: no token older than K versions contributes to a gradient)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("queue.max_staleness = -3", "queue.max_staleness = -3: must be at least 0"),
+        ("queue.port = 70000", "queue.port = 70000: must be at most 65535"),
+        ('queue.port = "8200"', 'queue.port = "8200": must be a whole number'),
+        ("queue.port = true", "queue.port = true: must be a whole number"),
+        ("queue.port = 80.5", "queue.port = 80.5: must be a whole number"),
+        ("queue.port = 2026-01-01", "queue.port = 2026-01-01: must be a whole number"),
+        ("queue.depth = 0", "queue.depth = 0: must be 'auto' or a number above 0"),
+        ('queue.depth = "deep"', "queue.depth = \"deep\": must be 'auto' or a number above 0"),
+        ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite' or ':memory:'"),
+        ("rollout.group_size = 1", "rollout.group_size = 1: must be at least 2"),
+        ("rollout.temperature = 0", "rollout.temperature = 0: must be above 0"),
+        ('rollout.temperature = "hot"', 'rollout.temperature = "hot": must be a number'),
+        ("learner.learning_rate = nan", "learner.learning_rate = nan: must be finite"),
+        ("learner.weight_decay = inf", "learner.weight_decay = inf: must be finite"),
+        ("learner.clip_low = 1.0", "learner.clip_low = 1.0: must be below 1"),
+        ("learner.betas = [0.9, 1.0]", "learner.betas = [0.9, 1.0]: each must be at least 0 and below 1"),
+        ("learner.betas = [0.9]", "[0.9]: has too few entries"),
+        ("learner.betas = [0.9, 0.9, 0.9]", "learner.betas = [0.9, 0.9, 0.9]: has too many entries"),
+        ("learner.betas = 0.9", "learner.betas = 0.9: must be a list"),
+        ('worker.keep_messages = "yes"', 'worker.keep_messages = "yes": must be true or false'),
+        ('vllm.servers = ["localhost:8000"]', "'localhost:8000' is no URL; write it as http://host:port"),
+        ('vllm.args = ["--swap-space", 4]', "vllm.args[1] = 4: must be text"),
+        ("run.dir = 3", "run.dir = 3: must be a path"),
+        ('run.name = "my run"', 'run.name = "my run": does not have the right form'),
+        ('run.name = ".."', 'run.name = "..": does not have the right form'),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, line: str, says: str) -> None:
+    message = fault_of(folder, f"{line}\n{MINIMAL}")
+    assert message.startswith(str(folder / "run.toml"))
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; [queue] has: host, port, token"),
+        (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; the sections are: run, model, task"),
+        ("seed = 3\n" + MINIMAL, "[seed] is not a section"),
+        ("queue = 3\n" + MINIMAL, "queue = 3: must be a table, written [queue]"),
+        (MINIMAL + "[[queue]]\nport = 3\n", "must be a table, written [queue]"),
+        ('[model]\npath = "./model"\n', "the section [task] is missing; it needs path = the task object"),
+        ('[model]\n[task]\npath = "task.py:task"\n', "model.path is missing (a local model folder"),
+        ("", "the section [model] is missing"),
+        ("[model\n", "is not TOML: "),
+        ("a = 1\na = 2\n", "is not TOML: "),
+    ],
+)
+def test_a_wrong_shape_is_told_with_what_belongs_there(folder: Path, text: str, says: str) -> None:
+    assert says in fault_of(folder, text)
+
+
+def test_every_fault_is_told_at_once(folder: Path) -> None:
+    message = fault_of(folder, "queue.port = 0\nlearner.steps = 0\n" + MINIMAL)
+    assert [line.split(": ")[1] for line in message.splitlines()] == ["queue.port = 0", "learner.steps = 0"]
+
+
+def test_a_missing_run_file_and_an_unreadable_one_are_named(folder: Path) -> None:
+    assert fault(folder / "nope.toml") == f"{folder}/nope.toml: there is no such run file; give the path of a TOML file"
+    assert fault(folder / "model") == f"{folder}/model: cannot be read: Is a directory"
+    (folder / "latin.toml").write_bytes(b'[run]\nname = "caf\xe9"\n')
+    assert "latin.toml: is not TOML: 'utf-8' codec" in fault(folder / "latin.toml")
+
+
+@pytest.mark.parametrize("path", ["./nope", "../nope", "/nope/model", "a/b/nope", "model/nope"])
+def test_a_missing_model_folder_is_told(folder: Path, path: str) -> None:
+    message = fault_of(folder, MINIMAL.replace("./model", path))
+    assert message.startswith("model.path = ")
+    assert path.removeprefix("./") in message
+    assert "there is no such folder; give an existing model folder or a hub name" in message
+
+
+def test_a_missing_model_folder_is_told_when_the_run_file_is_named_without_a_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "run.toml").write_text(MINIMAL.replace("./model", "./nope"))
+    assert "there is no such folder" in fault(Path("run.toml"))
+
+
+def test_a_model_folder_without_a_config_is_told(folder: Path) -> None:
+    (folder / "model" / "config.json").unlink()
+    assert fault(folder / "run.toml") == (
+        f"model.path = {folder}/model: the folder holds no config.json; save a model there with save_pretrained"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "org/name.v1_2"])
+def test_a_hub_name_stays_as_it_is(folder: Path, name: str) -> None:
+    assert load_text(folder, MINIMAL.replace("./model", name)).model.path == name
+
+
+def test_a_missing_task_file_is_told(folder: Path) -> None:
+    message = fault_of(folder, MINIMAL.replace("task.py", "nope.py"))
+    assert message == (
+        f"task.path = {folder}/nope.py:task: there is no file {folder}/nope.py; write it as path/to/file.py:name"
+    )
+
+
+@pytest.mark.parametrize("path", ["task.py", "task:task", "task.py:", "task.py:two words", "task.py:1st", ""])
+def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
+    message = fault_of(folder, MINIMAL.replace("task.py:task", path))
+    assert "does not have the right form (the task object, as path/to/file.py:name)" in message
+    assert path in message
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("rollout.max_turn_tokens = 4096", "leaves no room for a prompt in vllm.max_model_len = 4096"),
+        ("worker.episodes = 4", "rollout.group_size = 8 is more than worker.episodes = 4: no worker could ever take"),
+        ("queue.capacity_groups = 15", "queue.capacity_groups = 15 is less than learner.groups_per_step = 16: a step"),
+        ("queue.depth = 0.01", "queue.depth = 0.01 allows no group at all"),
+        ("weight_sync.every = 6", "weight_sync.every = 6 with queue.max_staleness = 4: the servers' weights would"),
+        ("learner.token_budget = 4095", "learner.token_budget = 4095 is less than vllm.max_model_len = 4096: the"),
+        ("queue.capacity_bytes = 2048", "is more than queue.capacity_bytes = 2048: the largest groups would never fit"),
+        ("queue.port = 8100", "queue.port = 8100 is one of the ports 8100 to 8100 of the vLLM servers"),
+        ("vllm = {port = 65530, count = 8}", "vllm.port = 65530 with vllm.count = 8 needs ports up to 65537"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_told_with_the_symptom(folder: Path, line: str, says: str) -> None:
+    message = fault_of(folder, f"{line}\n{MINIMAL}")
+    assert says in message
+    assert "\n" not in message
+
+
+def test_the_largest_settings_that_fit_together_load(folder: Path) -> None:
+    load_text(
+        folder,
+        "rollout.max_turn_tokens = 4095\nworker.episodes = 8\nqueue.capacity_groups = 16\nweight_sync.every = 5\n"
+        "learner.token_budget = 4096\nqueue.capacity_bytes = 67108864\nvllm = {port = 65528, count = 8}\n" + MINIMAL,
+    )
+
+
+@pytest.mark.parametrize("setting", ["queue.host", "vllm.host"])
+def test_i8_a_listener_beyond_this_machine_needs_a_token(
+    folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f'{setting} = "0.0.0.0"\n{MINIMAL}'
+    message = fault_of(folder, text)
+    assert f"{setting} = 0.0.0.0 listens beyond this machine, which needs a token: set SLIPSTREAM_TOKEN" in message
+    assert load_text(folder, text, ["--queue.token", "secret"]).token == "secret"
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")
+    assert load_text(folder, text, ["--queue.token", "secret"]).token == "from-environment"
+
+
+def test_a_loopback_host_needs_no_token_and_an_address_of_version_6_makes_a_url(folder: Path) -> None:
+    config = load_text(folder, 'queue.host = "::1"\nvllm.host = "::1"\n' + MINIMAL)
+    assert config.queue.url == "http://[::1]:8200"
+    assert config.vllm.urls == ["http://[::1]:8100"]
+
+
+def test_servers_given_by_url_are_not_the_launchers(folder: Path) -> None:
+    config = load_text(folder, 'vllm = {servers = ["http://a:1/", "http://b:2"], host = "0.0.0.0"}\n' + MINIMAL)
+    assert config.server_names == {"vllm-0": "http://a:1", "vllm-1": "http://b:2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--queue.port", "9000"], {("queue", "port"): 9000}),
+        (["--queue.port=9000"], {("queue", "port"): 9000}),
+        (["--queue.max_staleness", "-3"], {("queue", "max_staleness"): -3}),
+        (["--queue.max_staleness=-3"], {("queue", "max_staleness"): -3}),
+        (["--learner.learning_rate", "1e-5"], {("learner", "learning_rate"): 1e-5}),
+        (["--worker.keep_messages", "true"], {("worker", "keep_messages"): True}),
+        (["--vllm.args", '["--enforce-eager"]'], {("vllm", "args"): ["--enforce-eager"]}),
+        (["--run.name", "try-2"], {("run", "name"): "try-2"}),
+        (["--run.name", '"quoted"'], {("run", "name"): "quoted"}),
+        (["--run.name", "2026"], {("run", "name"): "2026"}),
+        (["--run.name", "2026-01-01"], {("run", "name"): "2026-01-01"}),
+        (["--run.dir", "2026"], {("run", "dir"): "2026"}),
+        (["--queue.token", "12345"], {("queue", "token"): "12345"}),
+        (["--queue.token="], {("queue", "token"): ""}),
+        (["--queue.token=--a.b"], {("queue", "token"): "--a.b"}),
+        (["--queue.port", "1\nx = 2"], {("queue", "port"): "1\nx = 2"}),
+        (["--queue.port", "1", "--queue.port", "2"], {("queue", "port"): 2}),
+        ([], {}),
+    ],
+)
+def test_overrides_are_read_as_toml_or_as_text(arguments: list[str], expected: dict[tuple[str, str], Any]) -> None:
+    assert parse_overrides(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--queue.port"], "--queue.port: a value is missing"),
+        (["--queue.port", "--queue.host", "::1"], "--queue.port: a value is missing"),
+        (["--port", "3"], "--port: not understood; settings are given as --section.key value"),
+        (["queue.port", "3"], "queue.port: not understood"),
+        (["--queue.speed", "3"], "command line: queue.speed is not a setting; [queue] has: host"),
+        (["--que.port", "3"], "command line: [que] is not a section"),
+        (["--queue.port", "abc"], 'command line: queue.port = "abc": must be a whole number'),
+        (["--queue.port", "[1"], 'command line: queue.port = "[1": must be a whole number'),
+    ],
+)
+def test_overrides_that_are_not_understood_are_named(folder: Path, arguments: list[str], says: str) -> None:
+    assert says in fault(folder / "run.toml", arguments)
+
+
+def test_an_override_goes_before_the_file_and_may_open_a_section(folder: Path) -> None:
+    config = load_text(folder, "queue.port = 9000\n" + MINIMAL, ["--queue.port", "9001", "--learner.steps", "3"])
+    assert (config.queue.port, config.learner.steps) == (9001, 3)
+
+
+def test_an_override_cannot_open_a_section_that_is_no_table(folder: Path) -> None:
+    assert "queue must be a table, written [queue]" in fault_of(folder, "queue = 1\n" + MINIMAL, ["--queue.port", "1"])
+
+
+def test_a_token_is_never_shown(folder: Path) -> None:
+    assert "12345" not in fault_of(folder, "queue.token = 12345\n" + MINIMAL)
+    assert "hunter2" not in to_toml(load_text(folder, MINIMAL, ["--queue.token", "hunter2"]))
+
+
+def test_paths_in_the_file_are_taken_from_its_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = load("../run.toml")
+    assert Path(config.model.path).samefile(folder / "model")
+    assert config.task.file.samefile(folder / "task.py")
+    monkeypatch.chdir("/")  # a process that is started elsewhere still finds them
+    assert (Path(config.model.path) / "config.json").is_file()
+    assert config.task.file.is_file()
+
+
+def test_paths_on_the_command_line_are_taken_from_the_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    make_folder(elsewhere)
+    monkeypatch.chdir(elsewhere)
+    config = load("../run.toml", ["--model.path", "model", "--task.path", "task.py:other"])
+    assert config.model.path == str(elsewhere / "model")
+    assert config.task.path == f"{elsewhere}/task.py:other"
+    assert fault(Path("../run.toml"), ["--task.path", "nope.py:task"]).startswith(f"task.path = {elsewhere}/nope.py")
+
+
+def test_the_run_directory_is_taken_from_the_working_directory(folder: Path) -> None:
+    assert load(folder / "run.toml", ["--run.name", "a"]).run_dir == Path("runs/a")
+    assert load(folder / "run.toml", ["--run.dir", "~/x"]).run_dir == Path.home() / "x" / "run"
+
+
+def test_a_run_file_comes_back_from_json(folder: Path) -> None:
+    config = load(folder / "run.toml", ["--queue.depth", "2.5", "--vllm.args", '["--a"]', "--queue.token", "t"])
+    assert RunFile.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["--queue.depth", "2.5", "--learner.learning_rate", "3e-07", "--worker.keep_messages", "true"],
+        ["--vllm.args", '["--a", "quote \\" and é, \\u007f and \\n"]', "--vllm.servers", '["http://a:1"]'],
+        ["--model.path", "org/name"],
+    ],
+)
+def test_the_printed_run_file_loads_to_the_same(folder: Path, tmp_path: Path, overrides: list[str]) -> None:
+    config = load(folder / "run.toml", overrides)
+    printed = tmp_path / "printed.toml"
+    printed.write_text(to_toml(config), encoding="utf-8")
+    assert load(printed) == config
+
+
+def test_the_printed_run_file_tells_what_each_setting_means(shared_folder: Path) -> None:
+    text = to_toml(load(shared_folder / "run.toml"))
+    lines = text.splitlines()
+    assert lines[lines.index("max_staleness = 4") - 1] == (
+        "# K: no token older than K versions contributes to a gradient"
+    )
+    assert "# token is not set" in lines
+    assert list(tomllib.loads(text)) == list(RunFile.model_fields)
+
+
+class Bounds(NamedTuple):
+    """What lies outside a numeric setting's bounds."""
+
+    setting: str
+    is_integer: bool
+    low: float
+    low_is_outside: bool
+    high: float
+    high_is_outside: bool
+
+    def outside(self) -> st.SearchStrategy[int | float]:
+        if self.is_integer:
+            below = st.integers(max_value=int(self.low) - (not self.low_is_outside))
+            return below | st.integers(min_value=int(self.high) + (not self.high_is_outside))
+        below = st.floats(max_value=self.low, exclude_max=not self.low_is_outside, allow_infinity=False)
+        return below | st.floats(min_value=self.high, exclude_min=not self.high_is_outside, allow_infinity=False)
+
+
+def numeric_settings() -> Iterator[Bounds]:
+    """Fails with a KeyError where a number has no bound, which DESIGN.md forbids ("typed, bounded")."""
+    for section, table in RunFile.model_fields.items():
+        assert table.annotation is not None
+        for key, field in table.annotation.model_fields.items():
+            if field.annotation not in (int, float):
+                continue
+            bound: dict[str, Any] = {}
+            for limit in field.metadata:
+                for kind, side in (("Ge", "low"), ("Gt", "low"), ("Le", "high"), ("Lt", "high")):
+                    if isinstance(limit, getattr(annotated_types, kind)):
+                        bound[side] = (getattr(limit, kind.lower()), kind in ("Gt", "Lt"))
+            yield Bounds(f"{section}.{key}", field.annotation is int, *bound["low"], *bound["high"])
+
+
+@pytest.mark.parametrize("bounds", list(numeric_settings()), ids=lambda bounds: bounds.setting)
+def test_any_number_out_of_bounds_is_told_with_its_name_and_value(shared_folder: Path, bounds: Bounds) -> None:
+    @settings(max_examples=15, deadline=None)
+    @given(bounds.outside())
+    def is_told(value: int | float) -> None:
+        message = fault(shared_folder / "run.toml", [f"--{bounds.setting}", str(value)])
+        assert f"{bounds.setting} = {value}: must be " in message
+
+    is_told()
+
+
+def test_every_setting_is_described() -> None:
+    for section, table in RunFile.model_fields.items():
+        assert table.annotation is not None
+        for key, field in table.annotation.model_fields.items():
+            assert field.description, f"{section}.{key} has no description"

@@ -1,0 +1,190 @@
+"""The store in one SQLite file in WAL mode: a commit survives `kill -9`, payloads stay out of memory.
+
+`synchronous=NORMAL`: a power cut may lose the newest commits, but never leaves half of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.config import ConfigError
+from rollout_queue.records import HOLDS_PAYLOAD, LIVE, Decision, RunState, ServerRecord, Snapshot, State, TicketRecord
+from rollout_queue.store.base import StoreError
+
+MEMORY = ":memory:"
+_LAYOUT = 1
+_COLUMNS = TicketRecord.__struct_fields__
+_SCHEMA = f"""
+CREATE TABLE tickets (
+    id TEXT PRIMARY KEY, "index" INT, attempt INT, serial INT, worker_id TEXT, version INT, state TEXT, failures INT,
+    reason TEXT, lease_id TEXT, bytes INT, tokens INT, oldest_version INT, newest_version INT, arrival_version INT,
+    servers TEXT, step INT, trained_version INT, UNIQUE ("index", attempt)
+) WITHOUT ROWID;
+CREATE INDEX tickets_by_state ON tickets (state, step);
+CREATE TABLE payloads (id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE servers (name TEXT PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), record BLOB NOT NULL);
+PRAGMA user_version = {_LAYOUT};
+"""
+_SELECT = "SELECT " + ", ".join(f'"{column}"' for column in _COLUMNS) + " FROM tickets"
+_UPSERT = (
+    "INSERT OR REPLACE INTO tickets (id, "
+    + ", ".join(f'"{column}"' for column in _COLUMNS)
+    + ") VALUES ("
+    + ", ".join("?" * (len(_COLUMNS) + 1))
+    + ")"
+)
+_TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
+    (SELECT 1 FROM tickets AS later WHERE later."index" = t."index" AND later.attempt > t.attempt)"""
+
+
+class LedgerRow(msgspec.Struct, frozen=True):
+    """One ticket, for audits: `step` and `version` are those of the optimiser step that trained it, if one did."""
+
+    ticket_id: str
+    index: int
+    state: State
+    reason: str | None
+    step: int | None
+    version: int | None
+
+    @property
+    def trained(self) -> bool:
+        return self.state in (State.TRAINED, State.FORGOTTEN)
+
+
+class SqliteStore:
+    """One writer per file, kept by a lock that a dead process lets go of; `:memory:` keeps nothing."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Open or create the file; raises `ConfigError` if it cannot be used."""
+        self._path = str(path)
+        self._lock = _lock(Path(path)) if self._path != MEMORY else None
+        try:
+            # check_same_thread: the broker calls from one thread of an executor, not from the one that opened it.
+            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA journal_size_limit = 67108864")
+            layout = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if layout == 0:
+                self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        except sqlite3.Error as error:
+            raise ConfigError(f"{path}: cannot be used as the queue's store: {error}; move it away") from error
+        if layout not in (0, _LAYOUT):
+            raise ConfigError(f"{path}: written by another release (layout {layout}, not {_LAYOUT}); move it away")
+
+    def load(self) -> Snapshot:
+        with self._guard():
+            marks = ", ".join(f"'{state}'" for state in LIVE)
+            run = self._db.execute("SELECT record FROM run").fetchone()
+            next_index, tokens = self._db.execute(
+                """SELECT COALESCE(MAX("index") + 1, 0), COALESCE(SUM(tokens), 0) FROM tickets"""
+            ).fetchone()
+            counts = self._db.execute("SELECT state, COUNT(*) FROM tickets GROUP BY state")
+            drops = self._db.execute("SELECT reason, COUNT(*) FROM tickets WHERE state = 'dropped' GROUP BY reason")
+            servers = self._db.execute("SELECT record FROM servers ORDER BY name")
+            return Snapshot(
+                run=msgspec.json.decode(run[0], type=RunState) if run else RunState(),
+                live=self._select(f" WHERE state IN ({marks}) ORDER BY serial"),
+                to_reissue=self._select(_TO_REISSUE),
+                next_index=next_index,
+                counts={State(state): count for state, count in counts},
+                drops=dict(drops.fetchall()),
+                tokens_sampled=tokens,
+                servers=[msgspec.json.decode(row[0], type=ServerRecord) for row in servers],
+            )
+
+    def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
+        ended = [(record.id,) for record in decision.tickets if record.state not in HOLDS_PAYLOAD and record.bytes]
+        with self._guard():
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany(_UPSERT, [_row(record) for record in decision.tickets])
+            self._db.executemany("INSERT OR REPLACE INTO payloads VALUES (?, ?)", payloads.items())
+            self._db.executemany("DELETE FROM payloads WHERE id = ?", ended)
+            if decision.run is not None:
+                self._db.execute("INSERT OR REPLACE INTO run VALUES (1, ?)", (msgspec.json.encode(decision.run),))
+            if (record := decision.server) is not None:
+                row = (record.server.name, msgspec.json.encode(record))
+                self._db.execute("INSERT OR REPLACE INTO servers VALUES (?, ?)", row)
+            self._db.execute("COMMIT")
+
+    def payloads(self, ticket_ids: Sequence[str]) -> dict[str, bytes]:
+        with self._guard():
+            found = {}
+            for ticket_id in ticket_ids:
+                row = self._db.execute("SELECT body FROM payloads WHERE id = ?", (ticket_id,)).fetchone()
+                if row:
+                    found[ticket_id] = row[0]
+            return found
+
+    def records(self, ticket_ids: Sequence[str]) -> dict[str, TicketRecord]:
+        with self._guard():
+            rows = [record for ticket_id in ticket_ids for record in self._select(" WHERE id = ?", ticket_id)]
+            return {record.id: record for record in rows}
+
+    def forgotten_after(self, step: int) -> list[TicketRecord]:
+        with self._guard():
+            return self._select(" WHERE state = 'forgotten' AND step > ?", step)
+
+    def close(self) -> None:
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _select(self, where: str, *parameters: object) -> list[TicketRecord]:
+        return [_record(row) for row in self._db.execute(_SELECT + where, parameters)]
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"the queue's store {self._path} failed: {error}; free its disk or mend it, then start the queue again"
+            ) from error
+        finally:
+            if self._db.in_transaction:
+                self._db.rollback()
+
+
+def read_ledger(path: Path | str) -> list[LedgerRow]:
+    """Every ticket of a run, from its queue.db, in the order of issue; works beside a running queue."""
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        records = [_record(row) for row in db.execute(_SELECT + " ORDER BY serial")]
+    finally:
+        db.close()
+    return [LedgerRow(r.id, r.index, r.state, r.reason, r.step, r.trained_version) for r in records]
+
+
+def _lock(path: Path) -> Any:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_suffix(".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
+    return lock
+
+
+def _row(record: TicketRecord) -> tuple[object, ...]:
+    values = [getattr(record, column) for column in _COLUMNS]
+    values[_COLUMNS.index("servers")] = msgspec.json.encode(record.servers).decode()
+    values[_COLUMNS.index("state")] = str(record.state)
+    return (record.id, *values)
+
+
+def _record(row: tuple[Any, ...]) -> TicketRecord:
+    values = dict(zip(_COLUMNS, row, strict=True))
+    values["servers"] = tuple(msgspec.json.decode(values["servers"], type=list[str]))
+    values["state"] = State(values["state"])
+    return TicketRecord(**values)

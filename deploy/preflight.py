@@ -1,0 +1,108 @@
+"""What is checked before a launcher starts its first process: each fault is one message with its remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import shutil
+import socket
+import urllib.request
+from pathlib import Path
+
+from deploy.placement import place
+from deploy.vllm_server import on_cpu
+from protocol.config import ConfigError, RunFile, to_toml
+
+
+def check(config: RunFile, resume: bool) -> None:
+    """Raises `ConfigError` for what would stop the run later: ports, servers, task, model, run directory."""
+    _check_run_dir(config, resume)
+    _check_port(config.queue.host, config.queue.port, "queue.port")
+    if config.vllm.servers:
+        for url in config.vllm.servers:
+            _check_server(url)
+    else:
+        for index in range(config.vllm.count):
+            _check_port(config.vllm.host, config.vllm.port + index, "vllm.port")
+    _check_task_and_model(config)
+
+
+def write_resolved(config: RunFile) -> Path:
+    """Write the resolved run file into the run directory, for all processes of the run to read."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
+    # The token stays out of files; the launcher hands it on in the environment.
+    queue = config.queue.model_copy(update={"token": None})
+    path = config.run_dir / "run.toml"
+    path.write_text(to_toml(config.model_copy(update={"run": run, "queue": queue})), encoding="utf-8")
+    return path
+
+
+def shell_variables(config: RunFile) -> str:
+    """What launch.sh needs to know, as assignments for `eval`."""
+    pins = {"PIN_SERVER": "", "PIN_OTHERS": "", "SERVER_THREADS": "", "OTHER_THREADS": ""}
+    placement = place(sorted(os.sched_getaffinity(0)), config.vllm.count)
+    if on_cpu() and not config.vllm.servers and placement is not None and shutil.which("taskset"):
+        pins = {
+            "PIN_SERVER": f"taskset -c {placement.server_list}",
+            "PIN_OTHERS": f"taskset -c {placement.others_list}",
+            "SERVER_THREADS": str(placement.server_threads),
+            "OTHER_THREADS": str(len(placement.others)),
+        }
+    variables = {
+        "RUN_DIR": str(config.run_dir.absolute()),
+        "RUN_FILE": str((config.run_dir / "run.toml").absolute()),
+        "SERVERS": str(0 if config.vllm.servers else config.vllm.count),
+        "WORKERS": str(config.worker.count),
+        "QUEUE_URL": config.queue.url,
+        "TOKEN": config.token or "",
+        **pins,
+    }
+    return "\n".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+
+
+def _check_run_dir(config: RunFile, resume: bool) -> None:
+    store = config.run_dir / "queue.db"
+    if store.exists() and not resume:
+        raise ConfigError(
+            f"run.name = {config.run.name}: {config.run_dir} already holds a run; go on with it by --resume, or choose "
+            f"another name: --run.name {config.run.name}-2"
+        )
+
+
+def _check_port(host: str, port: int, setting: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"{setting} = {port}: another process listens on {host}:{port}; stop it or choose another port"
+                ) from None
+            raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _check_server(url: str) -> None:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"vllm.servers: no vLLM server answers at {url} ({error}); start it with slipstream vllm, or leave "
+            f"vllm.servers empty to have it launched"
+        ) from None
+
+
+def _check_task_and_model(config: RunFile) -> None:
+    from rollout_worker.task import load_task
+
+    load_task(config.task)
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(config.model.path)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path = {config.model.path}: not a model that can be loaded: {first}") from None

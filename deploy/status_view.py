@@ -1,0 +1,111 @@
+"""`slipstream status`: the queue's status as a person reads it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from protocol.client import QueueClient
+from protocol.status import Status
+
+
+async def show(client: QueueClient, watch: bool) -> None:
+    async with client:
+        if not watch:
+            Console().print(render(await client.status()))
+            return
+        with Live(render(await client.status()), auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(1.0)
+                live.update(render(await client.status()), refresh=True)
+
+
+def render(status: Status) -> RenderableType:
+    """Headline, places, waits, workers, servers and drops."""
+    parts: list[RenderableType] = [_headline(status), _places(status), _waits(status)]
+    if status.workers:
+        parts.append(_workers(status))
+    parts.append(_servers(status))
+    if status.drops or status.rejections:
+        counts = [f"{reason} {count}" for reason, count in sorted((status.drops | status.rejections).items())]
+        parts.append(Text("dropped or rejected: " + ", ".join(counts)))
+    return Group(*parts)
+
+
+def _headline(status: Status) -> Text:
+    text = Text.assemble((f"run {status.run}", "bold"), f"  step {status.step}/{status.total_steps}")
+    text.append(f"  version {status.version}, served {_or_dash(status.served_version)}")
+    if status.learner.reward_mean is not None:
+        text.append(f"  reward {status.learner.reward_mean:.3f}")
+    if status.finished:
+        text.append("  finished", style="green")
+    if status.stall.stalled:
+        text.append(f"\nSTALLED for {status.stall.since_s:.0f} s: {status.stall.why}", style="bold red")
+    return text
+
+
+def _places(status: Status) -> Table:
+    depth, stale, rates = status.depth, status.staleness, status.rates
+    table = Table("", "now", "bound", box=None, pad_edge=False)
+    table.add_row(
+        "outstanding groups",
+        f"{depth.outstanding} = {depth.tickets} in work + {depth.ready} ready + {depth.leased} leased",
+        f"{depth.ticket_limit} (depth {depth.target_steps:.2f} steps)",
+    )
+    table.add_row("bytes", f"{depth.bytes / 1e6:.1f} MB", f"{depth.capacity_bytes / 1e6:.0f} MB")
+    table.add_row(
+        "staleness",
+        f"mean {stale.mean:.2f} = {stale.in_flight_mean:.2f} in flight + {stale.in_queue_mean:.2f} in queue, "
+        f"max {stale.max}, ever {stale.max_ever}",
+        f"{status.max_staleness}",
+    )
+    table.add_row(
+        "per second",
+        f"{rates.groups:.1f} groups, {rates.tokens_sampled:.0f} tokens sampled, {rates.tokens_trained:.0f} trained, "
+        f"{rates.steps:.2f} steps",
+        "",
+    )
+    shares = f"learner {_percent(status.learner_wait_share)}, workers {_percent(status.worker_wait_share)}"
+    table.add_row("time spent waiting", shares, "")
+    return table
+
+
+def _waits(status: Status) -> Text:
+    if not status.waits:
+        return Text("nobody waits")
+    return Text("\n".join(f"{wait.who} waits for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits))
+
+
+def _workers(status: Status) -> Table:
+    table = Table("worker", "episodes", "done", "failed", "tokens", "tools (failed)", "waits", "seen", box=None)
+    for w in status.workers:
+        table.add_row(
+            w.worker_id,
+            f"{w.episodes_in_flight}/{w.capacity}",
+            str(w.episodes_done),
+            str(w.episodes_failed),
+            str(w.tokens_sampled),
+            f"{w.tool_calls} ({w.tool_failures})",
+            _percent(w.wait_share),
+            f"{w.seen_s_ago:.0f} s ago",
+        )
+    return table
+
+
+def _servers(status: Status) -> Table:
+    table = Table("server", "state", "version", "", box=None)
+    for server in status.servers:
+        table.add_row(server.name, str(server.state), _or_dash(server.version), server.reason or server.url)
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -141,3 +141,7 @@ def main() -> None:
 def _report(message: str) -> int:
     print(f"slipstream: {message}", file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,21 @@ class ServerControl:
         if self._session is not None:
             await self._session.close()
 
+    async def wait_until_up(self, timeout_s: float) -> None:
+        """Until the server answers at all; vLLM takes half a minute to start, more for a large model."""
+        last: Exception | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        await self._call("GET", "/get_world_size")
+                        return
+                    except ControlError as error:
+                        last = error
+                        await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:.0f} s ({last})") from None
+
     async def world_size(self) -> int:
         return int((await self._call("GET", "/get_world_size"))["world_size"])
 
@@ -52,13 +68,20 @@ class ServerControl:
     async def update(self, update_info: dict[str, Any]) -> None:
         await self._call("POST", "/update_weights", {"update_info": update_info})
 
-    async def finish_update(self, label: str | None) -> None:
-        """Swap the staged weights in and label them; without a label, only end the session."""
-        await self._call("POST", "/finish_weight_update", {"weight_version": label} if label is not None else None)
+    async def abandon_update(self) -> None:
+        """End an open update without touching the model; always raises `ControlError`.
 
-    async def pause(self) -> None:
-        """Freeze generation where it stands; running requests keep their keys and values."""
-        await self._call("POST", "/pause?mode=keep&clear_cache=false")
+        vLLM has no call for it, but drops an update whose `/update_weights` fails, as it does without a manifest.
+        """
+        await self._call("POST", "/update_weights", {"update_info": {}})
+
+    async def finish_update(self, label: str) -> None:
+        """Swap the staged weights in and label them."""
+        await self._call("POST", "/finish_weight_update", {"weight_version": label})
+
+    async def pause(self, clear_cache: bool) -> None:
+        """Freeze generation where it stands. Running requests keep their keys and values, unless `clear_cache`."""
+        await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
 
     async def resume(self) -> None:
         await self._call("POST", "/resume")

@@ -18,6 +18,9 @@ from weight_sync.transports.base import Link, TransferError
 
 logger = logging.getLogger(__name__)
 
+# What vLLM calls the weights that it loaded from disk.
+FRESH_LABEL = "default"
+
 
 class ProbeMismatch(RuntimeError):
     """The server computes with other weights than were sent."""
@@ -37,92 +40,91 @@ class ServerPublication:
 
     def __init__(self, control: ServerControl, make_link: Callable[[int], Link], tolerance: float) -> None:
         """`make_link(workers)` opens the learner's end of a link to that many workers."""
-        self._control = control
+        self.control = control
         self._make_link = make_link
         self._tolerance = tolerance
         self._link: Link | None = None
         self._label: str | None = None
+        self._failed = False
+        self._proven = False
 
     async def publish(self, snapshot: Snapshot) -> Outcome:
         """Raises ControlError, TransferError or ProbeMismatch; the next call then starts from a new link."""
         try:
             return await self._publish(snapshot)
         except BaseException:
+            self._failed = True
             await self.disconnect()
             raise
 
     async def disconnect(self) -> None:
         link, self._link, self._label = self._link, None, None
+        self._proven = False
         if link is not None:
             await asyncio.to_thread(link.close)
 
     async def _publish(self, snapshot: Snapshot) -> Outcome:
         link = await self._connected()
         began = time.monotonic()
-        await self._control.start_update()
-        await self._control.update(link.update_info(snapshot))
+        await self.control.start_update()
+        await self.control.update(link.update_info(snapshot))
         await asyncio.to_thread(link.send, snapshot)
         transferred = time.monotonic()
         await self._swap(str(snapshot.version))
         resumed = time.monotonic()
-        difference = snapshot.probe.max_abs_diff(await self._control.score(snapshot.probe.token_ids))
+        difference = snapshot.probe.max_abs_diff(await self.control.score(snapshot.probe.token_ids))
         if not difference <= self._tolerance:
             raise ProbeMismatch(
-                f"{self._control.url}: log-probs after version {snapshot.version} differ by {difference:.2g} from the "
+                f"{self.control.url}: log-probs after version {snapshot.version} differ by {difference:.2g} from the "
                 f"learner's, more than weight_sync.probe_tolerance = {self._tolerance:g}"
             )
+        self._proven = True
         return Outcome(transferred - began, resumed - transferred, difference)
 
     async def _swap(self, label: str) -> None:
         try:
-            await self._control.pause()
-            await self._control.finish_update(label)
+            # Prefixes are kept apart by version; only another learner may have used the same numbers before.
+            await self.control.pause(clear_cache=not self._proven)
+            await self.control.finish_update(label)
         finally:
             # The label is set while paused, so that no token can carry the version of other weights.
-            await self._control.resume()
+            await self.control.resume()
         self._label = label
 
     async def _connected(self) -> Link:
         """The link, made anew where there is none or where the server is not the one that we left."""
         if self._link is not None:
-            label = await self._control.weight_label()
+            label = await self.control.weight_label()
             if label == self._label:
                 return self._link
             logger.warning(
-                "%s holds weights %r, not %r: it restarted, syncing it anew", self._control.url, label, self._label
+                "%s holds weights %r, not %r: it restarted, syncing it anew", self.control.url, label, self._label
             )
             await self.disconnect()
-        workers = await self._control.world_size()
-        await self._close_old_session()
+        workers = await self.control.world_size()
+        if self._failed or await self.control.weight_label() != FRESH_LABEL:
+            await self._close_old_session()
+            self._failed = False
         link = await asyncio.to_thread(self._make_link, workers)
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._control.init_transfer(link.init_info()))
+                both.create_task(self.control.init_transfer(link.init_info()))
                 both.create_task(asyncio.to_thread(link.connect))
         except ExceptionGroup as group:
             await asyncio.to_thread(link.close)
             raise group.exceptions[0] from group
         self._link = link
-        self._label = await self._control.weight_label()
+        self._label = await self.control.weight_label()
         return link
 
     async def _close_old_session(self) -> None:
-        """End what a learner that died, or a failed transfer, may have left: an open update, a pause, a group.
-
-        `finish` first ends the update; where weights had half arrived it fails once and succeeds then. A pause
-        left by a learner that was killed between pause and resume is undone here.
-        """
-        for _ in range(2):
+        """End what a learner that died, or a failed transfer, may have left: an open update, a group, a pause."""
+        for end in (self.control.abandon_update, self.control.shutdown_transfer):
             try:
-                await self._control.finish_update(None)
-                break
+                await end()
             except ControlError as error:
-                logger.debug("no update to close: %s", error)
-        try:
-            await self._control.shutdown_transfer()
-        except ControlError as error:
-            logger.debug("no transfer to shut down: %s", error)
-        await self._control.resume()
+                logger.debug("nothing to end: %s", error)
+        await self.control.resume()
 
 
 PUBLICATION_ERRORS = (ControlError, TransferError, ProbeMismatch)

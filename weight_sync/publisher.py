@@ -139,6 +139,8 @@ class Publisher:
             await self._register(server, ServerState.SYNCING, server.version)
         publication = await self._publication(server)
         try:
+            if server.version is None:
+                await publication.control.wait_until_up(self._config.vllm.start_timeout_s)
             async with asyncio.timeout(self._config.weight_sync.timeout_s):
                 outcome = await publication.publish(snapshot)
         except (*PUBLICATION_ERRORS, TimeoutError) as error:

@@ -112,14 +112,10 @@ class GlooEngine(WeightTransferEngine):
         self._reception.start()
 
     def finish_weight_update(self) -> None:
-        """Swap the staged weights in. Raises, and leaves the model as it is, if they did not arrive whole.
-
-        Without an update under way it does nothing, which lets a learner clear a session left open by
-        another.
-        """
+        """Swap the staged weights in. Raises, and leaves the model as it is, if they did not arrive whole."""
         reception, self._reception = self._reception, None
         if reception is None:
-            return
+            raise RuntimeError("no weights were sent since start_weight_update")
         reception.join(self._timeout_s)
         if reception.views is None:
             raise RuntimeError(f"weights not swapped: {reception.error or 'they have not all arrived'}")

@@ -1,0 +1,93 @@
+"""The flat buffer's layout, and snapshots of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weight_sync.manifest import ALIGNMENT, Manifest
+from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.snapshot import Snapshot, digest_of
+
+PROBE = Probe([1, 2], np.array([-1.0], dtype=np.float32))
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64])
+weights = st.lists(st.tuples(shapes, dtypes), max_size=6)
+
+
+def make(parts: list[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
+    return {f"layer.{i}": torch.randn(shape).to(dtype) for i, (shape, dtype) in enumerate(parts)}
+
+
+@given(weights)
+def test_every_tensor_comes_back_as_it_was(parts: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    tensors = make(parts)
+    snapshot = Snapshot(3, tensors.items(), PROBE)
+    # What travels is the manifest as JSON and the bytes.
+    received = Manifest(**snapshot.manifest.as_dict()).views(snapshot.flat.clone())
+    assert list(received) == list(tensors)
+    for name, tensor in tensors.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
+
+
+@given(weights)
+def test_tensors_do_not_overlap_and_are_aligned(parts: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    manifest = Manifest.of(make(parts))
+    flat = torch.zeros(manifest.total_bytes(), dtype=torch.uint8)
+    base = flat.data_ptr()
+    past = 0
+    for view in manifest.views(flat).values():
+        if view.numel():
+            start = view.data_ptr() - base
+            assert start % ALIGNMENT == 0
+            assert start >= past
+            past = start + view.numel() * view.element_size()
+    assert past <= len(flat)
+
+
+def test_weights_travel_in_the_servers_dtype() -> None:
+    snapshot = Snapshot(1, [("w", torch.tensor([1.0, 2.0]))], PROBE, torch.bfloat16)
+    assert snapshot.manifest.dtypes == ["bfloat16"]
+    assert snapshot.manifest.views(snapshot.flat)["w"].tolist() == [1.0, 2.0]
+
+
+def test_a_snapshot_is_a_copy_and_reuses_its_buffer() -> None:
+    weight = torch.ones(4)
+    first = Snapshot(1, [("w", weight)], PROBE)
+    weight += 1
+    assert first.manifest.views(first.flat)["w"].tolist() == [1.0] * 4
+    second = Snapshot(2, [("w", weight)], PROBE, buffer=first.flat)
+    assert second.flat.data_ptr() == first.flat.data_ptr()
+    assert Snapshot(3, [("w", torch.ones(5))], PROBE, buffer=first.flat).flat.data_ptr() != first.flat.data_ptr()
+
+
+def test_one_changed_byte_changes_the_digest() -> None:
+    flat = torch.arange(255, dtype=torch.uint8)
+    before = digest_of(flat)
+    flat[17] ^= 1
+    assert digest_of(flat) != before
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="float1 is no dtype"):
+        Manifest(["w"], ["float1"], [[1]]).total_bytes()
+
+
+def test_the_probe_compares_log_probs() -> None:
+    probe = Probe([1, 2, 3], np.array([-1.0, -2.0], dtype=np.float32))
+    assert math.isclose(probe.max_abs_diff(np.array([-1.0, -2.5], dtype=np.float32)), 0.5)
+    assert probe.max_abs_diff(np.array([-1.0, np.nan], dtype=np.float32)) == math.inf
+    assert probe.max_abs_diff(np.array([-1.0], dtype=np.float32)) == math.inf
+
+
+def test_probe_tokens_are_fixed_and_in_the_vocabulary() -> None:
+    assert probe_token_ids(50, 64) == probe_token_ids(50, 64)
+    assert len(set(probe_token_ids(50, 64))) > 20
+    assert all(0 <= token < 50 for token in probe_token_ids(50, 64))

@@ -1,0 +1,31 @@
+"""The context budget: how many tokens a turn may sample, and what an episode ends as when there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBudget:
+    """`tokens` that the next turn may sample, at most 0 where the episode is over; `ends_as`: the finish reason of an
+    episode that used them up."""
+
+    tokens: int
+    ends_as: Literal["length", "context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """All in tokens; a turn and an episode count what they sample, the context counts everything."""
+
+    max_turn_tokens: int
+    max_episode_tokens: int
+    max_model_len: int
+    max_turns: int
+
+    def turn(self, sampled: int, context: int) -> TurnBudget:
+        """The next turn's budget, with `sampled` tokens of the episode and `context` tokens in all so far."""
+        allowed = min(self.max_turn_tokens, self.max_episode_tokens - sampled)
+        room = self.max_model_len - context
+        return TurnBudget(room, "context") if room < allowed else TurnBudget(allowed, "length")

@@ -1,0 +1,1 @@
+"""Sampling from the fleet of vLLM servers: wire format, HTTP, routing and retries."""

@@ -1,0 +1,123 @@
+"""HTTP to vLLM's generate route: one session, typed decoding, server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from rollout_worker.inference.errors import BadSample, ServerFailed, error_of
+from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
+
+SERVED_MODEL_NAME = "policy"
+GENERATE = "/inference/v1/generate"
+
+# vLLM closes idle connections after 5 s; ours end first, so that few break in use.
+_KEEPALIVE_S = 3.0
+
+_decoder = msgspec.json.Decoder(Reply)
+
+
+class InferenceClient:
+    """Use it as a context manager, on one event loop. `timeout_s` bounds a whole request."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=self._timeout, headers={"Content-Type": "application/json"}
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, url: str, request: GenerateRequest) -> AsyncGenerator[Choice, None]:
+        """The choices, each as soon as it is finished where `request.stream` is set, else all at the end.
+
+        Raises `Rejected`, `ServerFailed`, or `BadSample` for an answer that cannot be read.
+        """
+        async with self._post(url, msgspec.json.encode(request)) as response:
+            if not request.stream:
+                for choice in _decode(await response.read()).choices:
+                    yield choice
+                return
+            events = EventSplitter()
+            unfinished: dict[int, Choice] = {}
+            async for data in response.content.iter_any():
+                for event in events.feed(data):
+                    for part in _decode(event).choices:
+                        whole = join(unfinished.pop(part.index), part) if part.index in unfinished else part
+                        if whole.finish_reason is None:
+                            unfinished[whole.index] = whole
+                        else:
+                            yield whole
+
+    @asynccontextmanager
+    async def _post(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:
+            raise RuntimeError("use the client as a context manager: async with InferenceClient(...) as client")
+        try:
+            try:
+                response = await self._session.post(url + GENERATE, data=body)
+            except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+                # A kept connection that the server closed just now: sampling is safe to repeat, so ask once more.
+                response = await self._session.post(url + GENERATE, data=body)
+            async with response:
+                if response.status != 200:
+                    raise error_of(response.status, _message_of(await response.read()))
+                yield response
+        except TimeoutError:
+            raise ServerFailed(f"{url}: no answer within {self._timeout.total:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerFailed(f"{url}: {type(error).__name__}: {error}") from error
+
+
+class EventSplitter:
+    """Cuts a byte stream into the data of server-sent events; aiohttp's own line reader has a length limit."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._searched = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that `data` completes, without the closing `[DONE]`."""
+        self._buffer += data
+        events = []
+        start = 0
+        while (end := self._buffer.find(b"\n\n", max(start, self._searched - 1))) >= 0:
+            event = bytes(self._buffer[start:end])
+            start = self._searched = end + 2
+            if event.startswith(b"data: ") and event != b"data: [DONE]":
+                events.append(event[len(b"data: ") :])
+        del self._buffer[:start]
+        self._searched = len(self._buffer)
+        return events
+
+
+def _decode(data: bytes) -> Reply:
+    try:
+        reply = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadSample("unreadable", f"the answer is not as vLLM's: {error}") from error
+    if reply.error is not None:
+        raise error_of(reply.error.code, reply.error.message)
+    return reply
+
+
+def _message_of(body: bytes) -> str:
+    try:
+        reply = _decoder.decode(body)
+    except msgspec.DecodeError:
+        return body[:500].decode("utf-8", "replace")
+    return reply.error.message if reply.error is not None else body[:500].decode("utf-8", "replace")

@@ -1,0 +1,42 @@
+"""What can go wrong with a sample, by what is to be done about it."""
+
+from __future__ import annotations
+
+
+class Rejected(Exception):
+    """A 4xx: the request is wrong, and would be on every server. Never tried again."""
+
+
+class ServerFailed(Exception):
+    """A 5xx, a lost connection or no answer in time: worth another server, or another try."""
+
+
+class BadSample(Exception):
+    """An answer that cannot be trained on, such as one without log-probs. Never mended, never tried again."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class UnknownWeights(Exception):
+    """Tokens of weights that carry no version of ours: the server was restarted, or never updated."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(f"weights labelled {label!r}")
+        self.label = label
+
+
+class EpisodeFailed(Exception):
+    """An episode cannot go on. `reason` is counted; `retryable` false means that another try would fail alike."""
+
+    def __init__(self, reason: str, detail: str, retryable: bool) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.retryable = retryable
+
+
+def error_of(status: int, message: str) -> Rejected | ServerFailed:
+    """The error that an HTTP status stands for."""
+    kind = Rejected if 400 <= status < 500 else ServerFailed
+    return kind(f"HTTP {status}: {message[:500]}")

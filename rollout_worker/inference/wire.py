@@ -1,0 +1,157 @@
+"""vLLM's `/inference/v1/generate`, 0.32: only the fields that are needed, and the check of what comes back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+
+from protocol.messages import VersionSpan
+from rollout_worker.inference.errors import BadSample, UnknownWeights
+
+# vLLM puts this in place of a log-prob that is missing, NaN or minus infinity.
+_NO_LOGPROB = -9999.0
+# A float32 log-softmax of a sure token may come out this far above 0.
+_ROUNDING = 1e-4
+
+
+class SamplingParams(msgspec.Struct):
+    """`logprobs` 0 asks for the sampled token's own; `stream_interval` is the number of tokens between chunks."""
+
+    max_tokens: int
+    temperature: float
+    stop_token_ids: list[int]
+    n: int = 1
+    logprobs: int = 0
+    detokenize: bool = False
+    stream_interval: int | None = None
+
+
+class GenerateRequest(msgspec.Struct):
+    model: str
+    request_id: str
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str
+    stream: bool = False
+    output_mode: str = "tokens"
+
+
+class Logprob(msgspec.Struct):
+    logprob: float | None
+
+
+class Logprobs(msgspec.Struct):
+    content: list[Logprob] | None = None
+
+
+class WeightVersion(msgspec.Struct):
+    """Output tokens `[start, end)` came from the weights that are labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    """One sampled continuation; in a stream, the part of it that is new."""
+
+    index: int
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[WeightVersion] | None = None
+
+
+class ErrorInfo(msgspec.Struct):
+    message: str = ""
+    code: int = 500
+
+
+class Reply(msgspec.Struct):
+    """An answer, or one event of a stream: there an error comes under status 200."""
+
+    choices: list[Choice] = []
+    error: ErrorInfo | None = None
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Sampled ids with their log-probs, float [n], and version spans over [0, n). `finish_reason`: stop, length or
+    abort, where the server gave up on the request and more is to come."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: str = "abort"
+
+    def extend(self, other: Sampled) -> None:
+        """Append what was sampled after this."""
+        start = len(self.token_ids)
+        for span in other.spans:
+            if self.spans and self.spans[-1].version == span.version:
+                self.spans[-1] = VersionSpan(span.version, self.spans[-1].start, span.end + start)
+            else:
+                self.spans.append(VersionSpan(span.version, span.start + start, span.end + start))
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.finish_reason = other.finish_reason
+
+
+def join(part: Choice, more: Choice) -> Choice:
+    """A streamed choice so far, and its next part."""
+    content = None
+    if part.logprobs and more.logprobs and part.logprobs.content is not None and more.logprobs.content is not None:
+        content = part.logprobs.content + more.logprobs.content
+    return Choice(
+        index=part.index,
+        token_ids=(part.token_ids or []) + (more.token_ids or []),
+        logprobs=Logprobs(content),
+        finish_reason=more.finish_reason,
+        weight_versions=more.weight_versions,
+    )
+
+
+def sampled_of(choice: Choice) -> Sampled:
+    """What a finished choice holds. Raises `BadSample`, or `UnknownWeights` for a label that is no version."""
+    token_ids = choice.token_ids or []
+    if choice.finish_reason not in ("stop", "length", "abort"):
+        raise BadSample("finish_reason", f"finish_reason is {choice.finish_reason!r}")
+    if not token_ids:
+        if choice.finish_reason == "abort":
+            return Sampled()
+        raise BadSample("no_tokens", f"no token was sampled, finish_reason is {choice.finish_reason!r}")
+    return Sampled(
+        token_ids=token_ids,
+        spans=_spans(choice.weight_versions, len(token_ids)),
+        logprobs=_logprobs(choice.logprobs, len(token_ids)),
+        finish_reason=choice.finish_reason,
+    )
+
+
+def _logprobs(logprobs: Logprobs | None, size: int) -> list[float]:
+    content = logprobs.content if logprobs is not None else None
+    if content is None or len(content) != size:
+        given = "no" if content is None else str(len(content))
+        raise BadSample("missing_logprobs", f"{given} log-probs for {size} tokens")
+    values = [entry.logprob for entry in content]
+    for value in values:
+        if value is None or math.isnan(value) or not _NO_LOGPROB < value <= _ROUNDING:
+            raise BadSample("bad_logprobs", f"a log-prob is {value}")
+    return [min(value, 0.0) for value in values if value is not None]
+
+
+def _spans(versions: list[WeightVersion] | None, size: int) -> list[VersionSpan]:
+    if not versions:
+        raise BadSample("missing_versions", f"no weight_versions for {size} tokens")
+    position = 0
+    for span in versions:
+        if not span.version.isdecimal():
+            raise UnknownWeights(span.version)
+        if span.start != position or span.end < span.start:
+            raise BadSample("bad_versions", f"weight_versions do not cover the {size} tokens: {versions}")
+        position = span.end
+    if position != size:
+        raise BadSample("bad_versions", f"weight_versions end at {position} of {size} tokens")
+    return [VersionSpan(int(span.version), span.start, span.end) for span in versions if span.end > span.start]

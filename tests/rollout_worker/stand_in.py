@@ -1,0 +1,86 @@
+"""A stand-in for the queue's client: tickets from a list, groups into a list, all in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from protocol.client import RunFinished
+from protocol.messages import (
+    Group,
+    Server,
+    ServerState,
+    Ticket,
+    TicketFailure,
+    TicketReply,
+    TicketRequest,
+    WorkerReply,
+    WorkerReport,
+)
+
+
+def serving_at(*urls: str, version: int = 0) -> list[Server]:
+    """Registry records of servers that serve `version`."""
+    return [Server(f"vllm-{i}", url, ServerState.SERVING, version, changed_at=1.0) for i, url in enumerate(urls)]
+
+
+def tickets_for(count: int, group_size: int, version: int = 0) -> list[Ticket]:
+    return [Ticket(f"t{i}", i, group_size, seed=0, version=version, expires_in_s=60.0) for i in range(count)]
+
+
+@dataclass
+class StandInQueue:
+    """Finishes the run once every ticket has ended, unless `keep_open`. Set `lost` to name tickets as superseded."""
+
+    servers: list[Server]
+    tickets_left: deque[Ticket] = field(default_factory=deque)
+    keep_open: bool = False
+    groups: list[Group] = field(default_factory=list)
+    failures: dict[str, TicketFailure] = field(default_factory=dict)
+    reports: list[WorkerReport] = field(default_factory=list)
+    put: list[Server] = field(default_factory=list)
+    requests: list[TicketRequest] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    submit_error: Exception | None = None
+    issued: int = 0
+
+    def __post_init__(self) -> None:
+        self.tickets_left = deque(self.tickets_left)
+        self.changed = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        ended = len(self.groups) + len(self.failures) + len(self.lost)
+        return not self.keep_open and not self.tickets_left and ended >= self.issued
+
+    async def tickets(self, request: TicketRequest) -> TicketReply:
+        self.requests.append(request)
+        while not self.tickets_left:
+            if self.finished:
+                raise RunFinished("the run is finished")
+            self.changed.clear()
+            await self.changed.wait()
+        count = min(request.max_tickets, len(self.tickets_left))
+        self.issued += count
+        return TicketReply([self.tickets_left.popleft() for _ in range(count)], self.servers)
+
+    async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
+        self.failures[ticket_id] = failure
+        self.changed.set()
+
+    async def heartbeat(self, report: WorkerReport) -> WorkerReply:
+        self.reports.append(report)
+        return WorkerReply(list(self.lost), self.servers, self.finished and self.issued > 0)
+
+    async def submit(self, group: Group) -> bool:
+        await asyncio.sleep(0)
+        if self.submit_error is not None:
+            raise self.submit_error
+        self.groups.append(group)
+        self.changed.set()
+        return True
+
+    async def put_server(self, server: Server) -> Server:
+        self.put.append(server)
+        return server

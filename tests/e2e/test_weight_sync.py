@@ -1,0 +1,190 @@
+"""Weight sync against the real vLLM server: the staged engine, the swap, the proof, and what failures leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from weight_sync.control import ServerControl
+from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.publication import ProbeMismatch, ServerPublication
+from weight_sync.snapshot import Snapshot
+from weight_sync.transports.base import TransferError
+from weight_sync.transports.gloo import GlooLink
+
+pytestmark = pytest.mark.e2e
+
+PROBE_IDS = probe_token_ids(512)
+TOLERANCE = 1e-3
+
+
+def score(model: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Log-probs of the probe by Hugging Face's model."""
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([PROBE_IDS])).logits[0, :-1], -1)
+    return logprobs.gather(1, torch.tensor(PROBE_IDS[1:])[:, None])[:, 0].numpy()
+
+
+def snapshot(model: Any, version: int) -> Snapshot:
+    return Snapshot(version, model.named_parameters(), Probe(PROBE_IDS, score(model)))
+
+
+def perturb(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def publication(control: ServerControl) -> ServerPublication:
+    return ServerPublication(control, lambda workers: GlooLink("127.0.0.1", workers, 1 << 20, 20), TOLERANCE)
+
+
+@pytest.fixture
+def model(model_folder: Path) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+
+
+@pytest.fixture
+async def control(vllm_url: str) -> AsyncIterator[ServerControl]:
+    async with ServerControl(vllm_url, timeout_s=30) as control:
+        yield control
+
+
+async def generate(url: str, tokens: int) -> dict[str, Any]:
+    body = {
+        "token_ids": PROBE_IDS[:8],
+        "sampling_params": {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "detokenize": False},
+        "output_mode": "tokens",
+    }
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/inference/v1/generate", json=body) as response:
+        assert response.status == 200
+        return (await response.json())["choices"][0]  # type: ignore[no-any-return]
+
+
+async def is_paused(url: str) -> bool:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/is_paused") as response:
+        return bool((await response.json())["is_paused"])
+
+
+async def test_each_version_is_served_and_proven(control: ServerControl, model: Any) -> None:
+    server = publication(control)
+    for version in (1, 2, 3):
+        perturb(model)
+        outcome = await server.publish(snapshot(model, version))
+        assert outcome.probe_max_abs_diff < TOLERANCE
+        assert await control.weight_label() == str(version)
+    await server.disconnect()
+
+
+async def test_f3_an_update_lands_in_mid_generation_and_aborts_nothing(control: ServerControl, model: Any) -> None:
+    server = publication(control)
+    await server.publish(snapshot(model, 1))
+    perturb(model)
+    second = snapshot(model, 2)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(generate(control.url, 400))
+        await asyncio.sleep(0.05)
+        await server.publish(second)
+    choice = running.result()
+    assert choice["finish_reason"] == "length"
+    spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+    assert [version for version, _, _ in spans] == ["1", "2"]
+    assert spans[0][1] == 0
+    assert spans[0][2] == spans[1][1]
+    assert spans[1][2] == 400 == len(choice["token_ids"])
+    await server.disconnect()
+
+
+async def test_a_server_with_other_weights_is_caught_by_the_probe_and_left_running(
+    control: ServerControl, model: Any
+) -> None:
+    server = publication(control)
+    wrong = snapshot(model, 7)
+    wrong.probe.logprobs[5] += 0.01
+    with pytest.raises(ProbeMismatch, match="version 7"):
+        await server.publish(wrong)
+    assert not await is_paused(control.url)
+    assert (await server.publish(snapshot(model, 8))).probe_max_abs_diff < TOLERANCE
+    await server.disconnect()
+
+
+async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: ServerControl, model: Any) -> None:
+    server = publication(control)
+    await server.publish(snapshot(model, 1))
+    before = await control.score(PROBE_IDS)
+    perturb(model)
+    damaged = snapshot(model, 2)
+    damaged.__dict__["digest"] = bytes(32)
+    with pytest.raises(TransferError, match="another digest"):
+        await server.publish(damaged)
+    assert await control.weight_label() == "1"
+    assert np.array_equal(await control.score(PROBE_IDS), before)
+    assert not await is_paused(control.url)
+    assert (await server.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
+    await server.disconnect()
+
+
+async def test_i6_a_learner_that_died_in_mid_publication_is_cleared_up_by_the_next(
+    control: ServerControl, model: Any
+) -> None:
+    dead = publication(control)
+    await dead.publish(snapshot(model, 1))
+    await control.start_update()
+    await control.pause(clear_cache=False)
+    successor = publication(control)
+    outcome = await successor.publish(snapshot(model, 2))
+    assert outcome.probe_max_abs_diff < TOLERANCE
+    assert not await is_paused(control.url)
+    await successor.disconnect()
+
+
+TIED_HEAD = """
+import os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1",
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from vllm import LLM, SamplingParams
+from weight_sync.vllm_engine import load_staged
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+model = Qwen3ForCausalLM(Qwen3Config(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True))
+model.save_pretrained(folder)
+llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
+          max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=8_000_000, block_size=32)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+assert "lm_head.weight" not in dict(model.named_parameters())
+weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+config = llm.llm_engine.model_config
+llm.apply_model(lambda served: load_staged(served, config, weights))
+ids = list(range(40, 100))
+reply = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+served = [entry[token].logprob for entry, token in zip(reply[0].prompt_logprobs[1:], ids[1:])]
+ours = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
+ours = ours.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+print("difference", (ours - torch.tensor(served)).abs().max().item())
+"""
+
+
+def test_a_tied_output_head_is_refreshed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TIED_HEAD, str(tmp_path / "tied")], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    difference = float(done.stdout.split("difference")[1])
+    assert difference < 1e-4

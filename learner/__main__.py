@@ -1,0 +1,37 @@
+"""`python -m learner run.toml [--resume] [--section.key value]`, also under `accelerate launch -m learner`."""
+
+from __future__ import annotations
+
+import sys
+
+from learner.loop import run
+from learner.trainer import DivergedError
+from protocol.client import QueueError
+from protocol.config import ConfigError, load
+from weight_sync.publisher import PublishError
+
+USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 done, 1 the run failed, 2 something in the run file or the arguments is wrong."""
+    resume = "--resume" in arguments
+    rest = [argument for argument in arguments if argument != "--resume"]
+    if not rest or rest[0].startswith("-"):
+        print(USAGE, file=sys.stderr)
+        return 2
+    try:
+        run(load(rest[0], rest[1:]), resume=resume)
+    except ConfigError as error:
+        print(f"learner: {error}", file=sys.stderr)
+        return 2
+    except (QueueError, PublishError, DivergedError) as error:
+        print(f"learner: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Checkpoints: complete or not there at all.
+
+`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `trainer.pt`
+(optimiser, schedule, random states) and `state.json`. The position in the data set is the queue's to keep.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from huggingface_hub import snapshot_download
+
+from learner.trainer import Trainer
+
+TOKENIZER_FILES = [
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "generation_config.json",
+]
+
+
+class State(msgspec.Struct):
+    """`step` optimiser steps were done when it was written; `version` is the policy version that they made."""
+
+    step: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    state: State
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / "model"
+
+
+def folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def latest(run_dir: Path) -> Checkpoint | None:
+    """The newest complete checkpoint, if any."""
+    found = _complete(run_dir)
+    if not found:
+        return None
+    state = msgspec.json.decode((found[-1] / "state.json").read_bytes(), type=State)
+    return Checkpoint(found[-1], state)
+
+
+def save(run_dir: Path, state: State, trainer: Trainer, source_model: str, keep: int) -> Checkpoint:
+    """Write a checkpoint, durable when this returns, and delete all but the newest `keep`.
+
+    It is written aside, flushed to disk and then renamed: a crash leaves no half of one behind.
+    """
+    final = folder(run_dir) / f"step-{state.step:06d}"
+    unfinished = folder(run_dir) / f".unfinished-{final.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    trainer.policy.model.save_pretrained(unfinished / "model")
+    _copy_tokenizer(source_model, unfinished / "model")
+    torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
+    (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
+    _flush(unfinished)
+    if final.exists():  # left by a time line that a resume gave up
+        shutil.rmtree(final)
+    unfinished.rename(final)
+    _flush_one(final.parent)
+    for old in _complete(run_dir)[:-keep]:
+        shutil.rmtree(old)
+    return Checkpoint(final, state)
+
+
+def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    """Put optimiser, schedule and random states back; the weights were loaded with the policy."""
+    saved = torch.load(checkpoint.path / "trainer.pt", map_location="cpu", weights_only=True)
+    trainer.restore(saved)
+    _set_random_state(saved["random"])
+
+
+def _complete(run_dir: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder(run_dir).glob("step-*")
+        if re.fullmatch(r"step-\d+", path.name) and (path / "state.json").is_file()
+    )
+
+
+def _copy_tokenizer(source: str, target: Path) -> None:
+    """So that the checkpoint can be served as it is."""
+    origin = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=TOKENIZER_FILES))
+    for pattern in TOKENIZER_FILES:
+        for path in origin.glob(pattern):
+            if path.is_file() and not (target / path.name).exists():
+                shutil.copyfile(path, target / path.name)
+
+
+def _random_state() -> dict[str, Any]:
+    """In types that `torch.load(weights_only=True)` takes."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {"key": key, "pos": int(numpy_state["state"]["pos"])}},
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**state["numpy"], "state": {"key": key, "pos": state["numpy"]["state"]["pos"]}})
+
+
+def _flush(root: Path) -> None:
+    for path in [*root.rglob("*"), root]:
+        _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from learner.objectives import Grpo, Tokens
+
+OBJECTIVE = Grpo(clip_low=0.2, clip_high=0.28)
+
+
+def _tokens(ratio: list[float], advantage: list[float], weight: list[float]) -> Tokens:
+    behaviour = torch.full((len(ratio),), -1.0)
+    logprobs = (behaviour + torch.tensor(ratio).log()).requires_grad_()
+    return Tokens(logprobs, behaviour, torch.tensor(advantage), torch.tensor(weight))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.0, -2.0, 2.0, 2.0),
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 2.0, -2.56, 0.0),  # a good token is not pushed above 1 + clip_high
+        (1.5, -2.0, 3.0, 3.0),  # but pulled back from there if it is bad
+        (0.5, -2.0, 1.6, 0.0),  # a bad token is not pushed below 1 - clip_low
+        (0.5, 2.0, -1.0, -1.0),
+        (1.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_grpo_clips_only_what_would_go_further(ratio: float, advantage: float, loss: float, slope: float) -> None:
+    tokens = _tokens([ratio], [advantage], [1.0])
+    result = OBJECTIVE(tokens)
+    assert result.losses.item() == pytest.approx(loss, abs=1e-5)
+    result.losses.sum().backward()
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.item() == pytest.approx(slope, abs=1e-5)
+
+
+def test_sums_are_over_tokens_with_weight() -> None:
+    sums = OBJECTIVE(_tokens([1.5, 0.5, 1.5, 9.0], [1.0, -1.0, -1.0, 1.0], [1.0, 1.0, 1.0, 0.0])).sums
+    assert float(sums["ratio"]) == pytest.approx(3.5)
+    assert float(sums["ratio_squared"]) == pytest.approx(1.5**2 + 0.5**2 + 1.5**2)
+    assert (int(sums["clipped_low"]), int(sums["clipped_high"])) == (1, 1)
+    k3 = sum(ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.5))
+    assert float(sums["kl"]) == pytest.approx(k3, abs=1e-5)
+
+
+def test_a_wild_ratio_without_weight_poisons_nothing() -> None:
+    tokens = Tokens(
+        torch.tensor([-1.0, -1.0], requires_grad=True),
+        torch.tensor([-1.0, -1e9]),
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([1.0, 0.0]),
+    )
+    losses = OBJECTIVE(tokens).losses
+    losses.sum().backward()
+    assert losses.tolist() == [-1.0, 0.0]
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.tolist() == [-1.0, 0.0]
+
+
+def test_a_wild_ratio_with_weight_stays_finite() -> None:
+    result = OBJECTIVE(Tokens(torch.tensor([-1.0]), torch.tensor([-1e9]), torch.tensor([-1.0]), torch.tensor([1.0])))
+    assert torch.isfinite(result.losses).all()
+    assert all(torch.isfinite(value) for value in result.sums.values())

@@ -1,0 +1,392 @@
+"""The client outlives the queue's absence, within bounds, and never repeats what the queue refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+
+from protocol import codec
+from protocol.client import QueueClient, QueueError, Refused, RunFinished, Unreachable
+from protocol.messages import (
+    BeginSession,
+    Group,
+    LeaseAck,
+    LeaseReply,
+    LeaseRequest,
+    Policy,
+    PolicyCommand,
+    Problem,
+    Rollout,
+    Segment,
+    Server,
+    ServerState,
+    Ticket,
+    TicketFailure,
+    TicketReply,
+    TicketRequest,
+    VersionSpan,
+    WorkerReport,
+)
+
+POLICY = Policy(version=3, step=3, total_steps=9, session=1, checkpoint_step=None, served_version=3, finished=False)
+TICKETS = TicketReply([Ticket("t-1", 7, 8, 0, 3, 60.0)], [Server("vllm-0", "http://a:1", ServerState.SERVING, 3)])
+LONGEST_S = 5.0  # far above what any call here may take, far below the defaults
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Call(NamedTuple):
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class FakeQueue:
+    """Gives the scripted answers one after another, the last one for ever, and remembers what it was asked."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.calls: list[Call] = []
+        self.asked = asyncio.Event()
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.calls.append(Call(request.method, request.path, dict(request.headers), await request.read()))
+        self.asked.set()
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return await answer(request)
+
+
+@asynccontextmanager
+async def running(*answers: Answer) -> AsyncIterator[FakeQueue]:
+    queue = FakeQueue(*answers)
+    await queue.start()
+    try:
+        yield queue
+    finally:
+        await queue.stop()
+
+
+def says(message: Any = None, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
+    """Answers with a message in JSON, or with bytes as they are."""
+    body = message if isinstance(message, bytes) else b"" if message is None else codec.encode_json(message)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, body=body, headers=headers)
+
+    return answer
+
+
+async def drops(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def breaks_off(request: web.Request) -> web.StreamResponse:
+    """Promises more bytes than it sends."""
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b"{")
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def hangs(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets the event")
+
+
+def after(seconds: float, then: Answer) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(seconds)
+        return await then(request)
+
+    return answer
+
+
+def a_group() -> Group:
+    segment = Segment(
+        np.array([5, 6], dtype=np.int32),
+        np.ones(2, dtype=np.bool_),
+        np.array([-0.5, -1.0], dtype=np.float32),
+        [VersionSpan(3, 0, 2)],
+    )
+    return Group("t-1", 7, 0, [Rollout([segment], 1.0, "stop")] * 2, "w", ["vllm-0"], 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "failure", [says(status=500), says(status=503), drops, breaks_off], ids=["500", "503", "drop", "break"]
+)
+async def test_a_failure_that_passes_is_tried_again(failure: Answer) -> None:
+    async with running(failure, failure, says(POLICY)) as queue, QueueClient(queue.url, patience_s=10) as client:
+        assert await client.policy() == POLICY
+        assert client.retries >= 1  # aiohttp itself repeats a GET once whose connection was dropped
+        assert len(queue.calls) == 3
+
+
+async def test_a_repeated_submission_is_byte_for_byte_the_same() -> None:
+    """F24: the queue can tell a repetition by its key and its content."""
+    async with running(drops, says(b"known")) as queue, QueueClient(queue.url, patience_s=10) as client:
+        assert await client.submit(a_group()) is False
+        first, second = queue.calls
+        assert (first.method, first.path, first.body) == (second.method, second.path, second.body)
+
+
+async def test_a_queue_that_is_not_there_is_unreachable_after_the_patience() -> None:
+    async with running(says(POLICY)) as queue:
+        url = queue.url
+    started = perf_counter()
+    async with QueueClient(url, patience_s=0.3) as client:
+        with pytest.raises(Unreachable, match=f"the queue at {url} did not answer") as error:
+            await client.policy()
+    assert "slipstream queue run.toml" in str(error.value)
+    assert client.retries >= 1
+    assert 0.3 <= perf_counter() - started < LONGEST_S
+
+
+async def test_a_queue_that_goes_on_failing_is_unreachable_and_the_message_says_how_it_failed() -> None:
+    async with running(says(status=500)) as queue, QueueClient(queue.url, patience_s=0.2) as client:
+        with pytest.raises(Unreachable, match="GET /v1/policy: HTTP 500"):
+            await client.policy()
+        assert len(queue.calls) == client.retries + 1
+
+
+async def test_a_service_that_speaks_no_http_is_unreachable() -> None:
+    async def garble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x01 220 ready\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(garble, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server, QueueClient(f"http://{host}:{port}", patience_s=0.2) as client:
+        with pytest.raises(Unreachable):
+            await client.policy()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 409, 410, 413, 422, 429])
+async def test_a_refusal_is_raised_with_its_reason_and_never_retried(status: int) -> None:
+    refusal = says(Problem("a_code", "lower x"), status=status)
+    async with running(refusal) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(Refused, match=r"lower x \(a_code\)") as error:
+            await client.ack("lease", LeaseAck(1))
+        assert (error.value.status, error.value.reason, error.value.retry_after_s) == (status, "a_code", None)
+        assert len(queue.calls) == 1
+
+
+@pytest.mark.parametrize(("body", "message"), [(b"<html>no", "<html>no"), (b"", "HTTP 404"), (b"\xff", "\ufffd")])
+async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes, message: str) -> None:
+    async with running(says(body, status=404)) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(Refused) as error:
+            await client.policy()
+        assert (error.value.reason, str(error.value)) == ("http_404", f"{message} (http_404)")
+
+
+async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:
+    full = says(Problem("full", "the queue is full"), status=429, headers={"Retry-After": "0.15"})
+    async with running(full, full, says(b"new", status=201)) as queue, QueueClient(queue.url) as client:
+        started = perf_counter()
+        assert await client.submit(a_group()) is True
+        assert 0.3 <= perf_counter() - started < LONGEST_S
+        assert len(queue.calls) == 3
+        assert client.retries == 0
+
+
+@pytest.mark.parametrize("status", [410, 413, 422])
+async def test_a_group_that_is_not_taken_is_not_submitted_again(status: int) -> None:
+    async with (
+        running(says(Problem("code", "no"), status=status)) as queue,
+        QueueClient(queue.url) as client,
+    ):
+        with pytest.raises(Refused):
+            await client.submit(a_group())
+        assert len(queue.calls) == 1
+
+
+async def test_no_tickets_yet_is_an_empty_reply() -> None:
+    async with running(says(status=204)) as queue, QueueClient(queue.url) as client:
+        assert await client.tickets(TicketRequest("w", 1, 0.0)) == TicketReply([], [])
+
+
+async def test_a_finished_run_ends_the_tickets() -> None:
+    finished = says(Problem("finished", "the run is over"), status=409)
+    async with running(finished) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(RunFinished, match="the run is over"):
+            await client.tickets(TicketRequest("w", 1, 0.0))
+        assert len(queue.calls) == 1
+
+
+@pytest.mark.parametrize(("token", "expected"), [("secret", "Bearer secret"), (None, None), ("", None)])
+async def test_i8_the_token_goes_with_every_call(token: str | None, expected: str | None) -> None:
+    async with running(says(POLICY), says(b"new")) as queue, QueueClient(queue.url, token) as client:
+        await client.policy()
+        await client.submit(a_group())
+        assert [call.headers.get("Authorization") for call in queue.calls] == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.policy(),
+        lambda client: client.put_server(Server("vllm-0", "http://a:1")),
+        lambda client: client.begin_session(0, 9, False),
+        lambda client: client.submit(a_group()),
+        lambda client: client.tickets(TicketRequest("w", 1, wait_s=0.02)),
+    ],
+    ids=["policy", "put_server", "begin_session", "submit", "tickets"],
+)
+async def test_f5_a_queue_that_hangs_holds_no_call_for_ever(call: Callable[[QueueClient], Awaitable[Any]]) -> None:
+    async with running(hangs) as queue, QueueClient(queue.url, patience_s=0.1, timeout_s=0.06) as client:
+        started = perf_counter()
+        with pytest.raises(Unreachable, match="Timeout"):
+            await call(client)
+        assert perf_counter() - started < LONGEST_S
+        assert client.retries >= 1
+
+
+async def test_a_long_poll_may_take_its_own_time_beyond_the_time_out_of_a_call() -> None:
+    async with (
+        running(after(0.3, says(TICKETS))) as queue,
+        QueueClient(queue.url, patience_s=0.1, timeout_s=0.1) as client,
+    ):
+        assert await client.tickets(TicketRequest("w", 1, wait_s=5.0)) == TICKETS
+        assert client.retries == 0
+
+
+async def test_a_long_poll_that_breaks_late_still_has_the_whole_patience() -> None:
+    async with (
+        running(after(0.3, drops), says(TICKETS)) as queue,
+        QueueClient(queue.url, patience_s=0.1) as client,
+    ):
+        assert await client.tickets(TicketRequest("w", 1, wait_s=5.0)) == TICKETS
+        assert client.retries == 1
+
+
+async def test_a_queue_restarted_in_the_middle_of_a_long_poll_is_found_again() -> None:
+    async with running(hangs, says(TICKETS)) as queue, QueueClient(queue.url, patience_s=30) as client:
+        poll = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
+        await queue.asked.wait()
+        await queue.stop()
+        done, _ = await asyncio.wait([poll], timeout=0.3)  # long enough to find the port closed
+        assert not done
+        await queue.start()
+        assert await asyncio.wait_for(poll, LONGEST_S * 2) == TICKETS
+        assert client.retries >= 1
+
+
+async def test_a_cancelled_call_ends_at_once() -> None:
+    async with running(hangs) as queue, QueueClient(queue.url) as client:
+        call = asyncio.create_task(client.policy())
+        await queue.asked.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(call, LONGEST_S)
+        assert len(queue.calls) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b"[1]"])
+async def test_an_answer_that_makes_no_sense_is_told(body: bytes) -> None:
+    async with running(says(body)) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(QueueError, match=r"/v1/policy gave an answer that is not a Policy.*is it a Slipstream"):
+            await client.policy()
+        with pytest.raises(QueueError, match=r"/v1/leases gave an answer that is not a LeaseReply"):
+            await client.lease(LeaseRequest(1, "lease", 1))
+
+
+@pytest.mark.parametrize("url", ["localhost:8200", "ftp://host", "http://", ""])
+def test_something_that_is_no_url_is_told_at_once(url: str) -> None:
+    with pytest.raises(QueueError, match="write it as http://host:port"):
+        QueueClient(url)
+
+
+async def test_a_client_that_was_not_entered_says_how_to_use_it() -> None:
+    with pytest.raises(RuntimeError, match="async with QueueClient"):
+        await QueueClient("http://127.0.0.1:1").policy()
+
+
+async def test_a_group_goes_as_msgpack_under_its_ticket_and_a_lease_brings_it_back() -> None:
+    group = a_group()
+    reply = LeaseReply("lease", [msgspec.Raw(codec.encode(group))], [4], 60.0)
+    async with running(says(b"new"), says(codec.encode(reply))) as queue, QueueClient(queue.url) as client:
+        await client.submit(group)
+        received = await client.lease(LeaseRequest(1, "lease", 1, wait_s=0.0))
+    put, lease = queue.calls
+    assert (put.method, put.path, put.headers["Content-Type"]) == ("PUT", "/v1/groups/t-1", "application/msgpack")
+    assert codec.decode(put.body, Group).rollouts[0].segments[0].token_ids.tolist() == [5, 6]
+    assert (lease.method, lease.path, lease.headers["Content-Type"]) == ("POST", "/v1/leases", "application/json")
+    assert bytes(received.groups[0]) == put.body
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "method", "path", "sent"),
+    [
+        (lambda c: c.policy(), POLICY, "GET", "/v1/policy", None),
+        (lambda c: c.begin_session(2, 9, True), POLICY, "POST", "/v1/policy", BeginSession(2, 9, True)),
+        (lambda c: c.ack("l", LeaseAck(1, ["t"])), POLICY, "POST", "/v1/leases/l/ack", LeaseAck(1, ["t"])),
+        (lambda c: c.servers(), TICKETS.servers, "GET", "/v1/servers", None),
+        (
+            lambda c: c.put_server(TICKETS.servers[0]),
+            TICKETS.servers[0],
+            "PUT",
+            "/v1/servers/vllm-0",
+            TICKETS.servers[0],
+        ),
+        (
+            lambda c: c.fail_ticket("t", TicketFailure("w", "tool")),
+            None,
+            "POST",
+            "/v1/tickets/t/fail",
+            TicketFailure("w", "tool"),
+        ),
+        (lambda c: c.finish(), None, "POST", "/v1/run/finish", None),
+    ],
+    ids=["policy", "begin_session", "ack", "servers", "put_server", "fail_ticket", "finish"],
+)
+async def test_each_call_sends_its_message_to_its_route_and_reads_the_answer(
+    call: Callable[[QueueClient], Awaitable[Any]], answer: Any, method: str, path: str, sent: msgspec.Struct | None
+) -> None:
+    async with running(says(answer)) as queue, QueueClient(queue.url + "/") as client:
+        assert await call(client) == answer
+    (made,) = queue.calls
+    assert (made.method, made.path) == (method, path)
+    if sent is None:
+        assert made.body == b""
+    else:
+        kind = PolicyCommand if isinstance(sent, BeginSession) else type(sent)
+        assert codec.decode_json(made.body, kind) == sent
+
+
+async def test_a_heartbeat_names_the_worker_in_its_path() -> None:
+    reply = codec.decode_json(b'{"lost_tickets": ["t-1"], "servers": [], "finished": true}', Any)
+    async with running(says(reply)) as queue, QueueClient(queue.url) as client:
+        answer = await client.heartbeat(WorkerReport("host-1", ["t-1"]))
+    assert (answer.lost_tickets, answer.finished) == (["t-1"], True)
+    assert queue.calls[0].path == "/v1/workers/host-1"

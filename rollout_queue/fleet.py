@@ -21,7 +21,8 @@ _S = ServerState
 ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
     _S.JOINING: frozenset({_S.SYNCING}),
     _S.SYNCING: frozenset({_S.SERVING, _S.STALE, _S.QUARANTINED, _S.DOWN}),
-    _S.SERVING: frozenset({_S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN}),
+    # A later version is proven while the one before goes on serving.
+    _S.SERVING: frozenset({_S.SERVING, _S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN}),
     _S.STALE: frozenset({_S.SYNCING}),
     _S.QUARANTINED: frozenset({_S.SYNCING}),
     _S.DOWN: frozenset({_S.SYNCING}),

@@ -1,4 +1,4 @@
-"""Whole runs on a real vLLM: queue, worker and learner as processes of their own, left alone or killed in the middle."""
+"""Whole runs on a real vLLM: queue, worker and learner as processes, left alone or killed in the middle."""
 
 from __future__ import annotations
 

@@ -113,13 +113,13 @@ def a_group(tokens: int = 5, size: int = 2) -> Group:
     return Group("ticket", 7, 0, [rollout] * size, "worker", ["vllm-0"], 1.0, 2.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(groups)
 def test_groups_come_back_as_they_were(group: Group) -> None:
     assert plain(codec.decode(codec.encode(group), Group)) == plain(group)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(groups, max_size=3))
 def test_a_lease_hands_on_each_group_as_it_was_submitted(submitted: list[Group]) -> None:
     encoded = [codec.encode(group) for group in submitted]
@@ -233,7 +233,7 @@ ROLLOUTS = b"\x81\xa8rollouts"
 MESSAGES = ROLLOUTS + b"\x91\x81\xa8messages"
 TOKEN_IDS = ROLLOUTS + b"\x91\x81\xa8segments\x91\x81\xa9token_ids"
 SPANS = ROLLOUTS + b"\x91\x81\xa8segments\x91\x81\xadversion_spans"
-MANY = 2**17
+MANY = 2**16
 
 
 @pytest.mark.parametrize(

@@ -373,8 +373,8 @@ class Bounds(NamedTuple):
 
     def outside(self) -> st.SearchStrategy[int | float]:
         if self.is_integer:
-            below = st.integers(max_value=int(self.low) - (not self.low_is_outside))
-            return below | st.integers(min_value=int(self.high) + (not self.high_is_outside))
+            too_low = st.integers(max_value=int(self.low) - (not self.low_is_outside))
+            return too_low | st.integers(min_value=int(self.high) + (not self.high_is_outside))
         below = st.floats(max_value=self.low, exclude_max=not self.low_is_outside, allow_infinity=False)
         return below | st.floats(min_value=self.high, exclude_min=not self.high_is_outside, allow_infinity=False)
 

@@ -154,7 +154,8 @@ class Worker:
                     reply = await self._queue.tickets(request)
                 except RunFinished:
                     return
-            self._fleet.update(reply.servers)
+            if reply.tickets:  # an answer without tickets names no servers
+                self._fleet.update(reply.servers)
             for ticket in reply.tickets:
                 self._begin(ticket, tasks)
 
@@ -191,16 +192,19 @@ class Worker:
             if refusal.status == 410:
                 self.counters.failures["lost"] += 1
                 return
-            failure = TicketFailed(f"refused:{refusal.reason}", str(refusal), retryable=True)
-            await self._fail(group.ticket_id, failure)
+            # The queue has ended the ticket by itself.
+            self._count_failure(TicketFailed(f"refused:{refusal.reason}", str(refusal), retryable=True))
 
     async def _fail(self, ticket_id: str, failure: TicketFailed) -> None:
+        self._count_failure(failure)
+        await self._give_back_one(ticket_id, TicketFailure(self._id, failure.reason, str(failure), failure.retryable))
+
+    def _count_failure(self, failure: TicketFailed) -> None:
         self.counters.failures[f"ticket:{failure.reason}"] += 1
+        self._failed_in_a_row += failure.retryable
         if failure.reason not in self._told:
             self._told.add(failure.reason)
             logger.warning("a ticket failed (%s): %s; further ones are only counted", failure.reason, failure)
-        self._failed_in_a_row += failure.retryable
-        await self._give_back_one(ticket_id, TicketFailure(self._id, failure.reason, str(failure), failure.retryable))
 
     async def _pause_after_failures(self) -> None:
         """Rows are tried a few times only: where nothing succeeds, do not run through them."""

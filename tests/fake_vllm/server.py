@@ -15,6 +15,8 @@ from tests.fake_vllm import replies
 from tests.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.fake_vllm.faults import Fault, Faults
 
+FAULT = web.RequestKey("fault", Fault | None)  # type: ignore[arg-type, var-annotated]
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -59,7 +61,7 @@ class FakeVllm:
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.calls.append(request.path)
         fault = self.faults.take(request.path)
-        request["fault"] = fault
+        request[FAULT] = fault
         if fault is not None:
             if fault.kind == "hang":
                 await asyncio.Event().wait()
@@ -91,7 +93,7 @@ class FakeVllm:
         try:
             if body.get("stream"):
                 return await self._stream(request, body, tasks)
-            fault: Fault | None = request["fault"]
+            fault = request[FAULT]
             version = self.engine.weight_version
             choices = [replies.choice(sample, index, version, fault) for index, sample in await asyncio.gather(*tasks)]
             if fault and fault.kind == "die":
@@ -123,7 +125,7 @@ class FakeVllm:
         """Each choice as it is finished."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        fault: Fault | None = request["fault"]
+        fault = request[FAULT]
         interval = body["sampling_params"].get("stream_interval") or 1
         for sent, finished in enumerate(asyncio.as_completed(tasks)):
             index, sample = await finished

@@ -1,0 +1,116 @@
+"""A whole worker against fake servers and the stand-in queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.config import RunFile
+from protocol.messages import Rollout
+from rollout_worker.chat import ChatFormat
+from rollout_worker.inference.client import InferenceClient
+from rollout_worker.task import Task
+from rollout_worker.tools import ToolBox
+from rollout_worker.worker import Worker
+from tests.fake_vllm import FakeEngine, FakeVllm, Fault, serving
+from tests.fake_vllm.policies import Policy, multiplying, scripted
+from tests.fake_vllm.tokenizer import tiny_tokenizer
+from tests.rollout_worker.stand_in import StandInQueue, serving_at, tickets_for
+
+TOKENIZER = tiny_tokenizer()
+END_OF_TURN = TOKENIZER.eos_token_id
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+    """
+    return a * b
+
+
+def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **columns: Any) -> list[float]:
+    return [float(turns[-1]["content"] == str(right)) for turns, right in zip(completions, answer, strict=True)]
+
+
+def row(a: int = 12, b: int = 34, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": f"Multiply {a} by {b}."}], "answer": a * b, **columns}
+
+
+def task(**changes: Any) -> Task:
+    return Task(**{"dataset": [row()], "tools": [multiply], "rewards": [accuracy], **changes})
+
+
+def fake(policy: Policy | None = None, faults: Sequence[Fault] = (), version: int = 7, **engine: Any) -> FakeVllm:
+    """A server that multiplies with its tool, at weights `version`."""
+    server = FakeVllm(
+        FakeEngine(
+            policy=policy or scripted(TOKENIZER, multiplying),
+            stop_token_ids=[END_OF_TURN],
+            weight_version=str(version),
+            **engine,
+        )
+    )
+    server.faults.extend(faults)
+    return server
+
+
+def chat_format(tools: Sequence[dict[str, Any]] = ()) -> ChatFormat:
+    return ChatFormat(TOKENIZER, [END_OF_TURN], tools, "the tiny model")
+
+
+def config(**sections: dict[str, Any]) -> RunFile:
+    """A run file for tests; sections are merged into these defaults."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"path": "tiny"},
+        "task": {"path": f"{Path(__file__).name}:task"},
+        "rollout": {"group_size": 2, "max_turn_tokens": 64, "max_episode_tokens": 256},
+        "worker": {"request_timeout_s": 5.0},
+        "vllm": {"max_model_len": 1024},
+    }
+    return RunFile.model_validate(
+        {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
+    )
+
+
+@dataclass
+class Run:
+    worker: Worker
+    queue: StandInQueue
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.queue.groups for rollout in group.rollouts]
+
+
+async def roll(
+    the_task: Task,
+    *fakes: FakeVllm,
+    tickets: int = 1,
+    settings: RunFile | None = None,
+    stream: bool = True,
+    version: int = 7,
+    queue: StandInQueue | None = None,
+    stop: asyncio.Event | None = None,
+) -> Run:
+    """Run a worker until it has worked off `tickets`."""
+    settings = settings or config()
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(server)) for server in fakes]
+        if queue is None:
+            issued = tickets_for(tickets, settings.rollout.group_size, version)
+            queue = StandInQueue([], deque(issued))
+        queue.servers = queue.servers or serving_at(*urls, version=version)
+        client = await stack.enter_async_context(InferenceClient(settings.worker.request_timeout_s))
+        tools = ToolBox(the_task.tools, settings.worker.tool_timeout_s)
+        chat = chat_format(tools.schemas)
+        worker = Worker(settings, the_task, queue, "w0", chat, tools, client, stream_first_turn=stream)
+        await worker.run(stop or asyncio.Event())
+    return Run(worker, queue)

@@ -1,0 +1,23 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.budget import Limits
+
+COUNT = st.integers(1, 5000)
+
+
+@given(COUNT, COUNT, COUNT, st.integers(0, 5000), st.integers(0, 5000))
+def test_a_turn_never_exceeds_turn_episode_or_context(turn, episode, context, sampled, size):
+    budget = Limits(turn, episode, context, max_turns=8).turn(sampled, size)
+    if budget.tokens > 0:
+        assert budget.tokens <= turn
+        assert sampled + budget.tokens <= episode
+        assert size + budget.tokens <= context
+    else:
+        assert sampled >= episode or size >= context
+
+
+@given(COUNT, COUNT, COUNT, st.integers(0, 5000), st.integers(0, 5000))
+def test_an_episode_ends_as_context_only_where_the_context_is_the_limit(turn, episode, context, sampled, size):
+    budget = Limits(turn, episode, context, max_turns=8).turn(sampled, size)
+    assert (budget.ends_as == "context") == (context - size < min(turn, episode - sampled))

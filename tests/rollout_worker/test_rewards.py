@@ -1,0 +1,124 @@
+import asyncio
+import math
+
+import pytest
+
+from protocol.config import ConfigError
+from rollout_worker.rewards import RewardBatch, RewardError, RewardFunctions
+
+PROMPT = [{"role": "user", "content": "2 by 3"}]
+BATCH = RewardBatch(
+    prompt=PROMPT,
+    completions=[[{"role": "assistant", "content": "6"}], [{"role": "assistant", "content": "7"}]],
+    completion_ids=[[6], [7, 7]],
+    columns={"prompt": PROMPT, "answer": 6},
+)
+
+
+def exact(prompts, completions, completion_ids, answer, **kwargs):
+    """As a TRL reward is written."""
+    assert prompts == [PROMPT, PROMPT]
+    assert completion_ids == [[6], [7, 7]]
+    assert kwargs == {}
+    return [float(turns[-1]["content"] == str(right)) for turns, right in zip(completions, answer, strict=True)]
+
+
+async def brevity(completion_ids, **kwargs):
+    await asyncio.sleep(0)
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def only_first(completions, **kwargs):
+    return [1] + [None] * (len(completions) - 1)
+
+
+def silent(completions, **kwargs):
+    return [None] * len(completions)
+
+
+async def test_trls_signature_and_the_weighted_sum():
+    scores = await RewardFunctions([exact, brevity], [1.0, 0.5]).score(BATCH)
+    assert [score.reward for score in scores] == [1.0 - 0.5, 0.0 - 1.0]
+    assert scores[1].components == {"exact": 0.0, "brevity": -2.0}
+
+
+async def test_none_is_left_out_of_the_sum_and_kept_as_component():
+    first, second = await RewardFunctions([only_first, silent]).score(BATCH)
+    assert (first.reward, first.components) == (1.0, {"only_first": 1.0, "silent": None})
+    assert second.reward is None
+
+
+def too_few(completions, **kwargs):
+    return [1.0]
+
+
+def not_numbers(completions, **kwargs):
+    return ["good", "bad"]
+
+
+def no_list(completions, **kwargs):
+    return 1.0
+
+
+def not_a_number(completions, **kwargs):
+    return [math.nan, 0.0]
+
+
+def broken(completions, **kwargs):
+    raise KeyError("answer")
+
+
+async def endless(completions, **kwargs):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (too_few, "too_few returned 1 rewards for 2 completions"),
+        (not_numbers, "no list of numbers"),
+        (no_list, "no list of numbers"),
+        (not_a_number, "returned nan"),
+        (broken, "broken: KeyError: 'answer'"),
+        (endless, "endless: no answer within 0.1 s"),
+    ],
+)
+async def test_a_reward_that_fails_says_which_and_how(function, message):
+    with pytest.raises(RewardError, match=message):
+        await RewardFunctions([exact, function], timeout_s=0.1).score(BATCH)
+
+
+async def test_f22_rewards_run_side_by_side():
+    both = asyncio.Barrier(2)
+
+    async def one(completions, **kwargs):
+        await both.wait()
+        return [0.0] * len(completions)
+
+    async def two(completions, **kwargs):
+        await both.wait()
+        return [1.0] * len(completions)
+
+    scores = await RewardFunctions([one, two], timeout_s=5).score(BATCH)
+    assert scores[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "message"),
+    [
+        ([], None, "at least one reward"),
+        (exact, None, "give a list"),
+        (["exact"], None, "give a list"),
+        ([exact, exact], None, "not all different"),
+        ([exact, brevity], [1.0], r"reward_weights=\[1.0\]"),
+        ([exact], [math.inf], "finite"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(functions, weights, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardFunctions(functions, weights)
+
+
+def test_a_reward_that_cannot_take_the_columns_is_refused_before_it_runs():
+    with pytest.raises(ConfigError, match=r"<lambda> cannot be called with .*answer.*\*\*kwargs"):
+        RewardFunctions([lambda completions: []]).check_signatures(BATCH.columns)

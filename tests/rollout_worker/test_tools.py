@@ -1,0 +1,187 @@
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+import time
+from typing import Literal
+
+import pytest
+
+from protocol.config import ConfigError
+from rollout_worker.tool_calls import MalformedCall, ToolCall
+from rollout_worker.tools import ToolBox
+
+
+def look_up(key: str, depth: int | None = None, kind: Literal["a", "b"] = "a") -> str:
+    """Look a key up.
+
+    Args:
+        key: What to look up.
+        depth: How deep.
+        kind: Which one.
+    """
+    return f"{key}/{depth}/{kind}"
+
+
+async def wait_for(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def fail(how: str) -> None:
+    """Fail.
+
+    Args:
+        how: In which way.
+    """
+    if how == "exit":
+        sys.exit(3)
+    if how == "stop":
+        raise StopIteration
+    raise RuntimeError(how)
+
+
+async def fail_async(how: str) -> None:
+    """Fail.
+
+    Args:
+        how: In which way.
+    """
+    if how == "cancel":
+        raise asyncio.CancelledError
+    fail(how)
+
+
+def numbers() -> dict[str, int]:
+    """Give numbers."""
+    return {"a": 1}
+
+
+TOOLS = [look_up, wait_for, fail, fail_async, numbers]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ({"key": "x"}, "x/None/a"),
+        ({"key": "x", "depth": None}, "x/None/a"),
+        ({"key": "x", "depth": 3, "kind": "b"}, "x/3/b"),
+    ],
+)
+async def test_a_call_with_good_arguments(arguments, answer):
+    (result,) = await ToolBox(TOOLS).run([ToolCall("look_up", arguments)])
+    assert result.message() == {"role": "tool", "name": "look_up", "content": answer}
+    assert not result.failed
+
+
+async def test_lists_and_dicts_are_answered_as_json():
+    (result,) = await ToolBox(TOOLS).run([ToolCall("numbers", {})])
+    assert result.content == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (ToolCall("nobody", {}), "there is no tool 'nobody'; the tools are: look_up, "),
+        (ToolCall("look_up", {}), "'key' is a required property"),
+        (ToolCall("look_up", {"key": 1}), "1 is not of type 'string'"),
+        (ToolCall("look_up", {"key": "x", "depth": "deep"}), "depth"),
+        (ToolCall("look_up", {"key": "x", "kind": "c"}), "'c' is not one of"),
+        (ToolCall("look_up", {"key": "x", "other": 1}), "'other' was unexpected"),
+        (ToolCall("wait_for", {"seconds": True}), "True is not of type 'number'"),
+        (ToolCall("wait_for", {"seconds": 60}), "no answer within 0.1 s"),
+        (ToolCall("fail", {"how": "boom"}), "RuntimeError: boom"),
+        (ToolCall("fail", {"how": "exit"}), "SystemExit(3)"),
+        (ToolCall("fail", {"how": "stop"}), "StopIteration"),
+        (ToolCall("fail_async", {"how": "boom"}), "RuntimeError: boom"),
+        (ToolCall("fail_async", {"how": "exit"}), "SystemExit(3)"),
+        (ToolCall("fail_async", {"how": "cancel"}), "cancelled itself"),
+        (MalformedCall("not JSON"), "not JSON"),
+    ],
+)
+async def test_whatever_goes_wrong_becomes_a_tool_message(call, error):
+    (result,) = await ToolBox(TOOLS, timeout_s=0.1).run([call])
+    assert result.failed
+    assert error in json.loads(result.content)["error"]
+
+
+async def test_f5_a_sync_tool_that_never_returns_is_bounded_and_takes_no_slot():
+    release = threading.Event()
+
+    def block() -> None:
+        """Never return."""
+        release.wait()
+
+    box = ToolBox([block, look_up], timeout_s=0.05)
+    started = time.monotonic()
+    results = await box.run([ToolCall("block", {})] * 40)
+    assert all(result.failed for result in results)
+    assert time.monotonic() - started < 2
+    (result,) = await box.run([ToolCall("look_up", {"key": "x"})])
+    assert not result.failed
+    release.set()
+
+
+async def test_f5_an_async_tool_that_swallows_its_cancellation_is_bounded():
+    over = asyncio.Event()
+
+    async def stubborn() -> None:
+        """End when it likes."""
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+
+    (result,) = await ToolBox([stubborn], timeout_s=0.05).run([ToolCall("stubborn", {})])
+    assert result.failed
+    over.set()
+
+
+async def test_f22_the_calls_of_a_turn_run_side_by_side():
+    barrier = threading.Barrier(3, timeout=5)
+
+    def meet() -> str:
+        """Wait for the others."""
+        barrier.wait()
+        return "met"
+
+    results = await ToolBox([meet]).run([ToolCall("meet", {})] * 3)
+    assert [result.content for result in results] == ["met"] * 3
+
+
+def no_hints(a, b):
+    """Multiply.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+def undescribed(a: int) -> int:
+    """Give it back."""
+    return a
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([no_hints], "'no_hints' cannot be described.*type hint"),
+        ([no_docstring], "'no_docstring' cannot be described.*docstring"),
+        ([undescribed], "'undescribed' cannot be described"),
+        (["multiply"], "'multiply' is no function"),
+        ([look_up, look_up], "two tools are named 'look_up'"),
+    ],
+)
+def test_a_tool_without_a_schema_is_refused_with_a_remedy(tools, message):
+    with pytest.raises(ConfigError, match=message):
+        ToolBox(tools)

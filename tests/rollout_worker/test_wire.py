@@ -1,0 +1,100 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.messages import VersionSpan
+from rollout_worker.inference.errors import BadSample, Rejected, ServerFailed, UnknownWeights, error_of
+from rollout_worker.inference.wire import (
+    Choice,
+    Logprob,
+    Logprobs,
+    Sampled,
+    WeightVersion,
+    join,
+    sampled_of,
+)
+
+
+def choice(tokens=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), versions=(("4", 0, 3),), finish_reason="stop"):
+    return Choice(
+        index=0,
+        token_ids=list(tokens),
+        logprobs=None if logprobs is None else Logprobs([Logprob(value) for value in logprobs]),
+        finish_reason=finish_reason,
+        weight_versions=None if versions is None else [WeightVersion(*span) for span in versions],
+    )
+
+
+def test_a_choice_is_read_as_it_came():
+    sampled = sampled_of(choice(versions=[("4", 0, 1), ("5", 1, 3)]))
+    assert sampled == Sampled([5, 6, 7], [-0.1, -0.2, -0.3], [VersionSpan(4, 0, 1), VersionSpan(5, 1, 3)], "stop")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logprobs": None}, "missing_logprobs"),
+        ({"logprobs": (-0.1, -0.2)}, "missing_logprobs"),
+        ({"logprobs": (-0.1, math.nan, -0.3)}, "bad_logprobs"),
+        ({"logprobs": (-0.1, None, -0.3)}, "bad_logprobs"),
+        ({"logprobs": (-0.1, -9999.0, -0.3)}, "bad_logprobs"),
+        ({"logprobs": (-0.1, 0.5, -0.3)}, "bad_logprobs"),
+        ({"versions": None}, "missing_versions"),
+        ({"versions": []}, "missing_versions"),
+        ({"versions": [("4", 0, 2)]}, "bad_versions"),
+        ({"versions": [("4", 1, 3)]}, "bad_versions"),
+        ({"versions": [("4", 0, 2), ("5", 1, 3)]}, "bad_versions"),
+        ({"tokens": (), "logprobs": (), "versions": []}, "no_tokens"),
+        ({"finish_reason": None}, "finish_reason"),
+        ({"finish_reason": "error"}, "finish_reason"),
+    ],
+)
+def test_f17_what_is_missing_or_wrong_is_never_filled_in(changes, reason):
+    with pytest.raises(BadSample) as caught:
+        sampled_of(choice(**changes))
+    assert caught.value.reason == reason
+
+
+def test_a_sure_token_may_be_a_rounding_above_zero():
+    assert sampled_of(choice(logprobs=(1e-6, -0.2, -0.3))).logprobs[0] == 0.0
+
+
+@pytest.mark.parametrize("label", ["default", "", "-1", "step-4", "4.0"])
+def test_f16_a_label_that_is_no_version_is_told_apart(label):
+    with pytest.raises(UnknownWeights, match=repr(label)):
+        sampled_of(choice(versions=[(label, 0, 3)]))
+
+
+def test_an_abort_before_the_first_token_is_empty():
+    assert sampled_of(choice((), (), [], "abort")) == Sampled()
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=4))
+def test_parts_of_a_turn_join_without_gap_or_overlap(parts):
+    """Each inner list gives the versions of one part's tokens."""
+    turn = Sampled()
+    for versions in parts:
+        spans = [VersionSpan(version, place, place + 1) for place, version in enumerate(versions)]
+        turn.extend(Sampled(list(versions), [-0.1] * len(versions), spans, "abort"))
+    flat = [version for versions in parts for version in versions]
+    assert turn.token_ids == flat
+    assert [span.version for span in turn.spans for _ in range(span.start, span.end)] == flat
+    assert all(a.end == b.start for a, b in zip(turn.spans, turn.spans[1:], strict=False))
+
+
+def test_streamed_parts_join_to_the_whole():
+    first = choice((5,), (-0.1,), None, None)
+    last = choice((6, 7), (-0.2, -0.3))
+    assert sampled_of(join(first, last)) == sampled_of(choice())
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, Rejected), (403, Rejected), (404, Rejected), (422, Rejected), (500, ServerFailed), (503, ServerFailed)],
+)
+def test_classes_of_http_errors(status, kind):
+    error = error_of(status, "the prompt is too long")
+    assert type(error) is kind
+    assert f"HTTP {status}: the prompt is too long" in str(error)

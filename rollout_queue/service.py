@@ -26,7 +26,7 @@ def serve(config: RunFile) -> None:
 
     Raises `ConfigError` if the address or the store cannot be used, `StoreError` if the store fails on the way.
     """
-    with contextlib.closing(_listen(config.queue.host, config.queue.port)) as listener:
+    with contextlib.closing(listen(config.queue.host, config.queue.port)) as listener:
         store = SqliteStore(MEMORY if config.queue.store == MEMORY else config.run_dir / "queue.db")
         app = create_app(config, store)
         broker: Broker = app.state.broker
@@ -88,16 +88,21 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises `ConfigError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio switches Nagle's algorithm off: it costs 40 ms an answer otherwise.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
     except OSError as error:
+        listener.close()
         raise ConfigError(
             f"queue.host = {host}, queue.port = {port}: cannot listen there: {error.strerror or error}; is another "
             f"queue running? Stop it, or choose another queue.port"
         ) from error
+    return listener
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -14,7 +14,7 @@ import msgspec
 from protocol.status import Staleness
 from rollout_queue.records import TicketRecord
 
-OVER_AGE = "over_age"  # the learner's reason for a group that was dropped for its age
+OVER_AGE = "overage"  # the learner's reason for a group that was dropped for its age
 WINDOW_STEPS = 20
 
 

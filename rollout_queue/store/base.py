@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from protocol.client import QueueError
 from rollout_queue.records import Decision, Snapshot, TicketRecord
 
 
-class StoreError(RuntimeError):
+class StoreError(QueueError):
     """The store failed; its text names the file and the remedy. The queue stops rather than diverge from it."""
 
 

@@ -1,0 +1,217 @@
+"""A real queue process, killed and restarted under its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from queue_kit import SERVER, make_group, serve_version
+
+from protocol import codec
+from protocol.client import QueueClient, Refused, RunFinished
+from protocol.config import ConfigError, RunFile, load
+from protocol.messages import Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
+from rollout_queue.records import Decision, State, TicketRecord
+from rollout_queue.service import listen, serve
+from rollout_queue.store.sqlite import LedgerRow, SqliteStore, read_ledger
+
+B, STEPS = 4, 30
+SERVE = """
+import sys
+from protocol.config import load
+from rollout_queue.service import serve
+serve(load(sys.argv[1]))
+"""
+
+
+@dataclass
+class Process:
+    """`slipstream queue`, without the command line."""
+
+    run_file: Path
+    config: RunFile
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.running.append(subprocess.Popen([sys.executable, "-c", SERVE, str(self.run_file)]))
+
+    def end(self, number: signal.Signals) -> int:
+        self.running[-1].send_signal(number)
+        return self.running[-1].wait(10)
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "task.py").write_text("task = None\n")
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        f"""run = {{ dir = "{tmp_path}" }}
+        model = {{ path = "tiny" }}
+        task = {{ path = "task.py:task" }}
+        rollout = {{ group_size = 2 }}
+        queue = {{ port = {port}, ticket_timeout_s = 2 }}
+        learner = {{ groups_per_step = {B} }}""".replace("\n        ", "\n")
+    )
+    process = Process(run_file, load(run_file))
+    yield process
+    for child in process.running:
+        child.kill()
+        child.wait()
+
+
+@dataclass
+class Traffic:
+    """Two workers and a learner, who go on through every restart, and what they were promised.
+
+    Tickets lapse soon: an answer that a kill cut off takes its tickets with it until they do."""
+
+    client: QueueClient
+    accepted: set[str] = field(default_factory=set)
+    trained: list[str] = field(default_factory=list)
+    at_step: asyncio.Condition = field(default_factory=asyncio.Condition)
+    step: int = 0
+
+    async def worker(self, name: str) -> None:
+        while True:
+            try:
+                reply = await self.client.tickets(TicketRequest(name, 2, wait_s=5.0))
+            except RunFinished:
+                return
+            for ticket in reply.tickets:
+                try:
+                    await self.client.submit(make_group(ticket))
+                except Refused as refusal:
+                    if refusal.reason != "ticket_ended":
+                        raise
+                else:
+                    self.accepted.add(ticket.id)
+
+    async def learner(self, session: int) -> None:
+        while self.step < STEPS:
+            have: list[str] = []
+            while len(have) < B:
+                request = LeaseRequest(session, f"lease-{self.step}", B - len(have), have, wait_s=5.0)
+                reply = await self.client.lease(request)
+                have += [codec.decode(bytes(group), Group).ticket_id for group in reply.groups]
+            await self.client.ack("lease", LeaseAck(session, have, step=self.step + 1, version=self.step + 1))
+            self.trained += have
+            async with self.at_step:
+                self.step += 1
+                self.at_step.notify_all()
+            await serve_version(self.client, self.step)
+            if self.step % 7 == 0:
+                await self.client.checkpointed(session, self.step)
+        await self.client.finish()
+
+    async def reaches(self, step: int) -> None:
+        async with self.at_step:
+            await self.at_step.wait_for(lambda: self.step >= step)
+
+
+async def test_i1_kill_9_loses_nothing_that_was_accepted_and_trains_nothing_twice(process: Process) -> None:
+    process.start()
+    async with QueueClient(process.config.queue.url, patience_s=30.0) as client, asyncio.timeout(60.0):
+        policy = await client.begin_session(0, STEPS, resume=False)
+        await serve_version(client, 0)
+        traffic = Traffic(client)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(traffic.learner(policy.session))
+            tasks.create_task(traffic.worker("a"))
+            tasks.create_task(traffic.worker("b"))
+            for step in (5, 15, 25):
+                await traffic.reaches(step)
+                assert process.end(signal.SIGKILL) == -signal.SIGKILL
+                process.start()
+        status = await client.status()
+    assert client.retries > 0
+    assert process.end(signal.SIGTERM) == 0
+    rows = read_ledger(process.config.run_dir / "queue.db")
+    trained = [row for row in rows if row.trained]
+    assert sorted(row.ticket_id for row in trained) == sorted(traffic.trained)
+    assert len({row.index for row in trained}) == len(trained) == B * STEPS
+    assert Counter(row.step for row in trained) == dict.fromkeys(range(1, STEPS + 1), B)
+    left = {row.ticket_id: row for row in rows if row.ticket_id in traffic.accepted and not row.trained}
+    assert {row.reason for row in left.values()} <= {"run_finished"}, "an accepted group got lost"
+    assert (status.version, status.finished, status.ledger.trained) == (STEPS, True, B * STEPS)
+
+
+async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Process) -> None:
+    process.start()
+    async with QueueClient(process.config.queue.url, patience_s=30.0) as client:
+        await client.begin_session(0, STEPS, resume=False)
+        await serve_version(client, 0)
+        before = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
+        await client.submit(make_group(before[0]))
+        process.end(signal.SIGKILL)
+        process.start()
+        assert (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets == []
+        status = await client.status()
+        assert (status.depth.outstanding, status.depth.ready, status.served_version) == (len(before), 1, 0)
+        assert [(s.name, s.state) for s in status.servers] == [(SERVER, ServerState.SERVING)]
+        url = status.servers[0].url
+        assert (await client.put_server(Server(SERVER, url, ServerState.SERVING, 0))).version == 0
+        again = await client.lease(LeaseRequest(status.learner.session, "l", 5, wait_s=0.0))
+        assert [codec.decode(bytes(group), Group).ticket_id for group in again.groups] == ["0.0"]
+
+
+async def test_f23_a_signal_ends_the_queue_although_clients_wait(process: Process) -> None:
+    process.start()
+    async with QueueClient(process.config.queue.url, patience_s=20.0) as client:
+        session = (await client.begin_session(0, STEPS, resume=False)).session
+        polls = [
+            asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=60.0))),
+            asyncio.create_task(client.lease(LeaseRequest(session, "l", 1, wait_s=60.0))),
+        ]
+        while len((await client.status()).waits) < 2:  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(0.01)
+        started = time.monotonic()
+        assert await asyncio.to_thread(process.end, signal.SIGINT) == 0
+        assert time.monotonic() - started < 4.0
+        tickets, groups = await asyncio.gather(*polls)
+        assert tickets.tickets == groups.groups == []
+
+
+def test_bad_input_a_taken_port_is_named(process: Process) -> None:
+    with listen("127.0.0.1", process.config.queue.port), pytest.raises(ConfigError) as error:
+        serve(process.config)
+    assert f"queue.port = {process.config.queue.port}" in str(error.value)
+    assert "choose another queue.port" in str(error.value)
+    assert not process.config.run_dir.exists()
+
+
+def test_one_run_directory_has_one_queue(tmp_path: Path) -> None:
+    first = SqliteStore(tmp_path / "queue.db")
+    with pytest.raises(ConfigError, match="in use by another queue"):
+        SqliteStore(tmp_path / "queue.db")
+    first.close()
+    SqliteStore(tmp_path / "queue.db").close()
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but long enough to look like a file", None])
+def test_bad_input_a_file_that_is_no_store_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "queue.db"
+    if content is None:
+        sqlite3.connect(path).execute("PRAGMA user_version = 99")
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"queue\.db.*move it away"):
+        SqliteStore(path)
+
+
+def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "queue.db")
+    store.commit(Decision((TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0),)), {})
+    assert read_ledger(tmp_path / "queue.db") == [LedgerRow("4.1", 4, State.ISSUED, None, None, None)]
+    store.close()

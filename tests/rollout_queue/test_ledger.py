@@ -1,0 +1,525 @@
+"""I1 to I3 under any order of events, crashes and resumes included, on the real store."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from queue_kit import SERVER, make_config
+
+from protocol.messages import BeginSession, LeaseAck, Server, ServerState
+from rollout_queue import ticketing, training
+from rollout_queue.admission import Admission, Load
+from rollout_queue.fleet import UNVERIFIED_SERVER, Fleet
+from rollout_queue.ledger import Ledger
+from rollout_queue.records import HOLDS_PAYLOAD, LIVE, OUTSTANDING, Decision, State, TicketRecord
+from rollout_queue.refusal import Refusal
+from rollout_queue.staleness import OVER_AGE
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+
+K, B, ATTEMPTS, GROUP_BYTES = 2, 2, 3, 400
+CONFIG = make_config(
+    queue={
+        "max_staleness": K,
+        "capacity_groups": 5,
+        "capacity_bytes": 4 * GROUP_BYTES,
+        "max_group_bytes": 1024,
+        "ticket_attempts": ATTEMPTS,
+        "depth": 3.0,
+    },
+    learner={"groups_per_step": B},
+)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Workers, a learner, weight sync and a saboteur take turns at one queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = SqliteStore(MEMORY)
+        self.now = 0.0
+        self.crash_after_commit = False
+        self.checkpoint = 0
+        self.accepted: dict[str, bytes] = {}
+        self.versions = [0]
+        self.admission = Admission(CONFIG)
+        self.restart_queue()
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    # How the queue carries out a decision: on disk first, then in memory, with a crash in between if so wished.
+
+    def restart_queue(self) -> None:
+        snapshot = self.store.load()
+        self.ledger = Ledger(CONFIG, snapshot, self.now)
+        self.fleet = Fleet(snapshot.servers)
+
+    def commit(self, decision: Decision, payloads: dict[str, bytes] | None = None) -> None:
+        self.store.commit(decision, payloads or {})
+        if self.crash_after_commit:
+            self.crash_after_commit = False
+            self.restart_queue()
+            return
+        self.ledger.apply(decision, self.now)
+        if decision.server is not None:
+            self.fleet.apply(decision.server)
+
+    def pick(self, data: st.DataObject, *states: State) -> TicketRecord | None:
+        found = [record for state in states for record in self.ledger.tickets(state)]
+        return data.draw(st.sampled_from(sorted(found, key=lambda r: r.serial))) if found else None
+
+    # The saboteur.
+
+    @rule()
+    def queue_killed_between_answers(self) -> None:
+        self.restart_queue()
+
+    @rule()
+    def queue_will_be_killed_after_its_next_commit(self) -> None:
+        self.crash_after_commit = True
+
+    @rule(seconds=st.sampled_from([1.0, 61.0, 121.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.commit(ticketing.expire(self.ledger, self.now))
+
+    # Weight sync.
+
+    @initialize()
+    def server_joins(self) -> None:
+        self.put_server(ServerState.JOINING)
+
+    @rule()
+    def publish(self) -> None:
+        self.put_server(ServerState.SYNCING)
+        self.put_server(ServerState.SERVING)
+
+    @rule()
+    def proof_fails(self) -> None:
+        self.put_server(ServerState.SYNCING)
+        self.put_server(ServerState.QUARANTINED)
+
+    def put_server(self, state: ServerState) -> None:
+        record = self.fleet.decide(Server(SERVER, "http://s", state, self.ledger.run.version), 0.0, self.ledger.issued)
+        if record is not None:
+            ready = self.ledger.tickets(State.READY)
+            tainted = Fleet([record]).tainted(ready) if state is ServerState.QUARANTINED else []
+            self.commit(Decision(ticketing.drop(tainted, UNVERIFIED_SERVER), server=record))
+
+    # Workers.
+
+    @rule(wanted=st.integers(1, 8))
+    def ask_for_tickets(self, wanted: int) -> None:
+        run, served = self.ledger.run, self.fleet.served_version
+        load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, served, run.session)
+        count = min(wanted, self.admission.grant(load).count)
+        if run.finished or count == 0:
+            return
+        assert served is not None
+        self.commit(ticketing.issue(self.ledger, "w", count))
+        assert self.ledger.outstanding <= (K + 1 - (run.version - served)) * B, "F1: more than the bound admits"
+
+    @rule(data=st.data(), lag=st.integers(0, 3), size=st.sampled_from([GROUP_BYTES, GROUP_BYTES // 2]))
+    def submit(self, data: st.DataObject, lag: int, size: int) -> None:
+        record = self.pick(data, State.ISSUED)
+        if record is None:
+            return
+        oldest = max(0, record.version - lag)
+        if self.fleet.unverified([SERVER], self.ledger.run.version, record.serial) is not None:
+            self.commit(ticketing.fail(self.ledger, record, "rejected:unverified_server", retryable=True))
+            return
+        arrival = ticketing.Arrival(size, 7, oldest, self.ledger.run.version, (SERVER,))
+        if self.ledger.bytes + size > CONFIG.queue.capacity_bytes:
+            with pytest.raises(Refusal, match=r"raise queue\.capacity_bytes"):
+                ticketing.submit(self.ledger, record, arrival)
+            return
+        decision = ticketing.submit(self.ledger, record, arrival)
+        payload = record.id.encode()
+        self.commit(decision, {record.id: payload})
+        self.accepted[record.id] = payload
+
+    @rule(data=st.data(), retryable=st.booleans())
+    def give_back(self, data: st.DataObject, retryable: bool) -> None:
+        record = self.pick(data, State.ISSUED)
+        if record is not None:
+            self.commit(ticketing.fail(self.ledger, record, "failed:test", retryable))
+
+    # The learner.
+
+    @initialize()
+    def learner_starts(self) -> None:
+        self.commit(training.begin(self.ledger, BeginSession(0, 10, resume=False), []))
+
+    @rule(lease_id=st.sampled_from(["a", "b"]), count=st.integers(1, 3))
+    def lease(self, lease_id: str, count: int) -> None:
+        decision = training.lease(self.ledger, lease_id, count)
+        assert [r.oldest_version for r in decision.tickets] == sorted(r.oldest_version for r in decision.tickets)
+        self.commit(decision)
+
+    @rule(lease_id=st.sampled_from(["a", "b"]))
+    def release(self, lease_id: str) -> None:
+        self.commit(training.release(self.ledger, lease_id))
+
+    @precondition(lambda self: self.ledger.count(State.LEASED) and not self.ledger.run.finished)
+    @rule(count=st.integers(1, 3), repeat=st.booleans())
+    def step(self, count: int, repeat: bool) -> None:
+        run = self.ledger.run
+        leased = list(self.ledger.tickets(State.LEASED))[:count]
+        young = [r.id for r in leased if run.version - r.oldest_version <= K]
+        ack = LeaseAck(
+            session=run.session,
+            trained=young,
+            dropped={r.id: OVER_AGE for r in leased if r.id not in young},
+            step=run.step + 1 if young else None,
+            version=run.version + 1 if young else None,
+        )
+        self.commit(training.ack(self.ledger, ack, {}))
+        if young:
+            self.versions.append(self.ledger.run.version)
+        if repeat:
+            ended = self.store.records([i for i in (*ack.trained, *ack.dropped) if self.ledger.get(i) is None])
+            assert not training.ack(self.ledger, ack, ended), "F24: a repeated ack changes something"
+
+    @rule()
+    def save_checkpoint(self) -> None:
+        self.checkpoint = self.ledger.run.step
+        self.commit(training.checkpointed(self.ledger, self.checkpoint))
+
+    @rule(back=st.integers(0, 2))
+    def learner_killed_and_resumed(self, back: int) -> None:
+        step = max(0, self.checkpoint - back)
+        forgotten = self.store.forgotten_after(step)
+        before = self.ledger.run
+        decision = training.begin(self.ledger, BeginSession(step, 10, resume=True), forgotten)
+        for record in decision.tickets:
+            if record.state is State.READY and self.ledger.get(record.id).state is State.TRAINED:  # type: ignore[union-attr]
+                assert before.version + 1 - record.oldest_version <= K, "I2: an over-age group came back"
+        self.commit(decision)
+        self.checkpoint = step
+        self.versions.append(self.ledger.run.version)
+
+    @precondition(lambda self: self.ledger.issued > 20)
+    @rule()
+    def finish(self) -> None:
+        self.commit(training.finish(self.ledger))
+        assert self.ledger.outstanding == 0
+
+    # What must always hold.
+
+    def all_records(self) -> list[TicketRecord]:
+        ids = [f"{index}.{attempt}" for index in range(self.ledger.next_index) for attempt in range(40)]
+        return list(self.store.records(ids).values())
+
+    @invariant()
+    def i1_every_ticket_is_in_one_place_and_no_row_is_trained_twice(self) -> None:
+        records = self.all_records()
+        counts = self.ledger.summary()
+        assert len(records) == counts.issued
+        assert counts.issued == counts.trained + counts.dropped + counts.reissued + counts.outstanding
+        assert sorted(r.serial for r in records) == list(range(counts.issued))
+        assert all(r.reason for r in records if r.state in (State.DROPPED, State.REISSUED))
+        trained = Counter(r.index for r in records if r.state in (State.TRAINED, State.FORGOTTEN))
+        assert max(trained.values(), default=0) <= 1
+        for index in range(self.ledger.next_index):
+            states = [r.state for r in sorted(records, key=lambda r: r.attempt) if r.index == index]
+            assert set(states[:-1]) <= {State.REISSUED}
+            assert (states[-1] is State.REISSUED) == (index in self.ledger.to_reissue)
+
+    @invariant()
+    def i1_no_row_fails_more_often_than_it_may(self) -> None:
+        assert all(r.failures <= ATTEMPTS for r in self.ledger.to_reissue.values())
+
+    @invariant()
+    def i3_depth_never_exceeds_capacity(self) -> None:
+        held = [r for state in OUTSTANDING for r in self.ledger.tickets(state)]
+        assert len(held) == self.ledger.outstanding <= CONFIG.queue.capacity_groups
+        assert sum(r.bytes for r in held) == self.ledger.bytes <= CONFIG.queue.capacity_bytes
+
+    @invariant()
+    def payloads_of_live_groups_are_kept_and_no_others(self) -> None:
+        live = {r.id for state in HOLDS_PAYLOAD for r in self.ledger.tickets(state)}
+        assert self.store.payloads(sorted(self.accepted)) == {i: self.accepted[i] for i in live}
+
+    @invariant()
+    def memory_is_what_a_restart_would_load(self) -> None:
+        fresh = Ledger(CONFIG, self.store.load(), self.now)
+        for state in LIVE:
+            assert {r.id: r for r in fresh.tickets(state)} == {r.id: r for r in self.ledger.tickets(state)}
+        assert fresh.run == self.ledger.run
+        assert fresh.to_reissue == self.ledger.to_reissue
+        assert (fresh.next_index, fresh.bytes, fresh.tokens_sampled) == (
+            self.ledger.next_index,
+            self.ledger.bytes,
+            self.ledger.tokens_sampled,
+        )
+        assert +fresh.counts == +self.ledger.counts
+        assert +fresh.drops == +self.ledger.drops
+
+    @invariant()
+    def versions_never_go_back(self) -> None:
+        assert self.versions == sorted(set(self.versions))
+
+
+TestI1I2I3 = QueueMachine.TestCase
+TestI1I2I3.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# A ledger of its own for the cases that want a name.
+
+
+class Bench:
+    """A queue without admission: tickets in, groups in, steps."""
+
+    def __init__(self, **queue: object) -> None:
+        self.config = make_config(queue={"max_staleness": K, **queue})
+        self.ledger = Ledger(self.config, SqliteStore(MEMORY).load(), 0.0)
+        self.begin(0, resume=False)
+
+    def apply(self, decision: Decision, now: float = 0.0) -> tuple[TicketRecord, ...]:
+        self.ledger.apply(decision, now)
+        return decision.tickets
+
+    def begin(self, step: int, resume: bool) -> None:
+        self.apply(training.begin(self.ledger, BeginSession(step, 10, resume), []))
+
+    def groups(self, count: int) -> list[TicketRecord]:
+        issued = self.apply(ticketing.issue(self.ledger, "w", count))
+        return [self.accept(record) for record in issued]
+
+    def accept(self, record: TicketRecord) -> TicketRecord:
+        version = self.ledger.run.version
+        arrival = ticketing.Arrival(100, 5, version, version, (SERVER,))
+        return self.apply(ticketing.submit(self.ledger, record, arrival))[0]
+
+    def step(self, count: int, dropped: dict[str, str] | None = None) -> list[str]:
+        taken = self.apply(training.lease(self.ledger, "lease", count))
+        run = self.ledger.run
+        trained = [record.id for record in taken if record.id not in (dropped or {})]
+        ack = LeaseAck(run.session, trained, dropped or {}, run.step + 1, run.version + 1)
+        self.apply(training.ack(self.ledger, ack, {}))
+        return trained
+
+
+def test_f10_what_a_dead_worker_and_a_dead_learner_held_comes_back() -> None:
+    bench = Bench(ticket_timeout_s=60.0, lease_timeout_s=120.0)
+    bench.groups(1)
+    bench.apply(training.lease(bench.ledger, "lease", 1))
+    held = bench.apply(ticketing.issue(bench.ledger, "dead", 1))[0]
+    bench.apply(ticketing.expire(bench.ledger, 59.0), 59.0)
+    assert bench.ledger.outstanding == 2
+    bench.apply(ticketing.expire(bench.ledger, 61.0), 61.0)
+    assert bench.ledger.get(held.id) is None
+    again = bench.apply(ticketing.issue(bench.ledger, "w", 1), 61.0)[0]
+    assert (again.index, again.attempt) == (held.index, 1)
+    bench.apply(ticketing.expire(bench.ledger, 120.0), 120.0)
+    assert [r.id for r in bench.ledger.tickets(State.READY)] == ["0.0"]
+
+
+def test_renewals_keep_tickets_and_leases() -> None:
+    bench = Bench(ticket_timeout_s=60.0, lease_timeout_s=120.0)
+    bench.groups(1)
+    bench.apply(training.lease(bench.ledger, "lease", 1))
+    held = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+    bench.ledger.renew_ticket(held.id, 59.0)
+    bench.ledger.renew_lease("lease", 100.0)
+    assert ticketing.expire(bench.ledger, 118.0) == Decision()
+    assert bench.ledger.next_deadline(118.0) == 119.0
+
+
+def test_a_row_is_given_up_after_its_attempts_and_counted() -> None:
+    bench = Bench(ticket_attempts=2)
+    for attempt in range(2):
+        record = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+        assert record.id == f"0.{attempt}"
+        bench.apply(ticketing.fail(bench.ledger, record, "failed:judge", retryable=True))
+    assert bench.ledger.drops == {"failed:judge": 1}
+    assert bench.apply(ticketing.issue(bench.ledger, "w", 1))[0].id == "1.0"
+
+
+def test_a_failure_that_would_repeat_ends_its_row_at_once() -> None:
+    bench = Bench()
+    record = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+    bench.apply(ticketing.fail(bench.ledger, record, "failed:bad_row", retryable=False))
+    assert bench.ledger.drops == {"failed:bad_row": 1}
+    assert not bench.ledger.to_reissue
+
+
+def test_a_resume_is_no_failure_of_the_row() -> None:
+    bench = Bench(ticket_attempts=1, max_staleness=0)
+    bench.groups(1)
+    bench.step(1)
+    bench.begin(0, resume=True)
+    record = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+    assert (record.id, record.failures) == ("0.1", 0)
+
+
+def test_failed_rows_are_issued_before_new_ones() -> None:
+    bench = Bench()
+    records = bench.apply(ticketing.issue(bench.ledger, "w", 3))
+    for record in (records[2], records[0]):
+        bench.apply(ticketing.fail(bench.ledger, record, "failed:x", retryable=True))
+    assert [r.id for r in ticketing.issue(bench.ledger, "w", 3).tickets] == ["0.1", "2.1", "3.0"]
+
+
+def test_seeds_follow_from_run_and_row_alone() -> None:
+    bench = Bench()
+    first, second = ticketing.issue(bench.ledger, "w", 2).tickets
+    seed = ticketing.ticket(bench.ledger, first).seed
+    retried = msgspec.structs.replace(first, attempt=2, worker_id="other", version=9)
+    assert ticketing.ticket(bench.ledger, retried).seed == seed == 803885222
+    assert ticketing.ticket(bench.ledger, second).seed != seed
+
+
+def test_f14_dropping_a_whole_batch_frees_its_permits() -> None:
+    bench = Bench()
+    groups = bench.groups(4)
+    bench.apply(training.lease(bench.ledger, "lease", 4))
+    drops = {record.id: "zero_variance" for record in groups}
+    bench.apply(training.ack(bench.ledger, LeaseAck(bench.ledger.run.session, dropped=drops), {}))
+    assert bench.ledger.outstanding == bench.ledger.bytes == 0
+    assert bench.ledger.drops == {"zero_variance": 4}
+
+
+def test_f6_resume_brings_back_what_the_checkpoint_lacks() -> None:
+    """Steps 1 to 3 train one group each, a checkpoint holds step 1: with K = 2, at version 4, step 3's is young."""
+    bench = Bench()
+    for _ in range(3):
+        bench.groups(1)
+        bench.step(1)
+    bench.apply(training.checkpointed(bench.ledger, 1))
+    bench.begin(1, resume=True)
+    assert (bench.ledger.run.version, bench.ledger.run.step) == (4, 1)
+    assert [r.id for r in bench.ledger.tickets(State.READY)] == ["2.0"]
+    assert list(bench.ledger.to_reissue) == [1]
+    assert bench.ledger.trained == 1
+
+
+def test_a_resume_from_before_the_newest_checkpoint_reissues_what_was_forgotten() -> None:
+    store = SqliteStore(MEMORY)
+    bench = Bench()
+    bench.groups(1)
+    bench.step(1)
+    decision = training.checkpointed(bench.ledger, 1)
+    store.commit(decision, {})
+    bench.apply(decision)
+    bench.apply(training.begin(bench.ledger, BeginSession(0, 10, resume=True), store.forgotten_after(0)))
+    assert list(bench.ledger.to_reissue) == [0]
+    assert bench.ledger.trained == 0
+
+
+def test_i3_a_resume_brings_back_no_more_than_there_is_room_for() -> None:
+    bench = Bench(capacity_groups=3)
+    bench.groups(2)
+    bench.step(2)
+    bench.groups(2)
+    bench.begin(0, resume=True)
+    assert bench.ledger.outstanding == 3
+    assert list(bench.ledger.to_reissue) == [1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "step", "resume"),
+    [("run_exists", 0, False), ("step_unknown", 5, True)],
+)
+def test_a_session_that_does_not_fit_the_run_is_refused(reason: str, step: int, resume: bool) -> None:
+    bench = Bench()
+    bench.groups(1)
+    bench.step(1)
+    with pytest.raises(Refusal) as refusal:
+        bench.begin(step, resume)
+    assert (refusal.value.status, refusal.value.reason) == (409, reason)
+
+
+def test_a_learner_that_died_before_its_first_step_may_simply_start_again() -> None:
+    bench = Bench()
+    bench.groups(2)
+    bench.apply(training.lease(bench.ledger, "lease", 2))
+    bench.begin(0, resume=False)
+    assert (bench.ledger.run.version, bench.ledger.run.session) == (0, 2)
+    assert bench.ledger.count(State.READY) == 2
+
+
+def test_versions_stay_above_the_checkpoints_when_the_queue_lost_its_file() -> None:
+    ledger = Ledger(make_config(), SqliteStore(MEMORY).load(), 0.0)
+    run = training.begin(ledger, BeginSession(30, 100, resume=True), []).run
+    assert run is not None
+    assert (run.version, run.step) == (31, 30)
+
+
+@pytest.mark.parametrize(
+    ("reason", "ack"),
+    [
+        ("version_conflict", LeaseAck(1, ["0.0"], step=3, version=3)),
+        ("version_conflict", LeaseAck(1, ["0.0"], step=2, version=1)),
+        ("step_missing", LeaseAck(1, ["0.0"])),
+        ("ticket_unknown", LeaseAck(1, ["9.0"], step=2, version=2)),
+        ("not_leased", LeaseAck(1, ["1.0"], step=2, version=2)),
+        ("not_leased", LeaseAck(1, ["2.0"], step=2, version=2)),
+        ("not_leased", LeaseAck(1, dropped={"1.0": OVER_AGE})),
+        ("ack_ambiguous", LeaseAck(1, ["0.0", "0.0"], step=2, version=2)),
+        ("ack_ambiguous", LeaseAck(1, ["0.0"], {"0.0": OVER_AGE}, step=2, version=2)),
+    ],
+)
+def test_i1_an_ack_that_cannot_be_true_changes_nothing(reason: str, ack: LeaseAck) -> None:
+    """0.0 is leased, 1.0 trained at step 1, 2.0 still out, 9.0 never issued."""
+    bench = Bench()
+    records = bench.apply(ticketing.issue(bench.ledger, "w", 3))
+    bench.accept(records[1])
+    bench.step(1)
+    bench.accept(records[0])
+    bench.apply(training.lease(bench.ledger, "lease", 1))
+    with pytest.raises(Refusal) as refusal:
+        training.ack(bench.ledger, ack, {})
+    assert (refusal.value.status, refusal.value.reason) == (409, reason)
+
+
+def test_one_step_may_take_several_acks() -> None:
+    bench = Bench()
+    bench.groups(2)
+    for lease_id in ("a", "b"):
+        group = bench.apply(training.lease(bench.ledger, lease_id, 1))[0]
+        bench.apply(training.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
+    assert (bench.ledger.run.version, bench.ledger.trained) == (1, 2)
+
+
+def test_a_step_made_under_a_lapsed_lease_is_recorded() -> None:
+    bench = Bench()
+    group = bench.groups(1)[0]
+    bench.apply(training.lease(bench.ledger, "lease", 1))
+    bench.apply(ticketing.expire(bench.ledger, 1e6))
+    bench.apply(training.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
+    assert bench.ledger.trained == 1
+
+
+def test_oldest_versions_are_leased_first() -> None:
+    bench = Bench()
+    bench.groups(1)
+    late = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+    bench.step(1)
+    bench.groups(2)
+    bench.apply(
+        ticketing.submit(bench.ledger, late, ticketing.Arrival(100, 5, 0, 1, (SERVER,))),
+    )
+    assert [r.id for r in training.lease(bench.ledger, "lease", 2).tickets] == ["1.0", "2.0"]
+
+
+def test_finish_ends_what_is_outstanding_and_more_steps_reopen_the_run() -> None:
+    bench = Bench()
+    bench.groups(3)
+    bench.apply(ticketing.issue(bench.ledger, "w", 1))
+    bench.step(1)
+    bench.apply(training.finish(bench.ledger))
+    assert bench.ledger.run.finished
+    assert bench.ledger.outstanding == 0
+    assert bench.ledger.drops == {"run_finished": 3}
+    bench.apply(training.begin(bench.ledger, BeginSession(1, 1, resume=True), []))
+    assert bench.ledger.run.finished
+    bench.apply(training.begin(bench.ledger, BeginSession(1, 2, resume=True), []))
+    assert not bench.ledger.run.finished

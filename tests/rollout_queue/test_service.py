@@ -1,0 +1,544 @@
+"""The queue over real HTTP, with the client that workers and learners use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from queue_kit import SERVER, Served, make_config, make_group, serve_version, serving
+
+from protocol import codec, routes
+from protocol.client import QueueClient, Refused, RunFinished
+from protocol.messages import (
+    Group,
+    LearnerReport,
+    LeaseAck,
+    LeaseReply,
+    LeaseRequest,
+    Problem,
+    Server,
+    ServerState,
+    Ticket,
+    TicketFailure,
+    TicketRequest,
+    WorkerReport,
+)
+from rollout_queue.staleness import OVER_AGE
+from rollout_queue.store.base import StoreError
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+
+MIB = 1024**2
+
+
+@asynccontextmanager
+async def running(begin: bool = True, **sections: dict[str, Any]) -> AsyncIterator[tuple[Served, QueueClient]]:
+    """A queue with a client, by default with a learner session and a server at version 0."""
+    async with serving(make_config(**sections)) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        if begin:
+            await client.begin_session(0, 100, resume=False)
+            await serve_version(client, 0)
+        yield queue, client
+
+
+async def take(client: QueueClient, count: int = 1, worker: str = "w") -> list[Ticket]:
+    return (await client.tickets(TicketRequest(worker, count, wait_s=0.0))).tickets
+
+
+async def lease(client: QueueClient, count: int = 8, **fields: Any) -> LeaseReply:
+    return await client.lease(
+        LeaseRequest(**{"session": 1, "lease_id": "l", "max_groups": count, "wait_s": 0, **fields})
+    )
+
+
+async def step(client: QueueClient, ids: list[str], number: int, **fields: Any) -> None:
+    await client.ack("l", LeaseAck(1, ids, step=number, version=number, **fields))
+
+
+async def refusal(call: Any) -> Refused:
+    with pytest.raises(Refused) as refused:
+        await call
+    return refused.value
+
+
+async def test_the_way_of_one_group() -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        group = make_group(ticket)
+        assert await client.submit(group) is True
+        reply = await lease(client)
+        assert codec.encode(codec.decode(bytes(reply.groups[0]), Group)) == codec.encode(group)
+        assert reply.version_at_arrival == [0]
+        await step(client, [ticket.id], 1)
+        policy = await client.checkpointed(1, 1)
+        assert (policy.version, policy.step, policy.checkpoint_step) == (1, 1, 1)
+        status = await client.status()
+        assert (status.ledger.issued, status.ledger.trained, status.ledger.outstanding) == (1, 1, 0)
+
+
+async def test_no_ticket_without_learner_or_server() -> None:
+    async with running(begin=False) as (_, client):
+        assert await take(client) == []
+        await client.begin_session(0, 100, resume=False)
+        assert await take(client) == []
+        assert [w.what for w in (await client.status()).waits] == ["no server is serving"]
+        await serve_version(client, 0)
+        assert len(await take(client, 100)) == 4
+        assert (await client.status()).waits == []
+
+
+async def test_f16_a_server_that_joins_again_gets_no_tickets_out() -> None:
+    async with running() as (_, client):
+        await client.put_server(Server(SERVER, "http://new", ServerState.JOINING))
+        assert await take(client) == []
+
+
+async def test_servers_of_the_run_file_are_registered_and_travel_with_tickets_and_heartbeats() -> None:
+    async with running(vllm={"servers": ["http://a:1", "http://b:2/"]}) as (_, client):
+        reply = await client.tickets(TicketRequest("w", 1, wait_s=0.0))
+        beat = await client.heartbeat(WorkerReport("w", []))
+        assert [(s.name, s.url, s.state) for s in reply.servers] == [
+            ("vllm-0", "http://a:1", ServerState.SERVING),
+            ("vllm-1", "http://b:2", ServerState.JOINING),
+        ]
+        assert beat.servers == reply.servers
+
+
+async def test_a_server_cannot_skip_its_proof() -> None:
+    async with running(begin=False) as (_, client):
+        refused = await refusal(client.put_server(Server(SERVER, "u", ServerState.SERVING, 0)))
+        assert (refused.status, refused.reason) == (409, "transition_forbidden")
+
+
+async def test_f24_a_repeated_submit_counts_once() -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        assert [await client.submit(make_group(ticket)) for _ in range(3)] == [True, False, False]
+        assert len((await lease(client)).groups) == 1
+        await step(client, [ticket.id], 1)
+        assert await client.submit(make_group(ticket)) is False
+        await client.checkpointed(1, 1)
+        assert await client.submit(make_group(ticket)) is False
+
+
+async def test_f10_a_late_group_of_a_lapsed_ticket_is_refused() -> None:
+    async with running() as (queue, client):
+        ticket = (await take(client))[0]
+        queue.time.now += 61.0
+        await queue.broker.expire()
+        beat = await client.heartbeat(WorkerReport("w", [ticket.id]))
+        assert beat.lost_tickets == [ticket.id]
+        refused = await refusal(client.submit(make_group(ticket)))
+        assert (refused.status, refused.reason) == (410, "ticket_ended")
+        assert (await take(client))[0].id == "0.1"
+
+
+async def test_a_heartbeat_keeps_tickets() -> None:
+    async with running() as (queue, client):
+        mine, other = await take(client, 2)
+        queue.time.now += 40.0
+        beat = await client.heartbeat(WorkerReport("w", [mine.id]))
+        assert beat.lost_tickets == []
+        queue.time.now += 40.0
+        await queue.broker.expire()
+        assert await client.submit(make_group(mine)) is True
+        assert (await refusal(client.submit(make_group(other)))).status == 410
+
+
+async def test_a_ticket_that_was_never_issued_is_refused() -> None:
+    async with running() as (_, client):
+        refused = await refusal(client.submit(make_group(Ticket("7.0", 7, 2, 0, 0, 60.0))))
+        assert (refused.status, refused.reason) == (410, "ticket_unknown")
+
+
+async def test_f15_whatever_fails_a_ticket_its_permit_comes_back() -> None:
+    async with running(queue={"ticket_attempts": 1}) as (_, client):
+        tickets = await take(client, 100)
+        assert await take(client) == []
+        await client.fail_ticket(tickets[0].id, TicketFailure("w", "judge"))
+        await client.fail_ticket(tickets[0].id, TicketFailure("w", "judge"))
+        bad = make_group(tickets[1])
+        bad.rollouts[0].reward = float("nan")
+        refused = await refusal(client.submit(bad))
+        assert (refused.status, refused.reason) == (422, "reward_not_finite")
+        assert "nan" in str(refused)
+        await refusal(client._call("PUT", routes.GROUP_OF.format(id=tickets[2].id), b"\xc1"))
+        status = await client.status()
+        assert status.drops == {"failed:judge": 1, "rejected:reward_not_finite": 1, "rejected:decode": 1}
+        assert status.rejections == {"reward_not_finite": 1, "decode": 1}
+        assert len(await take(client, 100)) == 3
+
+
+async def test_another_worker_cannot_give_back_my_ticket() -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        await client.fail_ticket(ticket.id, TicketFailure("thief", "spite", retryable=False))
+        assert await client.submit(make_group(ticket)) is True
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_group_that_is_too_large_is_refused_and_the_connection_lives(chunked: bool) -> None:
+    async with running(queue={"max_group_bytes": MIB}) as (_, client):
+        ticket = (await take(client))[0]
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(8):
+                yield bytes(MIB // 2)
+
+        body: Any = chunks() if chunked else bytes(4 * MIB)
+        path = client.url + routes.GROUP_OF.format(id=ticket.id)
+        async with aiohttp.ClientSession() as session, session.put(path, data=body) as response:
+            problem = codec.decode_json(await response.read(), Problem)
+        assert (response.status, problem.reason) == (413, "too_large")
+        assert "queue.max_group_bytes" in problem.message
+        status = await client.status()
+        assert status.rejections == {"too_large": 1}
+        assert status.depth.outstanding == 0
+
+
+async def test_i3_a_full_queue_holds_producers_back_until_there_is_room() -> None:
+    group_bytes = len(codec.encode(make_group(Ticket("0.0", 0, 2, 0, 0, 60.0))))
+    limits = {"capacity_bytes": max(1024, 2 * group_bytes), "max_group_bytes": max(1024, group_bytes)}
+    async with running(queue=limits) as (_, client):
+        tickets = await take(client, 100)
+        fitting = limits["capacity_bytes"] // group_bytes
+        for ticket in tickets[:fitting]:
+            await client.submit(make_group(ticket))
+        late = make_group(tickets[fitting])
+        refused = await refusal(client._call("PUT", routes.GROUP_OF.format(id=late.ticket_id), codec.encode(late)))
+        assert (refused.status, refused.reason, refused.retry_after_s) == (429, "full", 1.0)
+        waiting = asyncio.create_task(client.submit(late))
+        await lease(client)
+        await step(client, [ticket.id for ticket in tickets[:fitting]], 1)
+        assert await waiting is True
+        assert (await client.status()).depth.bytes == group_bytes
+
+
+async def test_a_lease_whose_answer_was_lost_is_delivered_again() -> None:
+    async with running() as (_, client):
+        tickets = await take(client, 3)
+        for ticket in tickets:
+            await client.submit(make_group(ticket))
+        assert len((await lease(client, 2)).groups) == 2
+        again = await lease(client, 2, have=[tickets[0].id])
+        assert [codec.decode(bytes(g), Group).ticket_id for g in again.groups] == [tickets[1].id]
+        more = await lease(client, 2, have=[tickets[0].id, tickets[1].id])
+        assert [codec.decode(bytes(g), Group).ticket_id for g in more.groups] == [tickets[2].id]
+
+
+async def test_a_lapsed_lease_returns_its_groups_and_says_so() -> None:
+    async with running() as (queue, client):
+        await client.submit(make_group((await take(client))[0]))
+        await lease(client)
+        queue.time.now += 100.0
+        await client.renew("l", 1)
+        queue.time.now += 100.0
+        await queue.broker.expire()
+        assert (await client.status()).depth.leased == 1
+        queue.time.now += 100.0
+        await queue.broker.expire()
+        assert (await client.status()).depth.ready == 1
+        assert (await refusal(client.renew("l", 1))).reason == "lease_lapsed"
+        assert len((await lease(client, lease_id="m")).groups) == 1
+
+
+async def test_released_groups_are_ready_again() -> None:
+    async with running() as (_, client):
+        await client.submit(make_group((await take(client))[0]))
+        await lease(client)
+        await client.release("l", 1)
+        assert (await client.status()).depth.ready == 1
+
+
+async def test_f6_a_new_session_takes_over_and_fences_the_old_one() -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        await client.submit(make_group(ticket))
+        await lease(client)
+        waiting = asyncio.create_task(lease(client, wait_s=30.0, lease_id="other"))
+        await asyncio.sleep(0.05)
+        policy = await client.begin_session(0, 100, resume=True)
+        assert (policy.session, policy.version) == (2, 1)
+        calls: list[Any] = [
+            waiting,
+            lease(client),
+            client.ack("l", LeaseAck(1, [ticket.id], step=1, version=1)),
+            client.renew("l", 1),
+            client.release("l", 1),
+            client.checkpointed(1, 0),
+            client.waiting(1, "groups"),
+        ]
+        for call in calls:
+            refused = await refusal(call)
+            assert (refused.status, refused.reason) == (409, "session_superseded")
+        assert len((await lease(client, session=2)).groups) == 1
+
+
+async def test_a_second_fresh_start_is_told_to_resume() -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        await client.submit(make_group(ticket))
+        await lease(client)
+        await step(client, [ticket.id], 1)
+        refused = await refusal(client.begin_session(0, 100, resume=False))
+        assert refused.reason == "run_exists"
+        assert "--resume" in str(refused)
+        assert "run.name" in str(refused)
+
+
+async def test_f8_long_polls_wake_as_soon_as_there_is_something() -> None:
+    """One round: the learner waits for groups, the worker for tickets, and each wakes the other."""
+    async with running(learner={"groups_per_step": 1}, queue={"max_staleness": 0}) as (_, client):
+        async with asyncio.timeout(5.0):
+            for number in range(1, 6):
+                tickets = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
+                groups = asyncio.create_task(lease(client, wait_s=30.0))
+                await client.submit(make_group((await tickets).tickets[0]))
+                group = codec.decode(bytes((await groups).groups[0]), Group)
+                blocked = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
+                await step(client, [group.ticket_id], number)
+                await serve_version(client, number)
+                ticket = (await blocked).tickets[0]
+                assert ticket.version == number
+                await client.fail_ticket(ticket.id, TicketFailure("w", "test"))
+
+
+async def test_f8_no_wake_up_is_lost_under_stress() -> None:
+    """Each wait is far longer than the test may take: one lost wake-up fails it."""
+    steps, b = 40, 4
+    async with running(learner={"groups_per_step": b}, queue={"ticket_timeout_s": 600.0}) as (queue, client):
+
+        async def submit(ticket: Ticket) -> None:
+            try:
+                await client.submit(make_group(ticket))
+            except Refused:
+                if not queue.broker.ledger.run.finished:
+                    raise
+
+        async def worker(name: str) -> None:
+            while True:
+                try:
+                    reply = await client.tickets(TicketRequest(name, 2, wait_s=60.0))
+                except RunFinished:
+                    return
+                for number, ticket in enumerate(reply.tickets):
+                    for _ in range((ticket.index + number) % 3):
+                        await asyncio.sleep(0)
+                    if ticket.index % 7 == 0 and ticket.id.endswith(".0"):
+                        await client.fail_ticket(ticket.id, TicketFailure(name, "test"))
+                    else:
+                        await submit(ticket)
+
+        async def learner() -> None:
+            for number in range(1, steps + 1):
+                have: list[str] = []
+                while len(have) < b:
+                    reply = await lease(client, b - len(have), have=have, wait_s=60.0)
+                    have += [codec.decode(bytes(group), Group).ticket_id for group in reply.groups]
+                await step(client, have, number)
+                if number % 2 == 0:
+                    await serve_version(client, number)
+            await client.finish()
+
+        async with asyncio.timeout(20.0), asyncio.TaskGroup() as tasks:
+            tasks.create_task(learner())
+            for number in range(5):
+                tasks.create_task(worker(f"w{number}"))
+        counts = queue.broker.ledger.summary()
+        assert counts.trained == steps * b
+        assert counts.issued == counts.trained + counts.dropped + counts.reissued
+
+
+async def test_f12_f14_drops_are_counted_and_free_their_permits() -> None:
+    async with running() as (_, client):
+        tickets = await take(client, 100)
+        for ticket in tickets:
+            await client.submit(make_group(ticket))
+        assert await take(client) == []
+        await lease(client)
+        await client.ack("l", LeaseAck(1, dropped={ticket.id: OVER_AGE for ticket in tickets}))
+        status = await client.status()
+        assert status.drops == {OVER_AGE: 4}
+        assert status.depth.outstanding == 0
+        assert len(await take(client, 100)) == 4
+
+
+async def test_f12_ages_and_the_depth_follow_what_the_learner_meets() -> None:
+    async with running(queue={"max_staleness": 1}, learner={"groups_per_step": 1}) as (_, client):
+        for number in (1, 2):
+            for ticket in await take(client, 100):
+                await client.submit(make_group(ticket))
+            group = codec.decode(bytes((await lease(client, 1)).groups[0]), Group)
+            report = LearnerReport(
+                number, 0.5, wait_s=1.0, step_s=4.0, tokens_trained=6, staleness_mean=0.5, staleness_max=number - 1
+            )
+            await step(client, [group.ticket_id], number, report=report)
+        status = await client.status()
+        assert (status.staleness.max, status.staleness.max_ever, status.staleness.mean) == (1, 1, 0.5)
+        assert (status.staleness.in_flight_mean, status.staleness.in_queue_mean) == (0.0, 0.5)
+        assert status.depth.target_steps == pytest.approx(1.6)
+        assert status.learner_wait_share == status.learner.wait_share == 0.25
+        assert status.learner.reward_mean == 0.5
+
+
+async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refused() -> None:
+    async with running() as (_, client):
+        here, late = await take(client, 2)
+        await client.submit(make_group(here, server_names=[SERVER]))
+        url = (await client.servers())[0].url
+        await client.put_server(Server(SERVER, url, ServerState.QUARANTINED, 0, "probe"))
+        assert (await client.status()).drops == {"unverified_server": 1}
+        assert (await refusal(client.submit(make_group(late)))).reason == "unverified_server"
+
+
+async def test_finish_ends_the_run_for_everyone() -> None:
+    async with running() as (_, client):
+        tickets = await take(client, 4)
+        await client.submit(make_group(tickets[0]))
+        waiting = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
+        await asyncio.sleep(0.05)
+        await client.finish()
+        with pytest.raises(RunFinished):
+            await waiting
+        assert (await refusal(client.submit(make_group(tickets[1])))).status == 410
+        assert (await client.heartbeat(WorkerReport("w", []))).finished
+        status = await client.status()
+        assert (status.finished, status.ledger.outstanding, status.drops) == (True, 0, {"run_finished": 4})
+
+
+async def test_f7_a_stall_is_raised_and_ends_with_progress() -> None:
+    async with running() as (queue, client):
+        ticket = (await take(client))[0]
+        queue.time.now += 59.0
+        await client.heartbeat(WorkerReport("w", [ticket.id]))
+        queue.time.now += 62.0
+        await client.waiting(1, "groups")
+        stall = (await client.status()).stall
+        assert stall.stalled
+        assert stall.since_s == 121.0
+        assert "last heard 62 s ago" in (stall.why or "")
+        assert [(w.who, w.what) for w in (await client.status()).waits] == [("learner", "groups")]
+        await client.submit(make_group(ticket))
+        await client.waiting(1, None)
+        status = await client.status()
+        assert not status.stall.stalled
+        assert status.waits == []
+
+
+async def test_worker_figures() -> None:
+    async with running() as (queue, client):
+        for name, capacity, waited in (("a", 3, 5.0), ("b", 1, 1.0)):
+            report = WorkerReport(
+                name, [], capacity=capacity, episodes_done=10, waited_s=waited, elapsed_s=10.0, cpu_s=0.02, host="h"
+            )
+            await client.heartbeat(report)
+        queue.time.now += 5.0
+        status = await client.status()
+        assert [(w.worker_id, w.wait_share, w.seen_s_ago) for w in status.workers] == [("a", 0.5, 5.0), ("b", 0.1, 5.0)]
+        assert status.worker_wait_share == pytest.approx(0.4)
+        assert status.worker_cpu_ms_per_episode == pytest.approx(2.0)
+
+
+async def test_metrics_say_what_the_status_says() -> None:
+    async with running() as (_, client):
+        tickets = await take(client, 3)
+        await client.submit(make_group(tickets[0]))
+        await client.fail_ticket(tickets[1].id, TicketFailure("w", "row", retryable=False))
+        lines = (await client._call("GET", routes.METRICS)).decode().splitlines()
+        for line in (
+            'slipstream_queue_depth{place="tickets"} 1.0',
+            'slipstream_queue_depth{place="ready"} 1.0',
+            'slipstream_tickets_total{outcome="issued"} 3.0',
+            'slipstream_drops_total{reason="failed:row"} 1.0',
+            "slipstream_tokens_sampled_total 6.0",
+            "slipstream_served_version 0.0",
+            'slipstream_servers{state="serving"} 1.0',
+        ):
+            assert line in lines
+
+
+async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
+    async with serving(make_config(queue={"token": "secret"})) as queue:
+        async with aiohttp.ClientSession() as session:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                for path in (routes.STATUS, routes.METRICS, routes.READY, "/nowhere"):
+                    async with session.get(queue.url + path, headers=headers) as response:
+                        assert response.status == 401
+                        assert codec.decode_json(await response.read(), Problem).reason == "unauthorized"
+            async with session.get(queue.url + routes.HEALTH) as response:
+                assert response.status == 200
+        async with QueueClient(queue.url, token="secret") as client:
+            assert (await client.policy()).session == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "method", "path", "body"),
+    [
+        (404, "http_404", "GET", "/nowhere", b""),
+        (405, "http_405", "DELETE", routes.STATUS, b""),
+        (422, "decode", "POST", routes.TICKETS, b"{"),
+        (422, "decode", "POST", routes.POLICY, b'{"do": "explode"}'),
+        (422, "max_tickets", "POST", routes.TICKETS, b'{"worker_id": "w", "max_tickets": 0}'),
+        (422, "worker_mismatch", "POST", "/v1/workers/a", b'{"worker_id": "b", "ticket_ids": []}'),
+        (422, "server_mismatch", "PUT", "/v1/servers/a", b'{"name": "b", "url": "u"}'),
+        (413, "too_large", "POST", routes.TICKETS, b" " * (9 * MIB)),
+    ],
+)
+async def test_every_refusal_is_a_problem(status: int, reason: str, method: str, path: str, body: bytes) -> None:
+    async with (
+        running() as (queue, _),
+        aiohttp.ClientSession() as session,
+        session.request(method, queue.url + path, data=body) as response,
+    ):
+        assert response.status == status
+        assert codec.decode_json(await response.read(), Problem).reason == reason
+
+
+class FailingStore(SqliteStore):
+    """Its disk is full from the moment that `full` is set."""
+
+    full = False
+
+    def commit(self, *args: Any) -> None:
+        if self.full:
+            raise StoreError("the queue's store /x/queue.db failed: disk full; free its disk")
+        super().commit(*args)
+
+
+async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
+    store = FailingStore(MEMORY)
+    async with serving(make_config(), store) as queue, QueueClient(queue.url, patience_s=0.5) as client:
+        await client.begin_session(0, 100, resume=False)
+        await serve_version(client, 0)
+        stopped: list[str] = []
+        queue.broker.on_failure = lambda: stopped.append("stop")
+        store.full = True
+        async with aiohttp.ClientSession() as session:
+            request = codec.encode_json(TicketRequest("w", 1))
+            async with session.post(queue.url + routes.TICKETS, data=request) as response:
+                assert response.status == 503
+                assert "disk full" in codec.decode_json(await response.read(), Problem).message
+            store.full = False
+            for path in (routes.READY, routes.STATUS):
+                async with session.get(queue.url + path) as response:
+                    assert response.status == 503
+            async with session.get(queue.url + routes.HEALTH) as response:
+                assert response.status == 200
+        assert stopped == ["stop"]
+        assert queue.broker.ledger.issued == 0
+
+
+async def test_a_worker_that_hung_up_is_given_no_ticket() -> None:
+    async with running() as (queue, client):
+        await take(client, 100)
+        async with aiohttp.ClientSession() as session:
+            body = codec.encode_json(TicketRequest("gone", 1, wait_s=30.0))
+            timeout = aiohttp.ClientTimeout(total=0.1)
+            with pytest.raises(TimeoutError):
+                await session.post(queue.url + routes.TICKETS, data=body, timeout=timeout)
+        await asyncio.sleep(0.05)
+        await client.fail_ticket("0.0", TicketFailure("w", "test"))
+        assert [ticket.id for ticket in await take(client)] == ["0.1"]

@@ -1,0 +1,66 @@
+"""The stall alarm: when it is raised and what it blames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocol.messages import Server, ServerState
+from rollout_queue.stall import Scene, judge
+
+SERVING = [Server("vllm-0", "u", ServerState.SERVING, 3)]
+
+QUARANTINED = [Server("vllm-0", "u", ServerState.QUARANTINED, 3, "probe")]
+
+
+def scene(**changes: Any) -> Scene:
+    values: dict[str, Any] = {
+        "quiet_s": 130.0,
+        "stall_after_s": 120.0,
+        "finished": False,
+        "session": 1,
+        "servers": SERVING,
+        "tickets": 0,
+        "ready": 0,
+        "leased": 0,
+        "groups_per_step": 4,
+        "bytes_refused": False,
+        "blocked_by": None,
+        "learner_seen_s_ago": 1.0,
+        "learner_waits_for": None,
+        "worker_seen_s_ago": 1.0,
+    }
+    return Scene(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("blame", "changes"),
+    [
+        ("no learner has begun", {"session": 0}),
+        ("learner was last heard 90 s ago", {"learner_seen_s_ago": 90.0}),
+        ("no vLLM server is serving: vllm-0 is quarantined (probe)", {"servers": QUARANTINED}),
+        ("learner waits for publication while 4 groups", {"ready": 1, "leased": 3, "learner_waits_for": "publication"}),
+        ("raise queue.capacity_bytes", {"ready": 2, "bytes_refused": True}),
+        ("a worker was last heard never", {"worker_seen_s_ago": None}),
+        ("workers hold 3 tickets", {"tickets": 3}),
+        ("no ticket is given: the depth limit", {"blocked_by": "the depth limit"}),
+        ("none is asked for", {}),
+    ],
+)
+def test_i7_f7_a_stall_names_the_first_broken_link(blame: str, changes: dict[str, Any]) -> None:
+    verdict = judge(scene(**changes))
+    assert verdict.stalled
+    assert blame in (verdict.why or "")
+
+
+@pytest.mark.parametrize("in_flight", [{}, {"tickets": 5}, {"leased": 5}])
+def test_f9_the_alarm_does_not_depend_on_work_in_flight(in_flight: dict[str, int]) -> None:
+    assert judge(scene(**in_flight)).stalled
+
+
+@pytest.mark.parametrize("calm", [{"quiet_s": 119.0}, {"finished": True}])
+def test_no_alarm_while_there_is_progress_or_nothing_left_to_do(calm: dict[str, Any]) -> None:
+    verdict = judge(scene(**calm))
+    assert not verdict.stalled
+    assert verdict.why is None

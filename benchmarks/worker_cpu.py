@@ -21,8 +21,8 @@ from protocol.config import RunFile
 from rollout_worker.chat import ChatFormat, load_tokenizer, stop_ids
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
+from rollout_worker.ticket_loop import Worker
 from rollout_worker.tools import ToolBox
-from rollout_worker.worker import Worker
 from tests.fake_vllm.tokenizer import save_model_folder
 from tests.rollout_worker.stand_in import StandInQueue, serving_at, tickets_for
 

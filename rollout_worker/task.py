@@ -49,8 +49,8 @@ class Task:
     def __post_init__(self) -> None:
         if self.environment_factory is not None:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
-        _check_dataset(self.dataset, bool(self.tools))
-        RewardFunctions(self.rewards, self.reward_weights).check_signatures(self.dataset[0])
+        first = _first_row(self.dataset, bool(self.tools))
+        RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
         ToolBox(self.tools)
 
     def row_for(self, index: int, seed: int) -> Row:
@@ -99,7 +99,8 @@ def _import(task_file: TaskFile) -> ModuleType:
     return module
 
 
-def _check_dataset(dataset: Sequence[Mapping[str, Any]], has_tools: bool) -> None:
+def _first_row(dataset: Sequence[Mapping[str, Any]], has_tools: bool) -> Mapping[str, Any]:
+    """The data set's first row, checked."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"Task(dataset=...) is a {type(dataset).__name__}; give a sequence of rows, such as a list of dicts"
@@ -123,6 +124,7 @@ def _check_dataset(dataset: Sequence[Mapping[str, Any]], has_tools: bool) -> Non
         raise ConfigError(
             f"Task(dataset=...): the first prompt is a {type(prompt).__name__}; give text or a list of messages"
         )
+    return row
 
 
 @lru_cache(maxsize=4)

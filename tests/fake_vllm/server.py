@@ -94,8 +94,9 @@ class FakeVllm:
             if body.get("stream"):
                 return await self._stream(request, body, tasks)
             fault = request[FAULT]
+            samples = await asyncio.gather(*tasks)
             version = self.engine.weight_version
-            choices = [replies.choice(sample, index, version, fault) for index, sample in await asyncio.gather(*tasks)]
+            choices = [replies.choice(sample, index, version, fault) for index, sample in samples]
             if fault and fault.kind == "die":
                 return _cut(request)
             return web.json_response(replies.answer(body["request_id"], choices, len(prompt)))

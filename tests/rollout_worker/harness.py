@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,8 @@ from protocol.messages import Rollout
 from rollout_worker.chat import ChatFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
+from rollout_worker.ticket_loop import Worker
 from rollout_worker.tools import ToolBox
-from rollout_worker.worker import Worker
 from tests.fake_vllm import FakeEngine, FakeVllm, Fault, serving
 from tests.fake_vllm.policies import Policy, multiplying, scripted
 from tests.fake_vllm.tokenizer import tiny_tokenizer
@@ -80,6 +80,13 @@ def config(**sections: dict[str, Any]) -> RunFile:
     )
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 @dataclass
 class Run:
     worker: Worker
@@ -95,12 +102,15 @@ async def roll(
     *fakes: FakeVllm,
     tickets: int = 1,
     settings: RunFile | None = None,
-    stream: bool = True,
     version: int = 7,
     queue: StandInQueue | None = None,
-    stop: asyncio.Event | None = None,
+    stop_when: Callable[[Worker], bool] | None = None,
+    **options: Any,
 ) -> Run:
-    """Run a worker until it has worked off `tickets`."""
+    """Run a worker until it has worked off `tickets`, or `stop_when` holds of it and it is told to stop.
+
+    `options` are the worker's.
+    """
     settings = settings or config()
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(server)) for server in fakes]
@@ -111,6 +121,11 @@ async def roll(
         client = await stack.enter_async_context(InferenceClient(settings.worker.request_timeout_s))
         tools = ToolBox(the_task.tools, settings.worker.tool_timeout_s)
         chat = chat_format(tools.schemas)
-        worker = Worker(settings, the_task, queue, "w0", chat, tools, client, stream_first_turn=stream)
-        await worker.run(stop or asyncio.Event())
+        worker = Worker(settings, the_task, queue, "w0", chat, tools, client, **options)
+        stop = asyncio.Event()
+        running = asyncio.create_task(worker.run(stop))
+        if stop_when is not None:
+            await until(lambda: stop_when(worker) or running.done())
+            stop.set()
+        await running
     return Run(worker, queue)

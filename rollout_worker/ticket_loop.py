@@ -1,0 +1,275 @@
+"""The worker's loop: takes tickets, runs their groups, hands them in, and reports; no state of it outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.client import QueueError, Refused, RunFinished
+from protocol.config import RunFile
+from protocol.messages import (
+    Group,
+    Server,
+    Ticket,
+    TicketFailure,
+    TicketReply,
+    TicketRequest,
+    WorkerReply,
+    WorkerReport,
+)
+from rollout_worker.budget import Limits
+from rollout_worker.capacity import Capacity
+from rollout_worker.chat import ChatFormat
+from rollout_worker.episode import EpisodeRunner
+from rollout_worker.group import Counters, GroupRunner, TicketFailed
+from rollout_worker.inference.client import InferenceClient
+from rollout_worker.inference.fleet import Fleet
+from rollout_worker.inference.sampler import Sampler, SamplerSettings
+from rollout_worker.rewards import RewardFunctions
+from rollout_worker.task import Task
+from rollout_worker.tools import ToolBox
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 30.0
+_HEARTBEAT_S = 10.0
+# Until a server serves there is nothing to do, and the news of it comes with a heartbeat.
+_IDLE_HEARTBEAT_S = 1.0
+_GIVE_BACK_S = 5.0
+_FAILURES_BEFORE_PAUSE = 3
+_PAUSE_MAX_S = 10.0
+
+
+class Queue(Protocol):
+    """What a worker needs of `protocol.client.QueueClient`."""
+
+    async def tickets(self, request: TicketRequest) -> TicketReply: ...
+    async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None: ...
+    async def heartbeat(self, report: WorkerReport) -> WorkerReply: ...
+    async def submit(self, group: Group) -> bool: ...
+    async def put_server(self, server: Server) -> Server: ...
+
+
+class Worker:
+    """One worker's loop over tickets. `clock`: seconds, monotonic; `cpu_clock`: CPU seconds of the process."""
+
+    def __init__(
+        self,
+        config: RunFile,
+        task: Task,
+        queue: Queue,
+        worker_id: str,
+        chat: ChatFormat,
+        tools: ToolBox,
+        client: InferenceClient,
+        stream_first_turn: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.process_time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.counters = Counters()
+        self.capacity = Capacity(config.worker.episodes, clock)
+        self._config = config
+        self._queue = queue
+        self._id = worker_id
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._sleep = sleep
+        self._started = _Started(clock(), cpu_clock())
+        self._fleet = Fleet(self._report_server)
+        self._sampler = Sampler(
+            client, self._fleet, _sampler_settings(config, chat.stop_token_ids, stream_first_turn), sleep=sleep
+        )
+        limits = Limits(
+            max_turn_tokens=config.rollout.max_turn_tokens,
+            max_episode_tokens=config.rollout.max_episode_tokens,
+            max_model_len=config.vllm.max_model_len,
+            max_turns=config.rollout.max_turns,
+        )
+        self._groups = GroupRunner(
+            task=task,
+            rewards=RewardFunctions(task.rewards, task.reward_weights, config.worker.reward_timeout_s),
+            episodes=EpisodeRunner(chat, tools, self._sampler, limits, config.worker.episode_timeout_s, clock),
+            counters=self.counters,
+            worker_id=worker_id,
+            keep_messages=config.worker.keep_messages,
+        )
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._failed_in_a_row = 0
+        self._told: set[str] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until the run is finished, or `stop` is set: then tickets are given back. Raises `QueueError`."""
+        self._started = _Started(self._clock(), self._cpu_clock())
+        unfinished: list[str] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self._send_heartbeats()), tasks.create_task(self._take_tickets(tasks))]
+                stopped = tasks.create_task(stop.wait())
+                await asyncio.wait([*loops, stopped], return_when=asyncio.FIRST_COMPLETED)
+                if stop.is_set():
+                    unfinished = [ticket for ticket, task in self._running.items() if not task.cancelling()]
+                for task in [*loops, stopped, *self._running.values()]:
+                    task.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        await self._give_back(unfinished)
+
+    async def _take_tickets(self, tasks: asyncio.TaskGroup) -> None:
+        """Ask for as many tickets as there is room for, until the run is finished."""
+        group_size = self._config.rollout.group_size
+        while True:
+            await self._fleet.wait_serving()
+            await self._pause_after_failures()
+            await self.capacity.wait_for(group_size)
+            request = TicketRequest(self._id, max_tickets=self.capacity.free // group_size, wait_s=_POLL_S)
+            with self.capacity.wanting():
+                try:
+                    reply = await self._queue.tickets(request)
+                except RunFinished:
+                    return
+            if reply.tickets:  # an answer without tickets names no servers
+                self._fleet.update(reply.servers)
+            for ticket in reply.tickets:
+                self._begin(ticket, tasks)
+
+    def _begin(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
+        """Start a ticket's work. Its permits are taken here, so that the next request does not count on them, and
+        come back however the work ends, even before its first line."""
+        self.capacity.take(ticket.group_size)
+        task = tasks.create_task(self._work_off(ticket))
+        self._running[ticket.id] = task
+
+        def end(_: asyncio.Task[None]) -> None:
+            self.capacity.give(ticket.group_size)
+            del self._running[ticket.id]
+
+        task.add_done_callback(end)
+
+    async def _work_off(self, ticket: Ticket) -> None:
+        """From ticket to submitted group; whatever fails is counted and the ticket given back."""
+        try:
+            group = await self._groups.run(ticket)
+        except TicketFailed as failure:
+            await self._fail(ticket.id, failure)
+        except Exception as error:
+            logger.exception("ticket %s failed in a way that is not foreseen", ticket.id)
+            await self._fail(ticket.id, TicketFailed("internal", repr(error), retryable=True))
+        else:
+            await self._submit(group)
+
+    async def _submit(self, group: Group) -> None:
+        try:
+            await self._queue.submit(group)
+            self._failed_in_a_row = 0
+        except Refused as refusal:
+            if refusal.status == 410:
+                self.counters.failures["lost"] += 1
+                return
+            # The queue has ended the ticket by itself.
+            self._count_failure(TicketFailed(f"refused:{refusal.reason}", str(refusal), retryable=True))
+
+    async def _fail(self, ticket_id: str, failure: TicketFailed) -> None:
+        self._count_failure(failure)
+        await self._give_back_one(ticket_id, TicketFailure(self._id, failure.reason, str(failure), failure.retryable))
+
+    def _count_failure(self, failure: TicketFailed) -> None:
+        self.counters.failures[f"ticket:{failure.reason}"] += 1
+        self._failed_in_a_row += failure.retryable
+        if failure.reason not in self._told:
+            self._told.add(failure.reason)
+            logger.warning("a ticket failed (%s): %s; further ones are only counted", failure.reason, failure)
+
+    async def _pause_after_failures(self) -> None:
+        """Rows are tried a few times only: where nothing succeeds, do not run through them."""
+        if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
+            await self._sleep(min(_PAUSE_MAX_S, 0.25 * 2 ** min(self._failed_in_a_row - _FAILURES_BEFORE_PAUSE, 10)))
+
+    async def _send_heartbeats(self) -> None:
+        """Renew tickets and learn of the fleet, until the run is finished."""
+        usual = min(_HEARTBEAT_S, self._config.queue.ticket_timeout_s / 3)
+        while True:
+            self._news.clear()
+            reply = await self._queue.heartbeat(self.report())
+            self._fleet.update(reply.servers)
+            if reply.finished:
+                return
+            for ticket_id in reply.lost_tickets:
+                task = self._running.get(ticket_id)
+                if task is not None and not task.cancelling():
+                    self.counters.failures["lost"] += 1
+                    task.cancel()
+            pause = usual if self._fleet.serving else min(usual, _IDLE_HEARTBEAT_S)
+            try:
+                async with asyncio.timeout(pause):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    async def _report_server(self, server: Server) -> None:
+        try:
+            await self._queue.put_server(server)
+        except Refused as refusal:
+            logger.warning("the queue does not take %s as %s: %s", server.name, server.state, refusal)
+        self._news.set()
+
+    async def _give_back(self, ticket_ids: list[str]) -> None:
+        """Let others have the tickets at once; if the queue does not answer, they lapse by themselves."""
+        failure = TicketFailure(self._id, "worker_stopped", "the worker was told to stop")
+        try:
+            async with asyncio.timeout(_GIVE_BACK_S):
+                await asyncio.gather(*(self._give_back_one(ticket_id, failure) for ticket_id in ticket_ids))
+        except (TimeoutError, QueueError) as error:
+            logger.warning("%d tickets could not be given back: %s", len(ticket_ids), error or "no answer")
+
+    async def _give_back_one(self, ticket_id: str, failure: TicketFailure) -> None:
+        try:
+            await self._queue.fail_ticket(ticket_id, failure)
+        except Refused as refusal:
+            logger.info("ticket %s was no longer ours: %s", ticket_id, refusal)
+
+    def report(self) -> WorkerReport:
+        """What a heartbeat says now."""
+        counters = self.counters
+        return WorkerReport(
+            worker_id=self._id,
+            ticket_ids=list(self._running),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            capacity=self.capacity.total,
+            episodes_in_flight=self.capacity.in_flight,
+            episodes_done=counters.episodes_done,
+            episodes_failed=counters.episodes_failed,
+            tokens_sampled=counters.tokens_sampled,
+            tool_calls=counters.tool_calls,
+            tool_failures=counters.tool_failures,
+            requests_retried=self._sampler.retries,
+            waited_s=self.capacity.waited_s,
+            elapsed_s=self._clock() - self._started.at,
+            cpu_s=self._cpu_clock() - self._started.cpu,
+            failures=dict(counters.failures),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    at: float
+    cpu: float
+
+
+def _sampler_settings(config: RunFile, stops: list[int], stream_first_turn: bool) -> SamplerSettings:
+    return SamplerSettings(
+        run_name=config.run.name,
+        temperature=config.rollout.temperature,
+        stop_token_ids=stops,
+        attempts=config.worker.request_attempts,
+        max_choices=config.vllm.max_num_seqs,
+        stream_first_turn=stream_first_turn,
+    )

@@ -1,0 +1,377 @@
+"""Whole workers against fake servers and the stand-in queue."""
+
+import asyncio
+import logging
+from collections import deque
+
+import pytest
+
+from protocol.client import Refused, Unreachable
+from protocol.messages import Problem, Server, ServerState, TicketReply
+from rollout_worker.task import Task
+from rollout_worker.worker import work
+from tests.fake_vllm import Fault, serving
+from tests.fake_vllm.engine import logprob_of
+from tests.fake_vllm.policies import in_turn, multiplying, scripted
+from tests.fake_vllm.tokenizer import save_model_folder
+from tests.rollout_worker.harness import TOKENIZER, accuracy, config, fake, roll, row, task, until
+from tests.rollout_worker.stand_in import StandInQueue, serving_at, tickets_for
+
+
+def idle(worker):
+    """Whether nothing is left of any ticket: every permit back (F15)."""
+    return worker.capacity.free == worker.capacity.total
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_ticket_becomes_a_group_of_its_row(stream):
+    rows = [row(number, 7, number=number) for number in range(10, 16)]
+    the_task = task(dataset=rows)
+    run = await roll(the_task, fake(), fake(), tickets=9, stream_first_turn=stream)
+    assert sorted(group.index for group in run.queue.groups) == list(range(9))
+    for group in run.queue.groups:
+        assert group.epoch == group.index // 6
+        number = the_task.row_for(group.index, 0).columns["number"]
+        for rollout in group.rollouts:
+            assert f"Multiply {number} by 7." in TOKENIZER.decode(rollout.segments[0].token_ids)
+        assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+        assert group.server_names in (["vllm-0"], ["vllm-1"])
+        assert group.versions() == [7]
+        assert group.worker_id == "w0"
+    assert {name for group in run.queue.groups for name in group.server_names} == {"vllm-0", "vllm-1"}
+    assert run.queue.failures == {}
+    assert idle(run.worker)
+
+
+async def test_a_rollout_holds_what_the_server_sampled():
+    server = fake()
+    run = await roll(task(), server)
+    for rollout in run.rollouts:
+        (segment,) = rollout.segments
+        text = TOKENIZER.decode(segment.token_ids[segment.loss_mask], skip_special_tokens=False)
+        call = '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>'
+        assert text == call + "<|im_end|>408<|im_end|>"
+        first = TOKENIZER.encode(call + "<|im_end|>", add_special_tokens=False)
+        starts = [span.start for span in segment.version_spans]
+        assert len(starts) == 2
+        assert segment.logprobs[starts[0] : starts[0] + len(first)].tolist() == pytest.approx(
+            [logprob_of(token, place) for place, token in enumerate(first)]
+        )
+        assert (rollout.turns, rollout.tool_calls, rollout.tool_failures) == (2, 1, 0)
+        assert rollout.reward_components == {"accuracy": 1.0}
+        assert set(rollout.timings) == {"generate", "tools", "reward", "total"}
+        assert rollout.messages is None
+
+
+async def test_messages_are_stored_where_asked_for():
+    run = await roll(task(), fake(), settings=config(worker={"keep_messages": True}))
+    assert [message["role"] for message in run.rollouts[0].messages] == ["assistant", "tool", "assistant"]
+
+
+async def test_text_prompts_give_text_completions():
+    seen = []
+
+    def reward(completions, prompts, **columns):
+        seen.extend([*completions, *prompts])
+        return [1.0] * len(completions)
+
+    server = fake(scripted(TOKENIZER, lambda text, index: " 408"))
+    await roll(task(dataset=[{"prompt": "12 times 34 is"}], tools=[], rewards=[reward]), server)
+    assert seen == [" 408"] * 2 + ["12 times 34 is"] * 2
+
+
+async def test_the_report_counts_what_was_done():
+    queue = StandInQueue([], deque(tickets_for(4, 2)))
+    run = await roll(task(), fake(), queue=queue)
+    report = run.worker.report()
+    assert (report.episodes_done, report.tool_calls, report.episodes_failed) == (8, 8, 0)
+    assert report.tokens_sampled == sum(group.sampled_tokens for group in queue.groups)
+    assert report.elapsed_s > 0
+    assert report.cpu_s > 0
+    assert report.capacity == 256
+    assert report.ticket_ids == []
+    assert queue.reports[0].worker_id == "w0"
+
+
+async def test_no_more_tickets_are_asked_for_than_there_is_room():
+    queue = StandInQueue([], deque(tickets_for(20, 2)))
+    original = queue.tickets
+
+    async def tickets(request):
+        reply = await original(request)
+        assert 2 * (queue.issued - len(queue.groups)) <= 7
+        return reply
+
+    queue.tickets = tickets
+    run = await roll(task(), fake(), queue=queue, settings=config(worker={"episodes": 7}))
+    assert len(queue.groups) == 20
+    assert queue.requests[0].max_tickets == 3
+    assert idle(run.worker)
+
+
+async def test_f22_a_slow_tool_of_one_episode_does_not_hold_up_another():
+    """The first call only returns when every other episode has asked for its second turn."""
+    server = fake()
+    waiting = []
+
+    async def slow_once(a: int, b: int) -> int:
+        """Multiply two integers.
+
+        Args:
+            a: The first factor.
+            b: The second factor.
+        """
+        waiting.append(None)
+        if len(waiting) == 1:
+            await until(lambda: len(server.requests) == 4)
+        return a * b
+
+    slow_once.__name__ = "multiply"
+    run = await roll(task(tools=[slow_once]), server, settings=config(rollout={"group_size": 4}))
+    assert [rollout.tool_failures for rollout in run.rollouts] == [0] * 4
+    assert [rollout.reward for rollout in run.rollouts] == [1.0] * 4
+
+
+async def test_f22_a_slow_reward_of_one_group_does_not_hold_up_another():
+    queue = StandInQueue([], deque(tickets_for(3, 2)))
+
+    async def slow_once(completions, answer, **columns):
+        if not slow_once.called:
+            slow_once.called = True
+            await until(lambda: len(queue.groups) == 2)
+        return accuracy(completions, answer)
+
+    slow_once.called = False
+    await roll(task(rewards=[slow_once]), fake(), queue=queue)
+    assert len(queue.groups) == 3
+
+
+async def test_f25_long_episodes_come_through_as_often_as_short_ones():
+    rows = [row(2, 99 if number % 4 == 0 else 3) for number in range(16)]
+
+    def wordy(text, index):
+        return "hm " * 40 if "by 99." in text and "tool_response" in text else multiplying(text, index)
+
+    server = fake(scripted(TOKENIZER, wordy))
+    run = await roll(task(dataset=rows), server, tickets=16, settings=config(rollout={"max_turn_tokens": 200}))
+    sizes = [group.sampled_tokens for group in run.queue.groups]
+    assert len(sizes) == 16
+    assert sum(size > 1.5 * min(sizes) for size in sizes) == 4
+
+
+async def test_f6_a_stuck_episode_is_bounded_and_only_shrinks_its_group():
+    """Two of four requests are never answered."""
+    server = fake(faults=[Fault("hang"), Fault("hang")])
+    queue = StandInQueue([], deque(tickets_for(1, 4)))
+    settings = config(
+        rollout={"group_size": 4},
+        worker={"episode_timeout_s": 0.5, "request_timeout_s": 30.0},
+        vllm={"max_num_seqs": 1},
+    )
+    run = await roll(task(), server, queue=queue, settings=settings)
+    (group,) = queue.groups
+    assert len(group.rollouts) == 2
+    assert run.worker.counters.failures["timeout"] == 2
+    assert idle(run.worker)
+
+
+async def test_a_group_of_which_too_few_are_left_gives_its_ticket_back():
+    server = fake(faults=[Fault("no_logprobs", times=3)])
+    settings = config(rollout={"group_size": 4}, vllm={"max_num_seqs": 1})
+    run = await roll(task(), server, settings=settings)
+    failure = run.queue.failures["t0"]
+    assert (failure.reason, failure.retryable) == ("missing_logprobs", True)
+    assert "3 of 4 episodes failed: no log-probs for" in failure.detail
+    assert run.queue.groups == []
+    assert run.worker.counters.episodes_failed == 3
+    assert idle(run.worker)
+
+
+def raising(completions, **columns):
+    raise ValueError("no such column")
+
+
+def half_silent(completions, answer, **columns):
+    return [1.0] + [None] * (len(completions) - 1)
+
+
+class Faulty(list):
+    """Rows of which only a first look can be read."""
+
+    looks = 0
+
+    def __getitem__(self, place):
+        self.looks += 1
+        if self.looks > 1:
+            raise OSError("the disk is gone")
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault", "reason", "retryable"),
+    [
+        ({"rewards": [raising]}, None, "reward", True),
+        ({"rewards": [half_silent]}, None, "no_reward", True),
+        ({"dataset": Faulty([row()])}, None, "row", False),
+        ({"dataset": [row(), {**row(), "prompt": []}]}, None, "row", False),
+        ({"dataset": [row(), {**row(), "prompt": [{"role": "user"}]}]}, None, "prompt", False),
+        ({"dataset": [row(), row(b=int("1" * 2000))]}, None, "prompt", False),
+        ({}, Fault("status", status=400, times=None), "rejected", False),
+        ({}, Fault("stream_error", status=400, times=None), "rejected", False),
+    ],
+)
+async def test_f15_no_failure_ends_the_worker_or_keeps_a_permit(changes, fault, reason, retryable):
+    server = fake(faults=[fault] if fault else [])
+    run = await roll(task(**changes), server, tickets=2)
+    assert {(f.reason, f.retryable) for f in run.queue.failures.values()} == {(reason, retryable)}
+    assert run.worker.counters.failures[f"ticket:{reason}"] == len(run.queue.failures) >= 1
+    assert len(run.queue.failures) + len(run.queue.groups) == 2
+    assert idle(run.worker)
+
+
+async def test_f15_an_error_that_nobody_foresaw_costs_one_ticket(monkeypatch):
+    first = iter([True])
+    original = Task.row_for
+
+    def row_for(self, index, seed):
+        if next(first, False):
+            raise ExceptionGroup("odd", [RuntimeError("deep")])
+        return original(self, index, seed)
+
+    monkeypatch.setattr(Task, "row_for", row_for)
+    run = await roll(task(), fake(), tickets=2)
+    assert len(run.queue.groups) == 1
+    assert idle(run.worker)
+
+
+async def test_f16_i5_a_restarted_server_is_reported_stale_and_gets_nothing_more():
+    restarted, sound = fake(), fake()
+    restarted.engine.restart()
+    run = await roll(task(), restarted, sound, tickets=6)
+    assert len(run.queue.groups) == 6
+    assert {version for group in run.queue.groups for version in group.versions()} == {7}
+    assert [(server.name, server.state) for server in run.queue.put] == [("vllm-0", ServerState.STALE)]
+    assert len(restarted.requests) <= 3, "no request after the first answers"
+
+
+async def test_i5_no_ticket_is_taken_while_no_server_serves(monkeypatch):
+    monkeypatch.setattr("rollout_worker.ticket_loop._IDLE_HEARTBEAT_S", 0.005)
+    queue = StandInQueue([Server("vllm-0", "http://127.0.0.1:1", ServerState.SYNCING)], deque(tickets_for(1, 2)))
+    server = fake()
+    original = queue.heartbeat
+
+    async def heartbeat(report):
+        if len(queue.reports) == 3:
+            assert queue.requests == []
+            queue.servers = serving_at(url, version=7)
+        return await original(report)
+
+    queue.heartbeat = heartbeat
+    async with serving(server) as url:
+        run = await roll(task(), queue=queue)
+    assert len(queue.groups) == 1
+    assert idle(run.worker)
+
+
+async def test_an_answer_without_tickets_says_nothing_of_servers():
+    queue = StandInQueue([], deque(tickets_for(1, 2)))
+    original = queue.tickets
+    empty = iter([True, True])
+
+    async def tickets(request):
+        return TicketReply([], []) if next(empty, False) else await original(request)
+
+    queue.tickets = tickets
+    await roll(task(), fake(), queue=queue)
+    assert len(queue.groups) == 1
+
+
+async def test_a_group_refused_for_a_lost_ticket_is_counted():
+    queue = StandInQueue([], deque(tickets_for(2, 2)), keep_open=True)
+    queue.submit_error = Refused(410, Problem("ticket_ended", "ticket was superseded"))
+    run = await roll(task(), fake(), queue=queue, stop_when=lambda worker: worker.counters.failures["lost"] == 2)
+    assert queue.failures == {}
+    assert idle(run.worker)
+
+
+async def test_a_group_refused_at_the_door_is_counted_by_reason_and_told_once(caplog):
+    queue = StandInQueue([], deque(tickets_for(3, 2)), keep_open=True)
+    queue.submit_error = Refused(422, Problem("logprobs_nan", "log-probs are not finite"))
+    with caplog.at_level(logging.WARNING, "rollout_worker"):
+        run = await roll(
+            task(),
+            fake(),
+            queue=queue,
+            stop_when=lambda worker: worker.counters.failures["ticket:refused:logprobs_nan"] == 3,
+        )
+    assert sum("log-probs are not finite" in record.message for record in caplog.records) == 1
+    assert idle(run.worker)
+
+
+async def test_a_stopped_worker_gives_its_tickets_back():
+    server = fake(faults=[Fault("hang", times=None)])
+    queue = StandInQueue([], deque(tickets_for(3, 2)), keep_open=True)
+    run = await roll(task(), server, queue=queue, stop_when=lambda worker: len(server.calls) == 3)
+    assert {ticket: failure.reason for ticket, failure in queue.failures.items()} == dict.fromkeys(
+        ["t0", "t1", "t2"], "worker_stopped"
+    )
+    assert all(failure.retryable for failure in queue.failures.values())
+    assert idle(run.worker)
+
+
+async def test_a_lost_tickets_episodes_are_cancelled(monkeypatch):
+    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 0.02)
+    server = fake(faults=[Fault("hang")])
+    queue = StandInQueue([], deque(tickets_for(2, 2)), keep_open=True)
+    original = queue.heartbeat
+
+    async def heartbeat(report):
+        if report.ticket_ids in (["t0"], ["t1"]) and len(queue.groups) == 1:
+            queue.lost = report.ticket_ids
+        return await original(report)
+
+    queue.heartbeat = heartbeat
+    run = await roll(task(), server, queue=queue, stop_when=lambda worker: worker.counters.failures["lost"] == 1)
+    assert len(queue.groups) == len(queue.lost) == 1
+    assert queue.failures == {}
+    assert idle(run.worker)
+
+
+async def test_an_unreachable_queue_ends_the_worker_with_the_queues_message():
+    queue = StandInQueue([], deque(tickets_for(1, 2)))
+
+    async def tickets(request):
+        raise Unreachable("the queue at http://q did not answer for 300 s")
+
+    queue.tickets = tickets
+    with pytest.raises(Unreachable, match="did not answer"):
+        await roll(task(), fake(), queue=queue)
+
+
+async def test_rows_are_not_run_through_while_nothing_succeeds():
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    settings = config(worker={"episodes": 2})
+    run = await roll(task(rewards=[raising]), fake(), tickets=8, settings=settings, sleep=sleep)
+    assert len(run.queue.failures) == 8
+    assert slept[:5] == [0.25, 0.5, 1.0, 2.0, 4.0]
+
+
+async def test_work_reads_model_and_task_and_ends_with_the_run(tmp_path):
+    settings = config(model={"path": str(save_model_folder(tmp_path))})
+    queue = StandInQueue([], deque(tickets_for(3, 2)))
+    async with serving(fake()) as url:
+        queue.servers = serving_at(url, version=7)
+        counters = await work(settings, task(), queue, "w1", asyncio.Event())
+    assert counters.episodes_done == 6
+    assert len(queue.groups) == 3
+
+
+async def test_several_calls_in_one_turn():
+    calls = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>' * 2
+    run = await roll(task(), fake(scripted(TOKENIZER, in_turn([calls, "408"]))))
+    assert {rollout.tool_calls for rollout in run.rollouts} == {2}
+    assert {rollout.reward for rollout in run.rollouts} == {1.0}

@@ -138,7 +138,10 @@ class Server(msgspec.Struct):
 
 
 class Ticket(msgspec.Struct):
-    """Permission to produce one group. It lapses `expires_in_s` after issue or the last heartbeat."""
+    """Permission to produce one group. It lapses `expires_in_s` after issue or the last heartbeat.
+
+    `seed` is the run's: with it, every worker puts the data set's rows into the same order.
+    """
 
     id: str
     index: int

@@ -5,7 +5,6 @@ Every ticket that fails leads to its row being issued again under the next attem
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 import msgspec
@@ -56,13 +55,12 @@ def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
 
 
 def ticket(ledger: Ledger, record: TicketRecord) -> Ticket:
-    """The record as a worker sees it. The seed follows from the run's seed and the row alone."""
-    digest = hashlib.blake2b(f"{ledger.config.run.seed}:{record.index}".encode(), digest_size=4).digest()
+    """The record as a worker sees it."""
     return Ticket(
         id=record.id,
         index=record.index,
         group_size=ledger.config.rollout.group_size,
-        seed=int.from_bytes(digest, "little") >> 1,
+        seed=ledger.config.run.seed,
         version=record.version,
         expires_in_s=ledger.config.queue.ticket_timeout_s,
     )

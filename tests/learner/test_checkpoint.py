@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_testing import sample
+
+from learner import checkpoint
+from learner.checkpoint import State
+from learner.model import Policy, Scoring, load_policy
+from learner.packing import pack
+from learner.trainer import DivergedError, Trainer
+from protocol.config import LearnerSettings, Model
+
+SETTINGS = LearnerSettings(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
+
+
+def _train(trainer: Trainer, steps: range) -> None:
+    for step in steps:
+        samples = [sample(12, 3, 10 * step + i) for i in range(4)]
+        trainer.step(pack(samples, 32), int(sum(item.weights.sum() for item in samples)))
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trainer.policy.named_weights()}
+
+
+def test_two_steps_resumed_for_two_equal_four_to_the_bit(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    whole = Trainer(make_policy(), SETTINGS)
+    _train(whole, range(4))
+    half = Trainer(make_policy(), SETTINGS)
+    _train(half, range(2))
+    checkpoint.save(tmp_path, State(2, 2), half, str(model_path), keep=2)
+
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.state == State(2, 2)
+    path = str(found.model_path)
+    resumed = Trainer(load_policy(path, Model(path=path), Scoring(1.0, 16)), SETTINGS)
+    checkpoint.restore(found, resumed)
+    _train(resumed, range(2, 4))
+    expected = _weights(whole)
+    for name, weight in _weights(resumed).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_random_states_come_back(make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path) -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    trainer = Trainer(make_policy(), SETTINGS)
+    saved = checkpoint.save(tmp_path, State(1, 1), trainer, str(model_path), keep=1)
+    expected = draw()
+    checkpoint.restore(saved, trainer)
+    assert draw() == expected
+
+
+def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    trainer = Trainer(make_policy(), SETTINGS)
+    assert checkpoint.latest(tmp_path) is None
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, State(step, step + 5), trainer, str(model_path), keep=2)
+    (tmp_path / "checkpoints" / ".unfinished-step-000004").mkdir()
+    (tmp_path / "checkpoints" / "step-000005").mkdir()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert (found.path.name, found.state) == ("step-000003", State(3, 8))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*/state.json")) == ["state.json"] * 2
+
+
+def test_a_checkpoint_s_model_folder_can_be_served(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    saved = checkpoint.save(tmp_path, State(1, 1), Trainer(make_policy(), SETTINGS), str(model_path), keep=1)
+    names = {path.name for path in saved.model_path.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
+
+
+def test_i8_nothing_in_it_needs_unpickling(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    trainer = Trainer(make_policy(), SETTINGS)
+    _train(trainer, range(1))
+    saved = checkpoint.save(tmp_path, State(1, 1), trainer, str(model_path), keep=1)
+    assert set(torch.load(saved.path / "trainer.pt", weights_only=True)) == {"optimiser", "schedule", "random"}
+
+
+def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[..., Policy]) -> None:
+    trainer = Trainer(make_policy(), SETTINGS)
+    before = _weights(trainer)
+    rows = pack([sample(12, 3, 0)], 32)
+    rows[0].advantages.fill_(float("inf"))
+    with pytest.raises(DivergedError, match=r"learner.learning_rate"):
+        trainer.step(rows, 9)
+    for name, weight in _weights(trainer).items():
+        assert torch.equal(weight, before[name])
+
+
+def test_warm_up_is_linear_then_constant(make_policy: Callable[..., Policy]) -> None:
+    trainer = Trainer(make_policy(), SETTINGS)
+    samples = [sample(12, 3, 0)]
+    rates = [trainer.step(pack(samples, 32), 9).learning_rate for _ in range(5)]
+    assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+from learner_testing import FakeQueue, endless, group, in_turn, run_file
+
+from learner.feeder import Feeder, LeaseLost, Starved
+from learner.link import QueueLink
+from protocol.client import QueueClient, QueueError, RunFinished, Unreachable
+from protocol.config import RunFile
+from protocol.messages import Group, LearnerReport
+
+REPORT = LearnerReport(1, 0.0, 0.0, 0.0, 1, 0.0, 0)
+
+
+@contextmanager
+def feeding(
+    queue: FakeQueue, config: RunFile | None = None, steps: int = 3, clock: Callable[[], float] | None = None
+) -> Iterator[Feeder]:
+    with QueueLink(cast(QueueClient, queue)) as link:
+        start = link.call(lambda client: client.begin_session(0, steps, False))
+        arguments: dict[str, Any] = {"clock": clock} if clock else {}
+        with Feeder(config or run_file(), link, start, **arguments) as feeder:
+            yield feeder
+
+
+def test_i1_batches_come_in_order_and_each_group_once() -> None:
+    queue = FakeQueue(endless())
+    trained = []
+    with feeding(queue) as feeder:
+        for step in (1, 2, 3):
+            batch = feeder.next_batch()
+            assert (batch.step, batch.version) == (step, step - 1)
+            assert feeder.trained(batch, REPORT).version == step
+            trained += batch.ticket_ids
+    assert len(trained) == len(set(trained)) == 6
+    assert queue.trained == trained
+    assert not any(queue.leases.values())
+
+
+def test_no_group_is_leased_past_the_last_step() -> None:
+    queue = FakeQueue(endless())
+    with feeding(queue, run_file(learner={"prefetch_steps": 5}), steps=2) as feeder:
+        for _ in range(2):
+            feeder.trained(feeder.next_batch(), REPORT)
+    assert sum(entry[2] for entry in queue.log if entry[0] == "lease") == 4
+
+
+def test_prefetch_leases_the_next_step_while_this_one_trains_and_no_more() -> None:
+    leased = threading.Event()
+    queue = FakeQueue()
+    supply = endless()
+
+    def watched(n: int, version: int) -> list[Group]:
+        groups = supply(n, version)
+        if groups[0].ticket_id == "t2":
+            leased.set()
+        return groups
+
+    queue.supply = watched
+    with feeding(queue, run_file(learner={"prefetch_steps": 1})) as feeder:
+        feeder.next_batch()
+        assert leased.wait(5)
+        assert {entry[1] for entry in queue.log if entry[0] == "lease"} == {"1-1", "1-2"}
+
+
+def test_i2_a_prefetched_batch_is_judged_at_the_version_that_trains_it() -> None:
+    """Both steps' groups are sampled at version 0 and leased before the first step: the second is too old for K = 0."""
+    old = [group(f"old{i}", [0, 1]) for i in range(4)]
+    queue = FakeQueue(in_turn(*old, group("new0", [0, 1], (None, 1)), group("new1", [0, 1], (None, 1))))
+    with feeding(queue, run_file(queue={"max_staleness": 0})) as feeder:
+        assert feeder.next_batch().ticket_ids == ["old0", "old1"]
+        assert feeder.next_batch().ticket_ids == ["new0", "new1"]
+    assert queue.dropped == {"old2": "overage", "old3": "overage"}
+
+
+def test_f14_groups_without_variance_are_given_up_at_once_and_replaced() -> None:
+    """The supply stands still until the drop is acknowledged, as admission does."""
+    queue = FakeQueue()
+    flat, good = [group(f"flat{i}", [1, 1]) for i in range(2)], [group(f"good{i}", [0, 1]) for i in range(2)]
+    first = in_turn(*flat)
+    then = in_turn(*good)
+    queue.supply = lambda n, version: then(n, version) if len(queue.dropped) == 2 else first(n, version)
+    with feeding(queue, steps=1) as feeder:
+        batch = feeder.next_batch()
+        assert batch.ticket_ids == ["good0", "good1"]
+        assert batch.tally.rewards == [1, 1, 1, 1, 0, 1, 0, 1]
+    assert queue.dropped == {"flat0": "zero_variance", "flat1": "zero_variance"}
+
+
+def test_open_leases_are_renewed() -> None:
+    queue = FakeQueue(endless(), expires_in_s=0.03)
+    renewed = threading.Event()
+    renew = queue.renew
+
+    async def watched(lease_id: str, session: int) -> None:
+        await renew(lease_id, session)
+        if lease_id == "1-1":
+            renewed.set()
+
+    queue.renew = watched  # type: ignore[method-assign]
+    with feeding(queue, steps=1) as feeder:
+        batch = feeder.next_batch()
+        assert renewed.wait(5)
+        feeder.trained(batch, REPORT)
+        queue.refuse_renewals = True  # harmless: the lease is over
+
+
+def test_a_lost_lease_ends_the_learner_with_the_remedy() -> None:
+    queue = FakeQueue(in_turn(group("a", [0, 1])), expires_in_s=0.03)
+    queue.refuse_renewals = True
+    with feeding(queue) as feeder, pytest.raises(LeaseLost, match=r"1-1 lapsed .* queue.lease_timeout_s"):
+        feeder.next_batch()
+
+
+def test_open_leases_are_given_back_at_the_end() -> None:
+    queue = FakeQueue(endless())
+    with feeding(queue, run_file(learner={"prefetch_steps": 0})) as feeder:
+        feeder.next_batch()
+    assert ("release", "1-1") in queue.log
+    assert queue.log[-1] == "closed"
+
+
+def test_what_ends_the_thread_reaches_the_learner() -> None:
+    queue = FakeQueue()
+    queue.fail_lease = Unreachable("the queue did not answer")
+    with feeding(queue) as feeder, pytest.raises(Unreachable, match="did not answer"):
+        feeder.next_batch()
+
+
+def test_f7_a_starved_learner_gives_up_with_the_cause() -> None:
+    ticks = itertools.count(step=400.0)
+    with (
+        feeding(FakeQueue(), clock=lambda: next(ticks)) as feeder,
+        pytest.raises(Starved, match="stall_timeout_s = 1800 s: no worker is connected"),
+    ):
+        feeder.next_batch()
+
+
+def test_a_run_that_was_finished_ends_the_wait() -> None:
+    queue = FakeQueue()
+    with feeding(queue) as feeder:
+        queue.policy_now.finished = True
+        with pytest.raises(RunFinished):
+            feeder.next_batch()
+
+
+def test_a_version_that_the_queue_counts_otherwise_is_an_error() -> None:
+    queue = FakeQueue(endless())
+
+    async def elsewhere(*_: object) -> Any:
+        queue.policy_now.version = 9
+        return queue.copy()
+
+    with feeding(queue) as feeder:
+        batch = feeder.next_batch()
+        queue.ack = elsewhere  # type: ignore[method-assign]
+        with pytest.raises(QueueError, match="version 9 after step 1, the learner at 1"):
+            feeder.trained(batch, REPORT)
+
+
+def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.link.REPORT_WAIT_AFTER_S", 0.0)
+    queue = FakeQueue()
+    supply = endless()
+    queue.supply = lambda n, version: supply(n, version) if ("waiting", "groups") in queue.log else []
+    with feeding(queue) as feeder:
+        feeder.next_batch()
+        waits = [entry for entry in queue.log if entry[0] == "waiting"]
+    assert waits == [("waiting", "groups"), ("waiting", None)]

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from learner_testing import VOCABULARY, sample
+from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from learner.model import Policy, Scoring, load_policy
+from learner.packing import pack_row
+from protocol.config import ConfigError, Model
+
+SCORING = Scoring(1.0, 16)
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+def test_score_is_the_model_s_own_log_softmax(make_policy: Callable[..., Policy], model_path: Path) -> None:
+    ids = [5, 1, 60, 33, 7, 7, 2]
+    logits = AutoModelForCausalLM.from_pretrained(model_path)(torch.tensor([ids])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    actual = make_policy(temperature=0.5).score(ids)
+    assert actual.shape == (6,)
+    torch.testing.assert_close(torch.from_numpy(actual), expected.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_forward_applies_the_sampler_s_temperature(make_policy: Callable[..., Policy]) -> None:
+    row = pack_row([sample(9, 2, 0)])
+    cool, warm = make_policy(temperature=0.5)(row), make_policy(temperature=2.0)(row)
+    assert (cool.entropy < warm.entropy).all()
+
+
+def test_weights_have_checkpoint_names_and_no_gradient(make_policy: Callable[..., Policy]) -> None:
+    weights = dict(make_policy().named_weights())
+    assert {"model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"} <= set(weights)
+    assert not any(weight.requires_grad for weight in weights.values())
+
+
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+    CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.05)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"CohereForCausalLM makes its logits in a way"):
+        load_policy(str(tmp_path), Model(path=str(tmp_path), attention="sdpa"), SCORING)
+
+
+def test_softcapped_logits_are_understood_and_softcapped_attention_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SIZES, final_logit_softcapping=0.5, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    load_policy(str(tmp_path), Model(path=str(tmp_path), attention="eager"), SCORING)
+    with pytest.raises(ValueError, match="does not know softcap"):
+        load_policy(str(tmp_path), Model(path=str(tmp_path)), SCORING)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_policy(str(tmp_path), Model(path=str(tmp_path)), SCORING)
+
+
+def test_an_unknown_attention_is_named(model_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.attention = nonsense"):
+        load_policy(str(model_path), Model(path=str(model_path), attention="nonsense"), SCORING)

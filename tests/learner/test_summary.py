@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from learner_testing import status
+from rich.console import Console
+
+from learner import summary
+from learner.metrics import Journal, PublicationRecord, StepRecord
+from learner.progress import Progress
+from protocol.messages import Server
+from protocol.status import WorkerStatus
+
+REQUIRED = """
+steps wall_s worker_cpu_ms_per_episode reward_first10 reward_last10 groups_trained groups_dropped tokens_sampled
+tokens_trained staleness_mean staleness_max learner_wait_share worker_wait_share gen_tokens_per_s train_tokens_per_s
+sync_count sync_pause_ms_p50 sync_pause_ms_p95 sync_transfer_ms_p50 sync_learner_blocked_ms_p50 probe_max_abs_diff
+"""
+
+
+def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecord:
+    numbers = dict.fromkeys((field for field in StepRecord.__struct_fields__), 0)
+    counts: dict[str, dict[str, int]] = {"groups_dropped": {}, "tokens_masked": {}, "tokens_dropped": {}}
+    changes = {
+        "step": step,
+        "version": step,
+        "reward_mean": reward,
+        "tokens_sampled": 120,
+        "tokens_trained": 100,
+        "groups_trained": 4,
+        "staleness_mean": staleness,
+        "staleness_max": staleness,
+        "step_s": 2.0,
+        "wait_s": 0.5,
+        "cpu_s": 0.01,
+        "two_span_rollouts": 1,
+    }
+    return msgspec.convert({**numbers, **counts, **changes}, StepRecord)
+
+
+def publication(step: int, pause_s: float) -> PublicationRecord:
+    return PublicationRecord(step, step, 0.001, 0.002, 0.1, pause_s, 1e-5 * step, ["vllm-0"], {})
+
+
+def test_summary_of_a_run() -> None:
+    steps = [step_record(i, reward=i / 20, staleness=i % 3) for i in range(1, 21)]
+    publications = [publication(i, i / 1000) for i in range(1, 12)]
+    worker = WorkerStatus("w", "h", 1, 8, 0, 160, 0, 0, 0, 0, 0, 0.2, 3.0, 0.0)
+    result = summary.summarise(
+        steps,
+        publications,
+        status(
+            workers=[worker],
+            servers=[Server("vllm-0", "http://x")],
+            drops={"zero_variance": 3},
+            tokens_sampled=2600,
+            worker_wait_share=0.2,
+            worker_cpu_ms_per_episode=3.0,
+        ),
+    )
+    assert (result.steps, result.wall_s, result.step_s_mean) == (20, 40.0, 2.0)
+    assert (result.reward_first10, result.reward_last10) == (pytest.approx(0.275), pytest.approx(0.775))
+    assert (result.tokens_trained, result.tokens_sampled) == (2000, 2600)
+    assert (result.train_tokens_per_s, result.gen_tokens_per_s) == (50.0, 65.0)
+    assert (result.groups_trained, result.groups_dropped) == (80, {"zero_variance": 3})
+    assert (result.staleness_mean, result.staleness_max) == (pytest.approx(1.05), 2)
+    assert (result.learner_wait_share, result.worker_wait_share) == (0.25, 0.2)
+    assert result.learner_cpu_us_per_trained_token == pytest.approx(100.0)
+    assert (result.episodes, result.rollouts_two_versions) == (160, 20)
+    assert (result.sync_count, result.sync_pause_ms_p50) == (11, pytest.approx(6.0))
+    assert result.sync_pause_ms_p95 == pytest.approx(10.5)
+    assert result.probe_max_abs_diff == pytest.approx(1.1e-4)
+
+
+def test_summary_has_every_field_that_is_promised_and_survives_an_empty_run(tmp_path: Path) -> None:
+    result = summary.summarise([], [], status())
+    summary.write(tmp_path, result, [])
+    written = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
+    assert set(REQUIRED.split()) <= set(written)
+    assert written["staleness_mean"] is None
+
+
+def test_the_reward_curve_is_a_picture_and_a_line_of_text(tmp_path: Path) -> None:
+    summary.draw_rewards(tmp_path / "reward.png", [1, 2], [0.0, 1.0])
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert summary.sparkline([0.3] * 100, width=20) == "▁" * 20
+    assert summary.sparkline([]) == ""
+    assert summary.smoothed([0.0, 1.0, 2.0]) == [0.0, 0.5, 1.0]
+
+
+def test_a_journal_forgets_the_time_line_that_a_resume_gave_up(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Journal(path, StepRecord, 0)
+    for step in (1, 2, 3):
+        first.append(step_record(step))
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "ver')  # cut short by kill -9
+    second = Journal(path, StepRecord, 2)
+    second.append(step_record(3, reward=0.9))
+    assert [record.step for record in second.records] == [1, 2, 3]
+    assert Journal(path, StepRecord, 9).records == second.records
+
+
+def test_a_log_file_gets_a_line_now_and_then() -> None:
+    text, now = io.StringIO(), [0.0]
+    asked = []
+
+    def ask() -> object:
+        asked.append(now[0])
+        return status()
+
+    progress = Progress(25, ask, Console(file=text, width=200), clock=lambda: now[0])  # type: ignore[arg-type]
+    with progress:
+        for step in range(1, 26):
+            now[0] += 1
+            progress.show(step_record(step))
+    lines = text.getvalue().splitlines()
+    assert [line.split("|")[0] for line in lines] == ["step  1/25 ", "step 10/25 ", "step 20/25 ", "step 25/25 "]
+    assert "reward 0.500 | staleness 1.00 (max 1) | depth 7 | 60 tokens/s | 2.00 s, 25% waiting" in lines[0]
+    assert asked == [1, 10, 20, 25]

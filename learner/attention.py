@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from learner.packing import PackedRow
+from protocol.config import ConfigError
 
 NAME = "varlen_sdpa"
 
@@ -101,14 +102,14 @@ def varlen_sdpa(
     on purpose: log-probs must be those of the policy that sampled.
     """
     if sliding_window is not None and varlen_layout.max_seqlen > sliding_window:
-        raise ValueError(
+        raise ConfigError(
             f"model.attention = {NAME} has no sliding window, and a sequence of {varlen_layout.max_seqlen} tokens is "
             f"longer than the model's window of {sliding_window}: use flash_attention_2, or lower vllm.max_model_len "
             f"to {sliding_window}"
         )
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"model.attention = {NAME} does not know {name}, which this model uses: choose another")
+            raise ConfigError(f"model.attention = {NAME} does not know {name}, which this model uses: choose another")
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
     outputs = []

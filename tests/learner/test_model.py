@@ -56,7 +56,7 @@ def test_softcapped_logits_are_understood_and_softcapped_attention_is_refused(tm
     config = Gemma2Config(**SIZES, final_logit_softcapping=0.5, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     load_policy(str(tmp_path), Model(path=str(tmp_path), attention="eager"), SCORING)
-    with pytest.raises(ValueError, match="does not know softcap"):
+    with pytest.raises(ConfigError, match="does not know softcap"):
         load_policy(str(tmp_path), Model(path=str(tmp_path)), SCORING)
 
 

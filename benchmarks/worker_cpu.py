@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from protocol.config import RunFile
-from rollout_worker.chat import ChatFormat, load_tokenizer, stop_ids
+from rollout_worker.chat import ChatFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
 from rollout_worker.ticket_loop import Worker
@@ -66,8 +66,7 @@ async def measure(folder: Path, url: str, groups: int, group_size: int, stream: 
     run = config(folder, group_size)
     the_task = task()
     tools = ToolBox(the_task.tools)
-    tokenizer = load_tokenizer(run.model.path)
-    chat = ChatFormat(tokenizer, stop_ids(run.model.path, tokenizer), tools.schemas, "the tiny model")
+    chat = ChatFormat.load(run.model.path, tools.schemas)
     spent = []
     async with InferenceClient(60.0) as client:
         for count in (WARM_UP_GROUPS, groups):

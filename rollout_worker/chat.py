@@ -76,6 +76,12 @@ class ChatFormat:
         self._name = name
         self._end_of_turn = self._checked_end_of_turn() if tools else ""
 
+    @classmethod
+    def load(cls, path: str, tools: Sequence[dict[str, Any]]) -> ChatFormat:
+        """That of a model folder or hub name, for a task with these tools; raises `ConfigError`."""
+        tokenizer = load_tokenizer(path)
+        return cls(tokenizer, stop_ids(path, tokenizer), tools, f"model.path = {path}")
+
     async def prompt_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Ids of a first prompt: messages through the template, text as it is with the tokenizer's special tokens."""
         if isinstance(prompt, str):

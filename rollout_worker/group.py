@@ -95,7 +95,9 @@ class GroupRunner:
     def _row(self, ticket: Ticket) -> Row:
         try:
             row = self.task.row_for(ticket.index, ticket.seed)
-            return row if row.columns["prompt"] else _no_prompt(row)
+            if not row.columns["prompt"]:
+                raise ValueError("its prompt is empty")
+            return row
         except Exception as error:  # the data set is the user's
             raise TicketFailed("row", f"row of index {ticket.index}: {error!r}", retryable=False) from error
 
@@ -171,10 +173,6 @@ class GroupRunner:
             timings={**episode.timings, "reward": reward_s},
             messages=episode.messages if self.keep_messages else None,
         )
-
-
-def _no_prompt(row: Row) -> Row:
-    raise ValueError("its prompt is empty")
 
 
 def _require(rollouts: int, failures: list[EpisodeFailed]) -> None:

@@ -19,8 +19,6 @@ from rollout_worker.tools import ToolBox
 
 RESERVED_COLUMNS = ("completions", "prompts", "completion_ids")
 
-Prompt = str | list[dict[str, Any]]
-
 
 class Row(NamedTuple):
     """A row of the data set and the epoch that it is drawn in."""

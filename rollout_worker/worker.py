@@ -12,7 +12,7 @@ import uvloop
 
 from protocol.client import QueueClient
 from protocol.config import RunFile
-from rollout_worker.chat import ChatFormat, load_tokenizer, stop_ids
+from rollout_worker.chat import ChatFormat
 from rollout_worker.group import Counters
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
@@ -30,9 +30,7 @@ def run(config: RunFile, queue_url: str | None = None, worker_id: str | None = N
 async def work(config: RunFile, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> Counters:
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its counters."""
     tools = ToolBox(task.tools, config.worker.tool_timeout_s)
-    tokenizer = load_tokenizer(config.model.path)
-    stops = stop_ids(config.model.path, tokenizer)
-    chat = ChatFormat(tokenizer, stops, tools.schemas, f"model.path = {config.model.path}")
+    chat = ChatFormat.load(config.model.path, tools.schemas)
     async with InferenceClient(config.worker.request_timeout_s) as client:
         worker = Worker(config, task, queue, worker_id, chat, tools, client)
         await worker.run(stop)

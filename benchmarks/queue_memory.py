@@ -2,7 +2,7 @@
 
     python benchmarks/queue_memory.py [--groups 10000] [--kilobytes 64] [--producers 8]
 
-`rss_mb`: resident memory of the queue's process, before and after; `puts_per_s` and `leases_per_s`: groups per second in
+`rss_mb`: resident memory of the queue's process; `puts_per_s` and `leases_per_s`: groups per second in
 and out, with client and queue on the same machine.
 """
 

@@ -76,11 +76,11 @@ def check_ledger(run: SmallRun) -> Counter[str]:
     """I1: every ticket ended once, and no row of the data set was trained twice on the surviving time line."""
     rows = read_ledger(run.config.run_dir / "queue.db")
     assert len({row.ticket_id for row in rows}) == len(rows)
-    trained = [row.index for row in rows if row.outcome == "trained"]
+    trained = [row.index for row in rows if row.trained]
     assert len(trained) == len(set(trained))
-    outcomes = Counter(row.outcome for row in rows)
+    outcomes = Counter("trained" if row.trained else str(row.state) for row in rows)
     assert set(outcomes) <= {"trained", "dropped", "reissued"}, outcomes
-    assert all(row.reason for row in rows if row.outcome == "dropped")
+    assert all(row.reason for row in rows if row.state == "dropped")
     return outcomes
 
 

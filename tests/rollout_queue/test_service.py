@@ -307,9 +307,9 @@ async def test_f8_long_polls_wake_as_soon_as_there_is_something() -> None:
 
 
 async def test_f8_no_wake_up_is_lost_under_stress() -> None:
-    """Each wait is far longer than the test may take: one lost wake-up fails it."""
-    steps, b = 40, 4
-    async with running(learner={"groups_per_step": b}, queue={"ticket_timeout_s": 600.0}) as (queue, client):
+    """Strict alternation, and waits that are far longer than the test may take: one lost wake-up fails it."""
+    steps, b = 60, 3
+    async with running(learner={"groups_per_step": b}, queue={"max_staleness": 0}) as (queue, client):
 
         async def submit(ticket: Ticket) -> None:
             try:
@@ -339,8 +339,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
                     reply = await lease(client, b - len(have), have=have, wait_s=60.0)
                     have += [codec.decode(bytes(group), Group).ticket_id for group in reply.groups]
                 await step(client, have, number)
-                if number % 2 == 0:
-                    await serve_version(client, number)
+                await serve_version(client, number)
             await client.finish()
 
         async with asyncio.timeout(20.0), asyncio.TaskGroup() as tasks:

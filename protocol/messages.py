@@ -127,7 +127,8 @@ class ServerState(StrEnum):
 
 
 class Server(msgspec.Struct):
-    """A vLLM server in the fleet registry. `version` is the last one proven on it, None before the first."""
+    """A vLLM server in the fleet registry. `version` is the last one proven on it, None before the first; of a
+    quarantined server it is the one that failed."""
 
     name: str
     url: str
@@ -152,9 +153,14 @@ class Ticket(msgspec.Struct):
 
 
 class TicketRequest(msgspec.Struct):
+    """Ask for up to `max_tickets`. `have` are the tickets that the worker works on: one that it was given and does
+    not have is given again, be it that the answer was lost or that the worker died and came back under its name.
+    None: give new ones only."""
+
     worker_id: str
     max_tickets: int
     wait_s: float = 30.0
+    have: list[str] | None = None
 
 
 class TicketReply(msgspec.Struct):

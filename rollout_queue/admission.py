@@ -2,8 +2,14 @@
 
 With B groups per step, K = max_staleness, learner version L and s the lowest version that serves, a group issued now
 samples its first token at version s or later and is trained after the groups before it. It stays within K if at most
-(K + 1 - (L - s)) * B groups are outstanding, itself included. Below that bound the depth d, in steps, follows what the
-learner meets: less where groups arrive near the bound, more where it waits. Dropping is only the safety net.
+(K + 1 - (L - s)) * B groups are outstanding, itself included.
+
+Below that bound the depth d, in steps, is as small as the learner's supply allows, since depth that brings no groups
+sooner only ages them: it grows when the learner waited for groups while workers were refused for depth, and is cut
+when a good part of a step's groups came too late to train. Single late groups are no reason to cut: where episodes'
+lengths have a heavy tail they come at any depth, and a cut would let the stragglers block the rest. In simulation
+(Pareto 1.2, K = 4, B = 16) a cut at each late group made a run of 300 steps six to eighteen times longer and still
+discarded 3 %; this rule is within 15 % of the time at the full depth. Dropping is only the safety net.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from protocol.config import RunFile
 _DECREASE = 0.8
 _INCREASE = 0.25
 _WAIT_SHARE = 0.05
+_LATE_SHARE = 0.2
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -28,17 +35,18 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """`count` tickets may be issued now; with 0, `blocked_by` says what they wait for."""
+    """`count` tickets may be issued now; with 0, `blocked_by` says what they wait for, `for_depth` if that is d."""
 
     count: int
     blocked_by: str | None = None
+    for_depth: bool = False
 
 
 class StepFacts(msgspec.Struct, frozen=True):
-    """One optimiser step: staleness of its oldest group, groups dropped for age since the step before, and the share
-    of its time that the learner waited for groups."""
+    """One optimiser step: groups trained in it, groups dropped for age since the step before, and the share of its time
+    that the learner waited for groups."""
 
-    staleness_max: int
+    trained: int
     dropped_for_age: int
     wait_share: float
 
@@ -55,6 +63,7 @@ class Admission:
         self._deepest = float(self._max_staleness + 1)
         # A step needs B groups at one time: with less than one step outstanding no step would ever be full.
         self.depth = min(2.0, self._deepest) if config.queue.depth == "auto" else max(1.0, config.queue.depth)
+        self._refused_for_depth = False
 
     def limit(self, version: int, served_version: int | None) -> int:
         """Groups that may be outstanding while the servers' oldest version is `served_version`."""
@@ -79,15 +88,22 @@ class Admission:
             return Grant(
                 0, f"the staleness bound: {load.outstanding} groups outstanding, servers {lag} versions behind"
             )
-        return Grant(0, f"the depth limit: {load.outstanding} groups outstanding, {self.depth:.2f} steps allowed")
+        return Grant(
+            0, f"the depth limit: {load.outstanding} groups outstanding, {self.depth:.2f} steps allowed", for_depth=True
+        )
+
+    def observe_refusal(self, grant: Grant) -> None:
+        """A worker that had room got no ticket."""
+        self._refused_for_depth |= grant.for_depth
 
     def observe_step(self, facts: StepFacts) -> None:
         """Adapt the depth to what one step met."""
+        refused, self._refused_for_depth = self._refused_for_depth, False
         if not self._adapts or self._max_staleness == 0:
             return
-        if facts.staleness_max >= self._max_staleness or facts.dropped_for_age:
+        if facts.dropped_for_age > _LATE_SHARE * (facts.trained + facts.dropped_for_age):
             self.depth = max(1.0, self.depth * _DECREASE)
-        elif facts.wait_share > _WAIT_SHARE:
+        elif refused and facts.wait_share > _WAIT_SHARE:
             self.depth = min(self._deepest, self.depth + _INCREASE)
 
     def _bound(self, version: int, served_version: int | None) -> int:

@@ -154,13 +154,13 @@ class LearnerDesk:
         stepped = broker.ledger.run.version > before.version
         if not stepped and not trained:
             return
-        oldest = broker.observations.staleness.add_step(trained, report.staleness_max if report else None)
+        broker.observations.staleness.add_step(trained, report.staleness_max if report else None)
         if not stepped:
             return
         broker.observations.progress_at = broker.now
         broker.observations.rates.add(broker.now, steps=1, tokens_trained=report.tokens_trained if report else 0)
         wait_share = report.wait_s / report.step_s if report and report.step_s > 0 else 0.0
-        broker.admission.observe_step(StepFacts(oldest, self._dropped_for_age, wait_share))
+        broker.admission.observe_step(StepFacts(len(trained), self._dropped_for_age, wait_share))
         self._dropped_for_age = 0
         # The depth may have grown after the commit woke the workers.
         broker.room_came.notify()

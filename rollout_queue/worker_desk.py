@@ -31,6 +31,9 @@ class WorkerDesk:
         broker = self._broker
         if request.max_tickets < 1:
             raise Refusal(422, "max_tickets", f"max_tickets = {request.max_tickets}: ask for at least 1")
+        undelivered = self._undelivered(request)
+        if undelivered:
+            return TicketReply([ticketing.ticket(broker.ledger, r) for r in undelivered], broker.fleet.servers)
         deadline = broker.now + min(request.wait_s, MAX_WAIT_S)
         while True:
             changed = broker.room_came.listen()
@@ -39,7 +42,9 @@ class WorkerDesk:
             if records:
                 broker.observations.waits.end(request.worker_id)
                 return TicketReply([ticketing.ticket(broker.ledger, r) for r in records], broker.fleet.servers)
-            why = broker.grant().blocked_by or "a ticket"
+            grant = broker.grant()
+            broker.admission.observe_refusal(grant)
+            why = grant.blocked_by or "a ticket"
             broker.observations.waits.begin(request.worker_id, why, broker.now, until=broker.now + 2 * MAX_WAIT_S)
             if broker.closing or not await wait(changed, deadline - broker.now):
                 return TicketReply([], [])
@@ -96,6 +101,21 @@ class WorkerDesk:
             if record is not None and record.state is State.ISSUED:
                 await broker.commit(ticketing.fail(broker.ledger, record, f"rejected:{reason}", retryable=True))
         return Refusal(status, reason, message)
+
+    def _undelivered(self, request: TicketRequest) -> list[TicketRecord]:
+        """Tickets of the asker that it does not have, given their full time again."""
+        broker = self._broker
+        if request.have is None:
+            return []
+        have = set(request.have)
+        records = [
+            record
+            for record in broker.ledger.tickets(State.ISSUED)
+            if record.worker_id == request.worker_id and record.id not in have
+        ][: request.max_tickets]
+        for record in records:
+            broker.ledger.renew_ticket(record.id, broker.now)
+        return records
 
     async def _issue(
         self, request: TicketRequest, gone: Callable[[], Awaitable[bool]]

@@ -129,7 +129,8 @@ class Worker:
             await self._fleet.wait_serving()
             await self._pause_after_failures()
             await self.capacity.wait_for(group_size)
-            request = TicketRequest(self._id, max_tickets=self.capacity.free // group_size, wait_s=_POLL_S)
+            room = self.capacity.free // group_size
+            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
             with self.capacity.wanting():
                 try:
                     reply = await self._queue.tickets(request)

@@ -148,6 +148,18 @@ async def test_a_heartbeat_keeps_tickets() -> None:
         assert (await refusal(client.submit(make_group(other)))).status == 410
 
 
+async def test_f10_tickets_whose_answer_was_lost_are_given_again() -> None:
+    async with running() as (_, client):
+        mine = await take(client, 2, worker="a")
+        other = await take(client, 1, worker="b")
+        again = await client.tickets(TicketRequest("a", 1, wait_s=0.0, have=[mine[0].id]))
+        assert again.tickets == [mine[1]]
+        reborn = await client.tickets(TicketRequest("b", 5, wait_s=0.0, have=[]))
+        assert reborn.tickets == other
+        everything = await client.tickets(TicketRequest("a", 5, wait_s=0.0, have=[ticket.id for ticket in mine]))
+        assert not {ticket.id for ticket in everything.tickets} & {ticket.id for ticket in [*mine, *other]}
+
+
 async def test_a_ticket_that_was_never_issued_is_refused() -> None:
     async with running() as (_, client):
         refused = await refusal(client.submit(make_group(Ticket("7.0", 7, 2, 0, 0, 60.0))))
@@ -366,10 +378,11 @@ async def test_f12_f14_drops_are_counted_and_free_their_permits() -> None:
 
 
 async def test_f12_ages_and_the_depth_follow_what_the_learner_meets() -> None:
-    async with running(queue={"max_staleness": 1}, learner={"groups_per_step": 1}) as (_, client):
+    async with running(queue={"max_staleness": 2}, learner={"groups_per_step": 1}) as (_, client):
         for number in (1, 2):
             for ticket in await take(client, 100):
                 await client.submit(make_group(ticket))
+            assert await take(client) == []
             group = codec.decode(bytes((await lease(client, 1)).groups[0]), Group)
             report = LearnerReport(
                 number, 0.5, wait_s=1.0, step_s=4.0, tokens_trained=6, staleness_mean=0.5, staleness_max=number - 1
@@ -378,7 +391,7 @@ async def test_f12_ages_and_the_depth_follow_what_the_learner_meets() -> None:
         status = await client.status()
         assert (status.staleness.max, status.staleness.max_ever, status.staleness.mean) == (1, 1, 0.5)
         assert (status.staleness.in_flight_mean, status.staleness.in_queue_mean) == (0.0, 0.5)
-        assert status.depth.target_steps == pytest.approx(1.6)
+        assert status.depth.target_steps == 2.5
         assert status.learner_wait_share == status.learner.wait_share == 0.25
         assert status.learner.reward_mean == 0.5
 

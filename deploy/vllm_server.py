@@ -42,6 +42,9 @@ def command(config: RunFile, index: int) -> list[str]:
         *("--weight-transfer-config", f'{{"backend": "{config.weight_sync.transport}"}}'),
         "--disable-uvicorn-access-log",
     ]
+    if config.token:
+        # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
+        flags += ["--middleware", "weight_sync.vllm_guard.RequireToken"]
     if on_cpu():
         # A compiled CPU graph would hold on to the packed weights of before.
         flags.append("--enforce-eager")
@@ -55,7 +58,8 @@ def environment(config: RunFile) -> dict[str, str]:
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if Path(config.model.path).exists():
         wanted |= {"HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}}
+    token = {"SLIPSTREAM_TOKEN": config.token} if config.token else {}
+    return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
 
 
 def run(config: RunFile, index: int) -> None:

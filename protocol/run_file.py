@@ -249,7 +249,8 @@ class RunFile(Section):
                 f"learner.token_budget"
             )
         launched = {} if self.vllm.servers else {"vllm.host": self.vllm.host}
-        for setting, host in {"queue.host": queue.host, **launched}.items():
+        listeners = {"queue.host": queue.host, "weight_sync.host": self.weight_sync.host, **launched}
+        for setting, host in listeners.items():
             if host not in LOOPBACK and not self.token:
                 raise ValueError(
                     f"{setting} = {host} listens beyond this machine, which needs a token: set "

@@ -31,7 +31,7 @@ async def work(config: RunFile, task: Task, queue: Queue, worker_id: str, stop: 
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its counters."""
     tools = ToolBox(task.tools, config.worker.tool_timeout_s)
     chat = ChatFormat.load(config.model.path, tools.schemas)
-    async with InferenceClient(config.worker.request_timeout_s) as client:
+    async with InferenceClient(config.worker.request_timeout_s, config.token) as client:
         worker = Worker(config, task, queue, worker_id, chat, tools, client)
         await worker.run(stop)
     return worker.counters

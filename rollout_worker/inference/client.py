@@ -23,17 +23,18 @@ _decoder = msgspec.json.Decoder(Reply)
 
 
 class InferenceClient:
-    """Use it as a context manager, on one event loop. `timeout_s` bounds a whole request."""
+    """Use it as a context manager, on one event loop. `timeout_s` bounds a whole request; `token` is the servers'."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, token: str | None = None) -> None:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=self._timeout, headers={"Content-Type": "application/json"}
-        )
+        self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self
 
     async def __aexit__(

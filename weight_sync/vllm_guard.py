@@ -1,0 +1,40 @@
+"""The token on every route of vLLM's server: `--middleware weight_sync.vllm_guard.RequireToken` (I8).
+
+vLLM's `--api-key` leaves its weight-transfer routes open, to whoever can reach the port.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+HEALTH = "/health"
+
+
+class RequireToken:
+    """ASGI middleware: 401 to a request without `Authorization: Bearer <SLIPSTREAM_TOKEN>`, the health probe apart.
+
+    Without SLIPSTREAM_TOKEN in the environment of the start, it lets everything through.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        token = os.environ.get("SLIPSTREAM_TOKEN")
+        self._expected = f"Bearer {token}".encode() if token else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._expected is None or scope["type"] == "lifespan" or scope["path"] == HEALTH:
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "a bearer token is needed: set SLIPSTREAM_TOKEN to the server's"
+            error = {"message": message, "type": "Unauthorized", "param": None, "code": 401}
+            await JSONResponse({"error": error}, 401)(scope, receive, send)

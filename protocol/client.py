@@ -8,6 +8,7 @@ safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused` with
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from types import TracebackType
@@ -17,6 +18,7 @@ import aiohttp
 import msgspec
 from tenacity import (
     AsyncRetrying,
+    RetryCallState,
     RetryError,
     retry_if_exception_type,
     stop_after_delay,
@@ -46,6 +48,8 @@ from protocol.messages import (
 from protocol.status import Status
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -90,6 +94,7 @@ class QueueClient:
         self.patience_s = patience_s
         self.timeout_s = timeout_s
         self.retries = 0
+        self._absent = False
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -199,20 +204,36 @@ class QueueClient:
             retry=retry_if_exception_type(_Transient),
             wait=wait_random_exponential(multiplier=0.2, max=5.0),
             stop=stop_after_delay(self.patience_s + wait_s),
+            before_sleep=self._say_absent,
         )
         try:
             async for attempt in attempts:
                 with attempt:
                     if attempt.retry_state.attempt_number > 1:
                         self.retries += 1
-                    return await self._once(method, path, data, headers, self.timeout_s + wait_s)
+                    body = await self._once(method, path, data, headers, self.timeout_s + wait_s)
+                    self._say_present()
+                    return body
         except RetryError as error:
             last = error.last_attempt.exception()
+            waited = f" for {self.patience_s:.0f} s" if self.patience_s else ""
             raise Unreachable(
-                f"the queue at {self.url} did not answer for {self.patience_s:.0f} s ({last}); is it running? "
-                f"start it with: slipstream queue run.toml"
+                f"the queue at {self.url} did not answer{waited} ({last}); is it running? "
+                f"Start it with: slipstream queue run.toml"
             ) from None
         raise AssertionError("unreachable: the retry loop returns or raises")
+
+    def _say_absent(self, call: RetryCallState) -> None:
+        """One line for each absence of the queue: no wait is invisible (I7)."""
+        if not self._absent and call.outcome is not None:
+            self._absent = True
+            why = call.outcome.exception()
+            logger.warning("waiting for the queue at %s, for up to %.0f s: %s", self.url, self.patience_s, why)
+
+    def _say_present(self) -> None:
+        if self._absent:
+            self._absent = False
+            logger.info("the queue at %s answers", self.url)
 
     async def _once(
         self, method: str, path: str, data: bytes | None, headers: dict[str, str], timeout_s: float

@@ -172,6 +172,28 @@ async def test_a_queue_that_is_not_there_is_unreachable_after_the_patience() -> 
     assert 0.3 <= perf_counter() - started < LONGEST_S
 
 
+async def test_i7_the_wait_for_an_absent_queue_is_logged_once_with_its_url(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "protocol.client")
+    async with running(drops, drops, drops, says(POLICY)) as queue, QueueClient(queue.url, patience_s=10) as client:
+        await client.policy()
+        await client.policy()
+    waiting, answers = (record.getMessage() for record in caplog.records)
+    assert waiting.startswith(f"waiting for the queue at {queue.url}, for up to 10 s: GET /v1/policy: ")
+    assert answers == f"the queue at {queue.url} answers"
+
+
+async def test_without_patience_an_absent_queue_is_told_at_once_and_nothing_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(says(POLICY)) as queue:
+        url = queue.url
+    async with QueueClient(url, patience_s=0) as client:
+        with pytest.raises(Unreachable, match=r"did not answer \("):
+            await client.policy()
+    assert client.retries == 0
+    assert not caplog.records
+
+
 async def test_a_queue_that_goes_on_failing_is_unreachable_and_the_message_says_how_it_failed() -> None:
     async with running(says(status=500)) as queue, QueueClient(queue.url, patience_s=0.2) as client:
         with pytest.raises(Unreachable, match="GET /v1/policy: HTTP 500"):

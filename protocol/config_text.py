@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +15,9 @@ from pydantic_core import ErrorDetails
 
 MASK = "***"
 SECRETS = ("token",)
+
+WIDTH = 100
+COMMENT_COLUMN = 32
 
 # What pydantic's error codes mean to someone who writes TOML; {} are filled from the error's context.
 _MEANINGS = {
@@ -37,7 +42,7 @@ _MEANINGS = {
 
 
 def to_toml(config: BaseModel) -> str:
-    """The resolved run file as TOML, each setting under its description; a token is printed as `***`.
+    """The resolved run file as TOML, each setting with its description; a token is printed as `***`.
 
     `protocol.config.load` reads the text back to an equal run file where it held no token.
     """
@@ -45,10 +50,18 @@ def to_toml(config: BaseModel) -> str:
     for section, table in config:
         lines = [f"[{section}]"]
         for key, value in table:
-            lines.append(f"# {type(table).model_fields[key].description}")
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {_shown(key, value)}")
+            setting = f"# {key} =" if value is None else f"{key} = {_shown(key, value)}"
+            lines += _commented(setting, str(type(table).model_fields[key].description))
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
+
+
+def _commented(setting: str, comment: str) -> list[str]:
+    """A setting with its comment beside it; above it where the setting is too long for that."""
+    if len(setting) >= COMMENT_COLUMN:
+        return [*("# " + line for line in wrap(comment, WIDTH - 2)), setting]
+    beside = wrap(comment, WIDTH - COMMENT_COLUMN - 2)
+    return [f"{left:{COMMENT_COLUMN}}# {line}" for left, line in zip_longest([setting], beside, fillvalue="")]
 
 
 def toml_value(value: object) -> str:

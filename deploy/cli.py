@@ -10,36 +10,43 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, RunFile, load, to_toml
+from protocol.config import ConfigError, load, to_toml
 
 HERE = Path(__file__).parent
 
 app = typer.Typer(
-    help=__doc__.split("\n\n")[0].split(":", 1)[1].strip().capitalize(),
+    help="One command for each process of a run. All take --section.key VALUE to override the run file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file; --section.key value overrides it")]
+RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
 QueueUrl = Annotated[str | None, typer.Option("--queue", help="URL of the queue; default: the run file's")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")]
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+OVERRIDES: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "options_metavar": "[--section.key VALUE ...] [OPTIONS]",
+}
 
 
-@app.command(context_settings=OVERRIDES)
+class RunFailed(RuntimeError):
+    """The run ended for a reason that no setting could have told before."""
+
+
+@app.command(**OVERRIDES)
 def config(context: typer.Context, run_file: RunFilePath) -> None:
     """Check a run file and print it resolved, with every setting's meaning."""
     typer.echo(to_toml(load(run_file, context.args)))
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(**OVERRIDES)
 def queue(context: typer.Context, run_file: RunFilePath) -> None:
     """Run the rollout queue."""
     from rollout_queue.service import serve
@@ -47,7 +54,7 @@ def queue(context: typer.Context, run_file: RunFilePath) -> None:
     serve(load(run_file, context.args))
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(**OVERRIDES)
 def worker(
     context: typer.Context,
     run_file: RunFilePath,
@@ -60,15 +67,20 @@ def worker(
     run(load(run_file, context.args), queue, name)
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(**OVERRIDES)
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     from learner.loop import run
+    from learner.trainer import DivergedError
+    from weight_sync.publisher import PublishError
 
-    run(load(run_file, context.args), queue, resume)
+    try:
+        run(load(run_file, context.args), queue, resume)
+    except (DivergedError, PublishError) as error:
+        raise RunFailed(str(error)) from error
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(**OVERRIDES)
 def vllm(
     context: typer.Context,
     run_file: RunFilePath,
@@ -80,14 +92,14 @@ def vllm(
     run(load(run_file, context.args), index)
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(**OVERRIDES)
 def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Run everything on this machine: deploy/launch.sh."""
     arguments = [run_file, *(["--resume"] if resume else []), *context.args]
-    os.execv("/usr/bin/env", ["env", "bash", str(HERE / "launch.sh"), *arguments])
+    os.execvp("bash", ["bash", str(HERE / "launch.sh"), *arguments])
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(**OVERRIDES)
 def status(
     context: typer.Context,
     run_file: RunFilePath,
@@ -98,10 +110,15 @@ def status(
     from deploy.status_view import show
 
     settings = load(run_file, context.args)
-    asyncio.run(show(_client(settings, queue), watch))
+    # One look asks once; a watch outlives a restart of the queue.
+    client = QueueClient(queue or settings.queue.url, settings.token, patience_s=60.0 if watch else 0.0, timeout_s=10.0)
+    try:
+        asyncio.run(show(client, watch))
+    except QueueError as error:
+        raise ConfigError(str(error)) from None
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(**OVERRIDES)
 def ledger(context: typer.Context, run_file: RunFilePath) -> None:
     """Print what became of every ticket of the run, one JSON object a line."""
     from deploy.ledger_view import print_ledger
@@ -109,23 +126,22 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
     print_ledger(load(run_file, context.args))
 
 
-@app.command(context_settings=OVERRIDES, hidden=True)
+@app.command(**OVERRIDES, hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Check all that can be checked before a process starts; print the launcher's shell variables."""
     from deploy.preflight import check, shell_variables, write_resolved
 
-    settings = load(run_file, context.args)
-    check(settings, resume)
-    write_resolved(settings)
-    typer.echo(shell_variables(settings))
-
-
-def _client(settings: RunFile, url: str | None) -> QueueClient:
-    return QueueClient(url or settings.queue.url, settings.token, patience_s=3.0)
+    # The launcher evaluates what is printed: keep a task file's own prints out of it.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        settings = load(run_file, context.args)
+        check(settings, resume)
+        write_resolved(settings)
+        print(shell_variables(settings), file=answer)
 
 
 def main() -> None:
-    """Entry point. A setting or a state that cannot work ends with one message and exit code 2."""
+    """Entry point. Exit code 2 and one message: a setting or a state that cannot work; 1: the run failed."""
     logging.basicConfig(
         level=os.environ.get("SLIPSTREAM_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -134,13 +150,9 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         app()
-    except (ConfigError, QueueError) as error:
-        sys.exit(_report(str(error)))
-
-
-def _report(message: str) -> int:
-    print(f"slipstream: {message}", file=sys.stderr)
-    return 2
+    except (ConfigError, QueueError, RunFailed) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 if __name__ == "__main__":

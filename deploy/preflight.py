@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shlex
 import shutil
 import socket
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 from deploy.placement import place
 from deploy.vllm_server import on_cpu
-from protocol.config import ConfigError, RunFile, to_toml
+from protocol.config import ConfigError, Model, RunFile, to_toml
 
 
 def check(config: RunFile, resume: bool) -> None:
@@ -30,12 +32,17 @@ def check(config: RunFile, resume: bool) -> None:
 
 def write_resolved(config: RunFile) -> Path:
     """Write the resolved run file into the run directory, for all processes of the run to read."""
-    config.run_dir.mkdir(parents=True, exist_ok=True)
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
     # The token stays out of files; the launcher hands it on in the environment.
     queue = config.queue.model_copy(update={"token": None})
     path = config.run_dir / "run.toml"
-    path.write_text(to_toml(config.model_copy(update={"run": run, "queue": queue})), encoding="utf-8")
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(config.model_copy(update={"run": run, "queue": queue})), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir = {config.run.dir}: {path} cannot be written: {error.strerror}; choose another run.dir"
+        ) from None
     return path
 
 
@@ -63,8 +70,8 @@ def shell_variables(config: RunFile) -> str:
 
 
 def _check_run_dir(config: RunFile, resume: bool) -> None:
-    store = config.run_dir / "queue.db"
-    if store.exists() and not resume:
+    holds_a_run = any((config.run_dir / name).exists() for name in ("queue.db", "checkpoints"))
+    if holds_a_run and not resume:
         raise ConfigError(
             f"run.name = {config.run.name}: {config.run_dir} already holds a run; go on with it by --resume, or choose "
             f"another name: --run.name {config.run.name}-2"
@@ -85,24 +92,49 @@ def _check_port(host: str, port: int, setting: str) -> None:
 
 
 def _check_server(url: str) -> None:
+    # As the worker asks: never by a proxy of the environment.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10):
+        with opener.open(f"{url}/health", timeout=10):
             pass
-    except OSError as error:
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
         raise ConfigError(
-            f"vllm.servers: no vLLM server answers at {url} ({error}); start it with slipstream vllm, or leave "
-            f"vllm.servers empty to have it launched"
+            f"vllm.servers: no vLLM server answers at {url} ({reason}); start it with: slipstream vllm run.toml, or "
+            f"leave vllm.servers empty to have it launched"
         ) from None
 
 
 def _check_task_and_model(config: RunFile) -> None:
+    from rollout_worker.chat import ChatFormat
     from rollout_worker.task import load_task
+    from rollout_worker.tools import ToolBox
 
-    load_task(config.task)
-    from transformers import AutoConfig
+    # Every try to reach the hub is a warning of its own; here one message says it.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    task = load_task(config.task)
+    _check_model(config.model)
+    ChatFormat.load(config.model.path, ToolBox(task.tools, config.worker.tool_timeout_s).schemas)
+
+
+def _check_model(model: Model) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        AutoConfig.from_pretrained(config.model.path)
+        architecture = AutoConfig.from_pretrained(model.path)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path = {config.model.path}: not a model that can be loaded: {first}") from None
+        raise ConfigError(
+            f"model.path = {model.path}: not a model that can be loaded: {first}; give an existing model folder or a "
+            f"hub name"
+        ) from None
+    if model.attention == Model.model_fields["attention"].default:
+        return
+    import torch
+
+    try:
+        with torch.device("meta"):  # the class checks it, and no weight is made
+            AutoModelForCausalLM.from_config(architecture, attn_implementation=model.attention)
+    except (ValueError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.attention = {model.attention}: the model cannot use it: {first}") from None

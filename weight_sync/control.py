@@ -10,22 +10,32 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+RESUME_ATTEMPTS = 3
+RESUME_TIMEOUT_S = 10.0
+RESUME_PAUSE_S = 0.5
+
 
 class ControlError(RuntimeError):
     """A control call failed or did not end in time. The text names server, route and cause."""
 
 
 class ServerControl:
-    """Control plane of one vLLM server. Use it as a context manager."""
+    """Control plane of one vLLM server. Use it as a context manager.
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    `timeout_s` bounds each call; `token` is what the server's `weight_sync.vllm_guard` wants, if it runs one.
+    """
+
+    def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
         self.url = url
         self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         # vLLM closes idle connections after 5 s; ours end first, so that none breaks in use.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=3))
+        self._session = aiohttp.ClientSession(
+            headers=self._headers, connector=aiohttp.TCPConnector(keepalive_timeout=3)
+        )
         return self
 
     async def __aexit__(
@@ -47,14 +57,14 @@ class ServerControl:
                         last = error
                         await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:.0f} s ({last})") from None
+            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({last})") from None
 
     async def world_size(self) -> int:
-        return int((await self._call("GET", "/get_world_size"))["world_size"])
+        return int(await self._read("/get_world_size", "world_size"))
 
     async def weight_label(self) -> str:
         """The version label that the engine holds; "default" after a start, whatever was published before."""
-        return str((await self._call("GET", "/weight_info"))["weight_version"])
+        return str(await self._read("/weight_info", "weight_version"))
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
@@ -84,7 +94,15 @@ class ServerControl:
         await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
 
     async def resume(self) -> None:
-        await self._call("POST", "/resume")
+        """Let generation go on. Tried a few times within half a minute: a server that stays paused is a dead one."""
+        for attempt in range(1, RESUME_ATTEMPTS + 1):
+            try:
+                await self._call("POST", "/resume", timeout_s=min(self._timeout_s, RESUME_TIMEOUT_S))
+                return
+            except ControlError as error:
+                if attempt == RESUME_ATTEMPTS:
+                    raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
+                await asyncio.sleep(RESUME_PAUSE_S)
 
     async def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve."""
@@ -106,12 +124,23 @@ class ServerControl:
         except (KeyError, TypeError, ValueError) as error:
             raise ControlError(f"{self.url}: the probe's answer holds no prompt log-probs ({error!r})") from error
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _read(self, path: str, field: str) -> Any:
+        reply = await self._call("GET", path)
+        try:
+            return reply[field]
+        except (KeyError, TypeError) as error:
+            raise ControlError(f"{self.url}{path}: the answer {reply!r:.200} holds no {field}") from error
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Any:
         if self._session is None:
             raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
                 if response.status >= 400:
                     text = (await response.text())[:500]
                     raise ControlError(
@@ -119,12 +148,14 @@ class ServerControl:
                     )
                 return await response.json()
         except TimeoutError as error:
-            raise ControlError(f"{self.url}{path}: no answer within {self._timeout_s:.0f} s") from error
-        except aiohttp.ClientError as error:
-            raise ControlError(f"{self.url}{path}: {error}") from error
+            raise ControlError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
 
 
 def _hint(path: str, status: int) -> str:
+    if status == 401:
+        return "; set SLIPSTREAM_TOKEN to the server's"
     if status == 404:
         return "; the server needs VLLM_SERVER_DEV_MODE=1: start it with slipstream vllm run.toml"
     if status == 403 and path.startswith("/inference"):

@@ -1,12 +1,13 @@
 """One version onto one server: transfer beside generation, pause for the swap alone, proof by probe.
 
 What each outcome leaves behind: before the swap the server has its old weights whole; after it, the new ones,
-which count only when the probe agrees. Generation is resumed on every path (I6).
+which count only when the probe agrees. Generation is resumed on every path, cancellation among them (I6).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -15,11 +16,9 @@ from dataclasses import dataclass
 from weight_sync.control import ControlError, ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import Link, TransferError
+from weight_sync.waiting import on_thread, to_its_end
 
 logger = logging.getLogger(__name__)
-
-# What vLLM calls the weights that it loaded from disk.
-FRESH_LABEL = "default"
 
 
 class ProbeMismatch(RuntimeError):
@@ -45,7 +44,6 @@ class ServerPublication:
         self._tolerance = tolerance
         self._link: Link | None = None
         self._label: str | None = None
-        self._failed = False
         self._proven = False
 
     async def publish(self, snapshot: Snapshot) -> Outcome:
@@ -53,7 +51,6 @@ class ServerPublication:
         try:
             return await self._publish(snapshot)
         except BaseException:
-            self._failed = True
             await self.disconnect()
             raise
 
@@ -61,14 +58,14 @@ class ServerPublication:
         link, self._link, self._label = self._link, None, None
         self._proven = False
         if link is not None:
-            await asyncio.to_thread(link.close)
+            await on_thread(link.close)
 
     async def _publish(self, snapshot: Snapshot) -> Outcome:
         link = await self._connected()
         began = time.monotonic()
         await self.control.start_update()
         await self.control.update(link.update_info(snapshot))
-        await asyncio.to_thread(link.send, snapshot)
+        await on_thread(link.send, snapshot)
         transferred = time.monotonic()
         await self._swap(str(snapshot.version))
         resumed = time.monotonic()
@@ -88,7 +85,7 @@ class ServerPublication:
             await self.control.finish_update(label)
         finally:
             # The label is set while paused, so that no token can carry the version of other weights.
-            await self.control.resume()
+            await to_its_end(self.control.resume())
         self._label = label
 
     async def _connected(self) -> Link:
@@ -102,28 +99,26 @@ class ServerPublication:
             )
             await self.disconnect()
         workers = await self.control.world_size()
-        if self._failed or await self.control.weight_label() != FRESH_LABEL:
-            await self._close_old_session()
-            self._failed = False
-        link = await asyncio.to_thread(self._make_link, workers)
+        await self._close_old_session()
+        self._link = link = await on_thread(self._make_link, workers)
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self.control.init_transfer(link.init_info()))
-                both.create_task(asyncio.to_thread(link.connect))
+                both.create_task(on_thread(link.connect))
         except ExceptionGroup as group:
-            await asyncio.to_thread(link.close)
             raise group.exceptions[0] from group
-        self._link = link
         self._label = await self.control.weight_label()
         return link
 
     async def _close_old_session(self) -> None:
-        """End what a learner that died, or a failed transfer, may have left: an open update, a group, a pause."""
-        for end in (self.control.abandon_update, self.control.shutdown_transfer):
-            try:
-                await end()
-            except ControlError as error:
-                logger.debug("nothing to end: %s", error)
+        """End what a learner that died, or a failed publication, may have left: an open update, a group, a pause."""
+        try:
+            await self.control.shutdown_transfer()
+        except ControlError:
+            # vLLM keeps the group while an update is open.
+            with contextlib.suppress(ControlError):
+                await self.control.abandon_update()
+            await self.control.shutdown_transfer()
         await self.control.resume()
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -20,13 +20,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from protocol.client import QueueClient
+from protocol.client import QueueClient, Refused
 from protocol.config import RunFile
 from protocol.messages import Server, ServerState
 from weight_sync.control import ServerControl
 from weight_sync.probe import Probe
 from weight_sync.publication import PUBLICATION_ERRORS, Outcome, ServerPublication
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports.base import Link
 from weight_sync.transports.gloo import GlooLink
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 RETRY_PAUSE_S = 2.0
+# Enough to resume a server that is paused.
+CLOSE_TIMEOUT_S = 40.0
 
 
 class PublishError(RuntimeError):
@@ -57,15 +60,22 @@ class PublishRecord:
 
 
 class Publisher:
-    """Publishes versions, one at a time, in the order they are handed over. Use it as a context manager."""
+    """Publishes versions, one at a time, in the order they are handed over. Use it as a context manager.
 
-    def __init__(self, config: RunFile, queue_url: str) -> None:
+    `records` grows by one as each publication ends. `make_link(workers)` opens a link to the workers of a server; by
+    default it is of the run file's transport.
+    """
+
+    def __init__(self, config: RunFile, queue_url: str, make_link: Callable[[int], Link] | None = None) -> None:
         self.records: list[PublishRecord] = []
         self._config = config
+        self._make_link = make_link or self._gloo_link
         self._queue_url = queue_url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
-        self._in_flight: Future[PublishRecord] | None = None
+        self._ending: Future[None] | None = None
+        self._in_flight: int | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._buffer: torch.Tensor | None = None
         self._resources = AsyncExitStack()
         self._publications: dict[str, ServerPublication] = {}
@@ -80,19 +90,23 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._in_flight is not None:
-            self._in_flight.cancel()
         try:
-            self._run(self._close()).result(timeout=10)
+            self._run(self._close()).result(timeout=CLOSE_TIMEOUT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10)
+
+    @property
+    def in_flight(self) -> int | None:
+        """The version that is on its way to the servers; may be read from any thread."""
+        return self._in_flight
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
         """Take a snapshot of `weights` (names and tensors as in a checkpoint) and publish it in the background.
 
         Returns the seconds that the caller was kept: for the publication before, if it has not ended, and for
-        the snapshot. Raises `PublishError` if the publication before reached no server.
+        the snapshot. Raises what the publication before ended with: `PublishError` if it reached no server,
+        `QueueError` if the queue failed it.
         """
         began = time.monotonic()
         self.wait()
@@ -101,24 +115,32 @@ class Publisher:
         snapshot = Snapshot(version, weights, probe, dtype, self._buffer)
         self._buffer = snapshot.flat
         done = time.monotonic()
-        self._in_flight = self._run(self._publish(snapshot, done - free, done - began))
+        self._in_flight = version
+        self._ending = self._run(self._publish(snapshot, done - free, done - began))
         return done - began
 
     def wait(self) -> None:
-        """Until nothing is in flight; raises `PublishError` if it reached no server."""
-        if self._in_flight is not None:
-            in_flight, self._in_flight = self._in_flight, None
-            self.records.append(in_flight.result())
+        """Until nothing is in flight; raises `PublishError` if it reached no server, `QueueError`."""
+        if self._ending is not None:
+            ending, self._ending = self._ending, None
+            ending.result()
 
-    async def _publish(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> PublishRecord:
+    async def _publish(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> None:
+        self._task = asyncio.current_task()
+        try:
+            self.records.append(await self._publish_to_fleet(snapshot, snapshot_s, blocked_s))
+        finally:
+            self._in_flight = None
+
+    async def _publish_to_fleet(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> PublishRecord:
         failed: dict[str, str] = {}
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S)
             servers = await self._client.servers()
-            results = await asyncio.gather(*(self._publish_to(server, snapshot) for server in servers))
-            outcomes = {server.name: r for server, r in zip(servers, results, strict=True) if isinstance(r, Outcome)}
-            failed = {server.name: r for server, r in zip(servers, results, strict=True) if isinstance(r, str)}
+            results = await self._publish_to_all(servers, snapshot)
+            outcomes = {name: result for name, result in results.items() if isinstance(result, Outcome)}
+            failed = {name: result for name, result in results.items() if isinstance(result, str)}
             if outcomes:
                 return PublishRecord(
                     version=snapshot.version,
@@ -133,7 +155,24 @@ class Publisher:
         reasons = "; ".join(failed.values()) or "the registry holds no server"
         raise PublishError(f"version {snapshot.version} reached no vLLM server in {ATTEMPTS} attempts: {reasons}")
 
+    async def _publish_to_all(self, servers: list[Server], snapshot: Snapshot) -> dict[str, Outcome | str]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {server.name: group.create_task(self._publish_to(server, snapshot)) for server in servers}
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return {name: task.result() for name, task in tasks.items()}
+
     async def _publish_to(self, server: Server, snapshot: Snapshot) -> Outcome | str:
+        """The outcome, or why there is none."""
+        try:
+            return await self._publish_and_register(server, snapshot)
+        except Refused as refusal:
+            # It registered anew, or was taken out, on the way; the next publication finds it as it is then.
+            logger.warning("%s: %s", server.name, refusal)
+            return f"{server.name}: {refusal}"
+
+    async def _publish_and_register(self, server: Server, snapshot: Snapshot) -> Outcome | str:
         """The outcome, or why the server was quarantined."""
         if server.state is not ServerState.SERVING:
             await self._register(server, ServerState.SYNCING, server.version)
@@ -144,7 +183,7 @@ class Publisher:
             async with asyncio.timeout(self._config.weight_sync.timeout_s):
                 outcome = await publication.publish(snapshot)
         except (*PUBLICATION_ERRORS, TimeoutError) as error:
-            reason = str(error) or f"{server.url}: not done within {self._config.weight_sync.timeout_s:.0f} s"
+            reason = str(error) or f"{server.url}: not done within {self._config.weight_sync.timeout_s:g} s"
             logger.error("%s is quarantined: %s", server.name, reason)
             await self._register(server, ServerState.QUARANTINED, snapshot.version, reason)
             return reason
@@ -155,14 +194,16 @@ class Publisher:
         publication = self._publications.get(server.url)
         if publication is None:
             sync = self._config.weight_sync
-            control = await self._resources.enter_async_context(ServerControl(server.url, sync.timeout_s))
-
-            def make_link(workers: int) -> GlooLink:
-                return GlooLink(sync.host, workers, sync.bucket_bytes, sync.timeout_s)
-
-            publication = ServerPublication(control, make_link, sync.probe_tolerance)
+            control = await self._resources.enter_async_context(
+                ServerControl(server.url, sync.timeout_s, self._config.token)
+            )
+            publication = ServerPublication(control, self._make_link, sync.probe_tolerance)
             self._publications[server.url] = publication
         return publication
+
+    def _gloo_link(self, workers: int) -> Link:
+        sync = self._config.weight_sync
+        return GlooLink(sync.host, workers, sync.bucket_bytes, sync.timeout_s)
 
     async def _register(
         self, server: Server, state: ServerState, version: int | None, reason: str | None = None
@@ -170,6 +211,10 @@ class Publisher:
         await self._client.put_server(Server(server.name, server.url, state, version, reason))
 
     async def _close(self) -> None:
+        if self._task is not None:
+            # Its end resumes servers, for which it needs the connections.
+            self._task.cancel()
+            await asyncio.wait([self._task])
         for publication in self._publications.values():
             await publication.disconnect()
         await self._resources.aclose()

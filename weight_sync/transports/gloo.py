@@ -14,7 +14,11 @@ from weight_sync.transports.gloo_group import OK, GlooGroup, dist
 
 
 class GlooLink:
-    """One server's link. See `base.Link`."""
+    """One server's link. See `base.Link`.
+
+    The rendezvous and gloo's own connections know no authentication: whoever reaches `host` while a link is made
+    can take a worker's place in it. Let `weight_sync.host` be an address in a network of the run's machines alone.
+    """
 
     def __init__(self, host: str, workers: int, bucket_bytes: int, timeout_s: float) -> None:
         self._host = host
@@ -22,18 +26,23 @@ class GlooLink:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._group: GlooGroup | None = None
-        # The rendezvous listens on a socket of ours, so that no other process can take the port in between.
-        listener = socket.create_server((host, 0))
-        self._port = listener.getsockname()[1]
-        self._store: Any = dist.TCPStore(
-            host,
-            self._port,
-            self._size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            # The rendezvous listens on a socket of ours, so that no other process can take the port in between.
+            listener = socket.create_server((host, 0))
+            self._port = listener.getsockname()[1]
+            self._store: Any = dist.TCPStore(
+                host,
+                self._port,
+                self._size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except (OSError, RuntimeError) as error:
+            raise TransferError(
+                f"weight_sync.host = {host}: cannot listen there: {error}; name an address of the learner's machine"
+            ) from error
 
     def init_info(self) -> dict[str, Any]:
         return {

@@ -117,7 +117,7 @@ class Loop:
             wait_s = time.perf_counter() - waiting
             figures = self._trainer.step(batch.rows, batch.tally.tokens_trained)
             step_s = time.perf_counter() - acknowledged
-            feeder.trained(batch, _report(batch, wait_s, step_s))
+            feeder.trained(batch, _report(batch, wait_s, step_s, self._publisher.in_flight))
             acknowledged += step_s
             cpu_s, cpu = time.process_time() - cpu, time.process_time()
             self._state = State(batch.step, batch.version + 1)
@@ -146,9 +146,10 @@ class Loop:
 
     def _record_publications(self) -> None:
         offset = self._start.version - self._start.step
-        for record in self._publisher.records[self._recorded :]:
+        ended = self._publisher.records[self._recorded :]
+        for record in ended:
             self._publications.append(PublicationRecord(step=record.version - offset, **asdict(record)))
-        self._recorded = len(self._publisher.records)
+        self._recorded += len(ended)
 
     def _checkpoint(self) -> None:
         settings, state = self._config.learner, self._state
@@ -157,7 +158,7 @@ class Loop:
         self._checkpointed = state.step
 
 
-def _report(batch: Batch, wait_s: float, step_s: float) -> LearnerReport:
+def _report(batch: Batch, wait_s: float, step_s: float, publishing: int | None) -> LearnerReport:
     tally = batch.tally
     return LearnerReport(
         step=batch.step,
@@ -167,6 +168,7 @@ def _report(batch: Batch, wait_s: float, step_s: float) -> LearnerReport:
         tokens_trained=tally.tokens_trained,
         staleness_mean=tally.staleness_sum / tally.tokens_trained,
         staleness_max=tally.staleness_max,
+        publishing=publishing,
     )
 
 

@@ -28,6 +28,7 @@ class FakePublisher:
         self.records: list[PublishRecord] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.probes: list[Probe] = []
+        self.in_flight: int | None = None
 
     def __enter__(self) -> Self:
         return self

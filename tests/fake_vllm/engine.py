@@ -63,6 +63,9 @@ class FakeEngine:
     def resume(self) -> None:
         self._go_on.set()
 
+    async def until_resumed(self) -> None:
+        await self._go_on.wait()
+
     async def sample(self, token_ids: list[int], index: int, max_tokens: int, stops: list[int]) -> Sample:
         """One continuation. Waits while paused, as vLLM queues requests, and for the latency of this index."""
         self.running += 1
@@ -70,7 +73,7 @@ class FakeEngine:
             latency = self.latency_s(index) if callable(self.latency_s) else self.latency_s
             if latency:
                 await asyncio.sleep(latency)
-            await self._go_on.wait()
+            await self.until_resumed()
         finally:
             self.running -= 1
         sampled = self.policy(token_ids, index)
@@ -100,6 +103,10 @@ class FakeEngine:
         self._require_transfer()
         if not self.updating:
             raise EngineError("No weight update is active; call start_weight_update first")
+
+    def drop_update(self) -> None:
+        """What vLLM does with an update whose `/update_weights` fails."""
+        self.updating = False
 
     def finish_update(self, version: str | None) -> None:
         self.update()

@@ -43,14 +43,19 @@ def choice(sample: Sample, index: int, version: str, fault: Fault | None) -> dic
     }
 
 
-def answer(request_id: str, choices: list[dict[str, Any]], prompt_size: int) -> dict[str, Any]:
+def answer(
+    request_id: str,
+    choices: list[dict[str, Any]],
+    prompt_size: int,
+    prompt_logprobs: list[dict[str, Any] | None] | None = None,
+) -> dict[str, Any]:
     sampled = sum(len(choice["token_ids"]) for choice in choices)
     return {
         "request_id": f"generate-tokens-{request_id}",
         "model": "policy",
         "created": int(time.time()),
         "usage": {"prompt_tokens": prompt_size, "total_tokens": prompt_size + sampled, "completion_tokens": sampled},
-        "prompt_logprobs": None,
+        "prompt_logprobs": prompt_logprobs,
         "prompt_token_ids": None,
         "mm_placeholders": None,
         "metrics": None,

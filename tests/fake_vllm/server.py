@@ -23,12 +23,19 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class FakeVllm:
     """A server with `engine` behind it. `requests` holds the generate requests' bodies, `calls` every route asked."""
 
-    def __init__(self, engine: FakeEngine | None = None, dev_mode: bool = True, scale_out: bool = True) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine | None = None,
+        dev_mode: bool = True,
+        scale_out: bool = True,
+        token: str | None = None,
+    ) -> None:
         self.engine = engine or FakeEngine()
         self.faults = Faults()
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self._scale_out = scale_out
+        self._token = token
         self.app = web.Application(middlewares=[self._middleware], client_max_size=1 << 30)
         self.app.add_routes(
             [
@@ -60,6 +67,8 @@ class FakeVllm:
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.calls.append(request.path)
+        if self._token and request.headers.get("Authorization") != f"Bearer {self._token}":
+            return _refusal(401, "Unauthorized", "Unauthorized")
         fault = self.faults.take(request.path)
         request[FAULT] = fault
         if fault is not None:
@@ -87,6 +96,9 @@ class FakeVllm:
         prompt, params = body["token_ids"], body["sampling_params"]
         if problem := self._problem(body):
             return problem
+        if params.get("prompt_logprobs") is not None:
+            await self.engine.until_resumed()
+            return web.json_response(replies.answer("probe", [], len(prompt), self._scored(prompt)))
         n, limit = params.get("n", 1), min(params["max_tokens"], self.engine.max_model_len - len(prompt))
         stops = params.get("stop_token_ids") or []
         tasks = [asyncio.create_task(self._finished(prompt, index, limit, stops)) for index in range(n)]
@@ -144,13 +156,15 @@ class FakeVllm:
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         prompt = body["prompt"]
-        scored: list[dict[str, Any] | None] | None = None
-        if body.get("prompt_logprobs") is not None:
-            scored = [None] + [
-                {str(token): {"logprob": self.engine.probe_logprob(token, place), "rank": 1, "decoded_token": ""}}
-                for place, token in enumerate(prompt[1:], start=1)
-            ]
+        scored = self._scored(prompt) if body.get("prompt_logprobs") is not None else None
         return web.json_response(replies.completion(prompt, scored))
+
+    def _scored(self, prompt: list[int]) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs` of an answer: nothing for the first token."""
+        return [None] + [
+            {str(token): {"logprob": self.engine.probe_logprob(token, place), "rank": 1, "decoded_token": ""}}
+            for place, token in enumerate(prompt[1:], start=1)
+        ]
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -194,6 +208,9 @@ class FakeVllm:
     async def _update_weights(self, request: web.Request) -> web.Response:
         info = await _embedded(request, "update_info")
         self.engine.update()
+        if not info:
+            self.engine.drop_update()
+            raise EngineError("Invalid update_info for the engine")
         await self._hook("update_weights", info)
         return web.json_response({"message": "Weights updated"})
 

@@ -1,0 +1,330 @@
+"""The learner's face, against two fake servers and a real queue; links send nothing, the threads are real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import uvicorn
+
+from protocol.client import QueueClient, QueueError
+from protocol.config import RunFile
+from protocol.messages import Server, ServerState
+from rollout_queue.service import create_app
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.fake_vllm import FakeVllm, Fault, serving
+from tests.weight_sync.sync_kit import Links, probe
+from weight_sync import control, publisher, waiting
+from weight_sync.publisher import Publisher, PublishError
+from weight_sync.snapshot import Snapshot
+
+T = TypeVar("T")
+
+
+@dataclass
+class World:
+    """A queue and two servers on an event loop of their own, as they are to a learner."""
+
+    loop: asyncio.AbstractEventLoop
+    queue_url: str = ""
+    queue: QueueClient | None = None
+    fakes: list[FakeVllm] = field(default_factory=lambda: [FakeVllm(), FakeVllm()])
+    urls: list[str] = field(default_factory=list)
+    links: Links = field(default_factory=Links)
+    stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+
+    async def start(self) -> None:
+        for fake in self.fakes:
+            self.urls.append(await self.stack.enter_async_context(serving(fake)))
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.queue_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app = create_app(self.config(), SqliteStore(MEMORY))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        running = asyncio.create_task(server._serve([listener]))
+
+        async def stop() -> None:
+            server.should_exit = True
+            await running
+
+        self.stack.push_async_callback(stop)
+        self.queue = await self.stack.enter_async_context(QueueClient(self.queue_url))
+        for index, url in enumerate(self.urls):
+            await self.queue.put_server(Server(f"vllm-{index}", url))
+
+    def config(self, timeout_s: float = 0.5, start_timeout_s: float = 5.0) -> RunFile:
+        return RunFile.model_validate(
+            {
+                "model": {"path": "tiny"},
+                "task": {"path": "task.py:task"},
+                "weight_sync": {"timeout_s": timeout_s},
+                "vllm": {"servers": self.urls or ["http://unused"], "start_timeout_s": start_timeout_s},
+            }
+        )
+
+    def publisher(self, **settings: float) -> Publisher:
+        return Publisher(self.config(**settings), self.queue_url, self.links)
+
+    def servers(self) -> dict[str, Server]:
+        assert self.queue is not None
+        return {server.name: server for server in self.do(self.queue.servers())}
+
+    def states(self) -> list[tuple[ServerState, int | None]]:
+        return [(server.state, server.version) for server in self.servers().values()]
+
+    def hold_transfers(self) -> Held:
+        held = Held()
+        self.links.during_send = held.send
+        return held
+
+
+@dataclass
+class Held:
+    """Transfers that go on until `release` is set."""
+
+    began: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, snapshot: Snapshot) -> None:
+        self.began.set()
+        self.release.wait(10)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(publisher, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
+    monkeypatch.setattr(control, "RESUME_PAUSE_S", 0.01)
+    monkeypatch.setattr(waiting, "GRACE_S", 0.05)
+    world = World(asyncio.new_event_loop())
+    thread = threading.Thread(target=world.loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        world.do(world.start())
+        yield world
+    finally:
+        world.do(world.stack.aclose())
+        world.loop.call_soon_threadsafe(world.loop.stop)
+        thread.join(5)
+        world.loop.close()
+
+
+def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [("w", torch.full((4,), value))]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_versions_go_out_in_order_to_all_servers_and_are_recorded_as_they_end(world: World) -> None:
+    with world.publisher() as publishing:
+        for version in (1, 2, 3):
+            publishing.publish(version, weights(), probe())
+        until(lambda: publishing.in_flight is None)
+        assert [record.version for record in publishing.records] == [1, 2, 3]
+        publishing.wait()
+    assert [record.version for record in publishing.records] == [1, 2, 3]
+    record = publishing.records[-1]
+    assert (record.servers_ok, record.servers_failed) == (["vllm-0", "vllm-1"], {})
+    assert record.probe_max_abs_diff < 1e-6
+    assert 0 <= record.snapshot_s <= record.blocked_s
+    assert record.pause_s > 0
+    assert world.states() == [(ServerState.SERVING, 3)] * 2
+    assert [link.sent for link in world.links.made] == [[1, 2, 3]] * 2
+    assert all(link.closed for link in world.links.made)
+
+
+def test_the_learner_waits_for_the_snapshot_and_an_unfinished_predecessor_only(world: World) -> None:
+    held = world.hold_transfers()
+    with world.publisher(timeout_s=5) as publishing:
+        assert publishing.in_flight is None
+        mutable = weights(1.0)
+        assert publishing.publish(1, mutable, probe()) < 1
+        assert publishing.in_flight == 1
+        assert held.began.wait(5)
+        threading.Timer(0.2, held.release.set).start()
+        assert publishing.publish(2, weights(2.0), probe()) >= 0.15
+        assert publishing.in_flight in (2, None)
+        publishing.wait()
+        assert publishing.in_flight is None
+    assert [record.version for record in publishing.records] == [1, 2]
+
+
+def test_what_is_published_is_what_the_weights_were_when_they_were_handed_over(world: World) -> None:
+    seen: list[float] = []
+    held = Held()
+
+    def send(snapshot: Snapshot) -> None:
+        held.send(snapshot)
+        seen.append(float(snapshot.manifest.views(snapshot.flat)["w"][0]))
+
+    world.links.during_send = send
+    tensor = torch.full((4,), 1.0)
+    with world.publisher(timeout_s=5) as publishing:
+        publishing.publish(1, [("w", tensor)], probe())
+        tensor.fill_(9.0)
+        held.release.set()
+        publishing.wait()
+    assert seen == [1.0, 1.0]
+
+
+def test_i5_a_server_that_fails_is_quarantined_with_the_reason_and_the_others_go_on(world: World) -> None:
+    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        assert world.states() == [(ServerState.SERVING, 1), (ServerState.QUARANTINED, 1)]
+        reason = world.servers()["vllm-1"].reason
+        assert reason is not None
+        assert f"{world.urls[1]}/finish_weight_update: HTTP 500" in reason
+        assert publishing.records[0].servers_ok == ["vllm-0"]
+        assert publishing.records[0].servers_failed == {"vllm-1": reason}
+        assert not world.fakes[1].engine.paused
+
+        publishing.publish(2, weights(), probe())
+        publishing.wait()
+    assert world.states() == [(ServerState.SERVING, 2)] * 2
+    assert publishing.records[1].servers_ok == ["vllm-0", "vllm-1"]
+
+
+def test_i5_a_server_that_hangs_is_quarantined_in_time(world: World) -> None:
+    world.fakes[0].faults.append(Fault("hang", times=None, route="/update_weights"))
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        assert world.states() == [(ServerState.QUARANTINED, 1), (ServerState.SERVING, 1)]
+
+
+def test_when_every_server_fails_the_version_is_tried_again(world: World) -> None:
+    for fake in world.fakes:
+        fake.faults.append(Fault("status", times=2, route="/start_weight_update"))
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+    assert world.states() == [(ServerState.SERVING, 1)] * 2
+    assert len(publishing.records) == 1
+
+
+@pytest.mark.parametrize("through", ["wait", "publish"])
+def test_when_no_server_can_be_reached_the_error_holds_all_reasons(world: World, through: str) -> None:
+    for fake, route in zip(world.fakes, ("/pause", "/finish_weight_update"), strict=True):
+        fake.faults.append(Fault("status", times=None, route=route))
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        with pytest.raises(PublishError, match=r"version 1 reached no vLLM server in 3 attempts: .*") as caught:
+            publishing.wait() if through == "wait" else publishing.publish(2, weights(), probe())
+        assert f"{world.urls[0]}/pause" in str(caught.value)
+        assert f"{world.urls[1]}/finish_weight_update" in str(caught.value)
+        assert publishing.in_flight is None
+        assert publishing.records == []
+        for fake in world.fakes:
+            assert not fake.engine.paused
+            fake.faults.clear()
+        publishing.publish(3, weights(), probe())
+        publishing.wait()
+    assert world.states() == [(ServerState.SERVING, 3)] * 2
+
+
+def test_f26_a_transport_that_fails_ends_the_publication_with_its_error(world: World) -> None:
+    config = world.config().model_copy(deep=True)
+    sync = config.weight_sync.model_copy(update={"host": "192.0.2.1"})
+    with Publisher(config.model_copy(update={"weight_sync": sync}), world.queue_url) as publishing:
+        publishing.publish(1, weights(), probe())
+        with pytest.raises(PublishError, match=r"weight_sync\.host = 192\.0\.2\.1: cannot listen there"):
+            publishing.wait()
+
+
+def test_a_server_that_comes_up_late_is_waited_for(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    assert world.queue is not None
+    world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}")))
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states()[0] == (ServerState.SERVING, 1))
+        assert publishing.in_flight == 1
+        world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
+        publishing.wait()
+    assert world.states() == [(ServerState.SERVING, 1)] * 2
+
+
+def test_a_server_that_never_comes_up_is_given_up_and_the_others_go_on(world: World) -> None:
+    assert world.queue is not None
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}")))
+    with world.publisher(start_timeout_s=0.2) as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+    assert "not up after vllm.start_timeout_s = 0.2 s" in publishing.records[0].servers_failed["vllm-1"]
+    assert world.states()[0] == (ServerState.SERVING, 1)
+
+
+def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World) -> None:
+    swapping = threading.Event()
+
+    async def hang(_: Any) -> None:
+        swapping.set()
+        await asyncio.Event().wait()
+
+    for fake in world.fakes:
+        fake.engine.hooks["finish_weight_update"] = hang
+    with world.publisher(timeout_s=60) as publishing:
+        publishing.publish(1, weights(), probe())
+        assert swapping.wait(5)
+        until(lambda: all(fake.engine.paused for fake in world.fakes))
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert not any(fake.engine.paused for fake in world.fakes)
+    assert publishing.in_flight is None
+
+
+def test_leaving_in_the_middle_of_a_transfer_does_not_wait_for_it(world: World) -> None:
+    held = world.hold_transfers()
+    with world.publisher(timeout_s=60) as publishing:
+        publishing.publish(1, weights(), probe())
+        assert held.began.wait(5)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    held.release.set()
+
+
+def test_a_queue_that_does_not_answer_is_an_error_not_a_hang(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+    with Publisher(world.config(), url, world.links) as publishing:
+        publishing.publish(1, weights(), probe())
+        with pytest.raises(QueueError, match="did not answer"):
+            publishing.wait()
+        assert publishing.in_flight is None
+
+
+def test_a_server_that_registers_anew_on_the_way_fails_alone_and_comes_with_the_next_version(world: World) -> None:
+    held = world.hold_transfers()
+    with world.publisher(timeout_s=5) as publishing:
+        publishing.publish(1, weights(), probe())
+        assert held.began.wait(5)
+        assert world.queue is not None
+        world.do(world.queue.put_server(Server("vllm-1", world.urls[1])))
+        held.release.set()
+        publishing.wait()
+        assert "transition_forbidden" in publishing.records[0].servers_failed["vllm-1"]
+        assert world.states() == [(ServerState.SERVING, 1), (ServerState.JOINING, None)]
+        publishing.publish(2, weights(), probe())
+        publishing.wait()
+    assert world.states() == [(ServerState.SERVING, 2)] * 2

@@ -1,0 +1,87 @@
+"""A run file that is right, for each test to make wrong in one way."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.fake_vllm.tokenizer import save_model_folder
+
+TASK = '''
+from rollout_worker.task import Task
+
+print("a task file may print")
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: the first one.
+        b: the second one.
+    """
+    return a * b
+
+
+def untyped(a, b):
+    """Multiply two integers."""
+    return a * b
+
+
+def accuracy(completions, **columns):
+    return [0.0] * len(completions)
+
+
+rows = [{"prompt": [{"role": "user", "content": "Multiply 2 by 3."}]}]
+task = Task(dataset=rows, tools=[multiply], rewards=[accuracy])
+'''
+
+RUN_FILE = """
+[run]
+name = "small"
+dir = "{folder}/run directories"
+
+[model]
+path = "./model"
+
+[task]
+path = "task.py:task"
+
+[queue]
+port = {queue_port}
+
+[vllm]
+port = {vllm_port}
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights: enough for everything but the learner and vLLM."""
+    return save_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, model_folder: Path) -> Path:
+    """In a folder whose name has spaces; the run directory will be `run_directory(run_file)`."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "model").symlink_to(model_folder)
+    (folder / "task.py").write_text(TASK, encoding="utf-8")
+    path = folder / "run.toml"
+    path.write_text(
+        RUN_FILE.format(folder=folder, queue_port=free_port(), vllm_port=free_port()),
+        encoding="utf-8",
+    )
+    return path
+
+
+def run_directory(run_file: Path) -> Path:
+    return run_file.parent / "run directories" / "small"

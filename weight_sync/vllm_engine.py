@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -132,9 +134,26 @@ def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor])
     On a CPU, vLLM packs linear weights when it loads them. A tied output head is a module of its own that no
     tensor of the checkpoint reaches, so its packed copy is made anew here.
     """
-    initialize_layerwise_reload(model)
-    model.load_weights(iter(weights.items()))
-    finalize_layerwise_reload(model, model_config)
+    with _without_false_alarms(model):
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(weights.items()))
+        finalize_layerwise_reload(model, model_config)
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+
+
+@contextmanager
+def _without_false_alarms(model: Any) -> Iterator[None]:
+    """Keeps vLLM from warning at each reload of modules that no checkpoint holds, such as rotary embeddings."""
+    with_parameters = {type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False))}
+
+    def concerns_parameters(record: logging.LogRecord) -> bool:
+        return not record.msg.endswith("Failed to load weights") or not with_parameters.isdisjoint(record.args or ())
+
+    reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
+    reload_logger.addFilter(concerns_parameters)
+    try:
+        yield
+    finally:
+        reload_logger.removeFilter(concerns_parameters)

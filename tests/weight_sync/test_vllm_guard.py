@@ -1,0 +1,108 @@
+"""The token on vLLM's routes (I8), and who sends it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deploy import vllm_server
+from protocol.config import RunFile
+from rollout_worker.inference.client import InferenceClient
+from rollout_worker.inference.errors import Rejected
+from rollout_worker.inference.wire import GenerateRequest, SamplingParams
+from tests.fake_vllm import FakeEngine, FakeVllm, serving
+from weight_sync.vllm_guard import RequireToken
+
+
+def run_file() -> RunFile:
+    return RunFile.model_validate({"model": {"path": "tiny"}, "task": {"path": "task.py:task"}})
+
+
+async def served(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"served"})
+    else:
+        await send({"type": "served"})
+
+
+def ask(path: str, authorization: str | None = None, kind: str = "http") -> list[dict[str, Any]]:
+    """What the guard, made now, sends for a request."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    scope = {"type": kind, "path": path, "headers": headers, "method": "POST"}
+    asyncio.run(RequireToken(served)(scope, None, send))  # type: ignore[arg-type]
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/pause", "/v1/models", "/metrics", "/health/x", "//health"])
+@pytest.mark.parametrize("given", [None, "", "secret", "Bearer ", "Bearer secre", "Bearer secrets", "bearer secret"])
+def test_i8_a_request_without_the_token_is_refused(
+    path: str, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    start, body = ask(path, given)
+    assert start["status"] == 401
+    assert (b"content-type", b"application/json") in start["headers"]
+    assert b"SLIPSTREAM_TOKEN" in body["body"]
+    assert b"secret" not in body["body"]
+
+
+def test_i8_the_token_opens_every_route_and_the_health_probe_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    assert ask("/update_weights", "Bearer secret")[0]["status"] == 200
+    assert ask("/health")[0]["status"] == 200
+
+
+def test_i8_a_websocket_without_the_token_is_closed_before_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    assert ask("/v1/realtime", kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+    assert ask("/v1/realtime", "Bearer secret", kind="websocket") == [{"type": "served"}]
+
+
+def test_the_application_starts_and_stops_through_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(RequireToken(served)({"type": "lifespan"}, None, send))  # type: ignore[arg-type]
+    assert sent == [{"type": "served"}]
+
+
+def test_without_a_token_in_the_environment_everything_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+    assert ask("/update_weights")[0]["status"] == 200
+
+
+def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+    assert "--middleware" not in vllm_server.command(run_file(), 0)
+    values = run_file().model_dump()
+    config = RunFile.model_validate({**values, "queue": {**values["queue"], "token": "s3cret"}})
+    line = vllm_server.command(config, 0)
+    assert line[line.index("--middleware") + 1] == "weight_sync.vllm_guard.RequireToken"
+    assert not any("s3cret" in argument for argument in line)
+    assert vllm_server.environment(config)["SLIPSTREAM_TOKEN"] == "s3cret"
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")
+    assert vllm_server.environment(config)["SLIPSTREAM_TOKEN"] == "from-environment"
+
+
+async def test_i8_the_worker_sends_the_token() -> None:
+    fake = FakeVllm(FakeEngine(policy=lambda ids, index: [5, 2], stop_token_ids=[2]), token="secret")
+    request = GenerateRequest("policy", "r", [1, 2], SamplingParams(8, 1.0, [2]), cache_salt="1")
+    async with serving(fake) as url:
+        async with InferenceClient(5, token="secret") as client:
+            assert [choice.token_ids async for choice in client.generate(url, request)]
+        async with InferenceClient(5) as client:
+            with pytest.raises(Rejected, match="Unauthorized"):
+                [choice async for choice in client.generate(url, request)]

@@ -87,10 +87,10 @@ class Loop:
         self._checkpointed = step if checkpoint else None
         self._steps = Journal(self._config.run_dir / "metrics.jsonl", StepRecord, step)
         self._publications = Journal(self._config.run_dir / "publications.jsonl", PublicationRecord, step)
+        progress = Progress(settings.steps, lambda: self._link.call(lambda client: client.status()))
+        progress.say(f"publishing version {self._state.version}, as soon as the vLLM servers are up")
         self._publish()
         self._finish_publication()
-
-        progress = Progress(settings.steps, lambda: self._link.call(lambda client: client.status()))
         with progress, Feeder(self._config, self._link, self._start) as feeder:
             self._train(feeder, progress)
         if self._published != self._state.version:
@@ -103,7 +103,8 @@ class Loop:
         result = summary.summarise(self._steps.records, self._publications.records, status)
         summary.write(self._config.run_dir, result, self._steps.records)
         rewards = [record.reward_mean for record in self._steps.records]
-        progress.console.out(f"reward {summary.sparkline(rewards)}", highlight=False)
+        progress.say(f"reward {summary.sparkline(rewards)}")
+        progress.say(f"figures in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
 
     def _train(self, feeder: Feeder, progress: Progress) -> None:
         settings = self._config.learner

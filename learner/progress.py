@@ -49,6 +49,10 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.out(text, highlight=False)
+
     def show(self, record: StepRecord) -> None:
         now = self._clock()
         last = record.step == self._total_steps
@@ -62,7 +66,7 @@ class Progress:
             self._live.update(Text(text, no_wrap=True), refresh=True)
         else:
             self._printed_at = now
-            self.console.out(text, highlight=False)
+            self.say(text)
 
 
 def line(record: StepRecord, total_steps: int, depth: int) -> str:

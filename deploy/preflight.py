@@ -11,6 +11,7 @@ import socket
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
 from deploy.placement import place
 from deploy.vllm_server import on_cpu
@@ -23,7 +24,7 @@ def check(config: RunFile, resume: bool) -> None:
     _check_port(config.queue.host, config.queue.port, "queue.port")
     if config.vllm.servers:
         for url in config.vllm.servers:
-            _check_server(url)
+            _check_server(url, config.token)
     else:
         for index in range(config.vllm.count):
             _check_port(config.vllm.host, config.vllm.port + index, "vllm.port")
@@ -91,12 +92,20 @@ def _check_port(host: str, port: int, setting: str) -> None:
             raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {error.strerror}") from None
 
 
-def _check_server(url: str) -> None:
+def _check_server(url: str, token: str | None) -> None:
     # As the worker asks: never by a proxy of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        with opener.open(f"{url}/health", timeout=10):
+        # A route of weight sync, which a server without VLLM_SERVER_DEV_MODE lacks, and which wants the token.
+        with opener.open(urllib.request.Request(f"{url}/weight_info", headers=headers), timeout=10):
             pass
+    except HTTPError as error:
+        hint = {401: "set SLIPSTREAM_TOKEN to the server's", 404: "it needs VLLM_SERVER_DEV_MODE=1"}.get(error.code, "")
+        raise ConfigError(
+            f"vllm.servers: {url}/weight_info answers HTTP {error.code}; {hint or 'is it a vLLM server?'}; start it "
+            f"with: slipstream vllm run.toml"
+        ) from None
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(

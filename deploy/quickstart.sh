@@ -9,7 +9,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 seed=0
 if [ "${1:-}" = --seed ]; then
-  seed=${2:?--seed needs a number}
+  seed=${2:-}
+  if ! [[ $seed =~ ^[0-9]+$ ]]; then
+    echo "quickstart: --seed '$seed': give a whole number, such as --seed 1" >&2
+    exit 2
+  fi
   shift 2
 fi
 
@@ -18,6 +22,10 @@ slipstream_setup
 
 model=examples/multiply/models/seed-$seed
 python examples/multiply/build_model.py --out "$model" --seed "$seed"
+if slipstream status examples/multiply/run.toml --model.path "$model" "$@" >/dev/null 2>&1; then
+  echo "quickstart: a run is going on already; stop it first, or wait for its end" >&2
+  exit 2
+fi
 if [ -e runs/quickstart ]; then
   mv runs/quickstart "runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 fi

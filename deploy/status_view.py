@@ -25,14 +25,15 @@ async def show(client: QueueClient, watch: bool) -> None:
 
 
 def render(status: Status) -> RenderableType:
-    """Headline, places, waits, workers, servers and drops."""
-    parts: list[RenderableType] = [_headline(status), _places(status), _waits(status)]
-    if status.workers:
-        parts.append(_workers(status))
-    parts.append(_servers(status))
-    if status.drops or status.rejections:
-        counts = [f"{reason} {count}" for reason, count in sorted((status.drops | status.rejections).items())]
-        parts.append(Text("dropped or rejected: " + ", ".join(counts)))
+    """Headline, figures and waits; then the workers, the servers and what was lost."""
+    parts: list[RenderableType] = [_headline(status), _figures(status)]
+    parts.append(_workers(status) if status.workers else Text("no workers"))
+    parts.append(_servers(status) if status.servers else Text("no servers"))
+    parts += [
+        Text(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))
+        for what, counts in (("dropped", status.drops), ("rejected", status.rejections))
+        if counts
+    ]
     return Group(*parts)
 
 
@@ -48,40 +49,35 @@ def _headline(status: Status) -> Text:
     return text
 
 
-def _places(status: Status) -> Table:
+def _figures(status: Status) -> Table:
     depth, stale, rates = status.depth, status.staleness, status.rates
-    table = Table("", "now", "bound", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row(
-        "outstanding groups",
-        f"{depth.outstanding} = {depth.tickets} in work + {depth.ready} ready + {depth.leased} leased",
-        f"{depth.ticket_limit} (depth {depth.target_steps:.2f} steps)",
+        "outstanding",
+        f"{depth.outstanding} groups of {depth.ticket_limit} ({depth.target_steps:.2f} steps deep) = "
+        f"{depth.tickets} in work + {depth.ready} ready + {depth.leased} leased",
     )
-    table.add_row("bytes", f"{depth.bytes / 1e6:.1f} MB", f"{depth.capacity_bytes / 1e6:.0f} MB")
+    table.add_row("stored", f"{depth.bytes / 1e6:.1f} MB of {depth.capacity_bytes / 1e6:.0f} MB")
     table.add_row(
         "staleness",
-        f"mean {stale.mean:.2f} = {stale.in_flight_mean:.2f} in flight + {stale.in_queue_mean:.2f} in queue, "
-        f"max {stale.max}, ever {stale.max_ever}",
-        f"{status.max_staleness}",
+        f"mean {stale.mean:.2f} = {stale.in_flight_mean:.2f} in flight + {stale.in_queue_mean:.2f} in queue; "
+        f"max {stale.max}, ever {stale.max_ever}, bound {status.max_staleness}",
     )
     table.add_row(
         "per second",
-        f"{rates.groups:.1f} groups, {rates.tokens_sampled:.0f} tokens sampled, {rates.tokens_trained:.0f} trained, "
-        f"{rates.steps:.2f} steps",
-        "",
+        f"{rates.steps:.2f} steps, {rates.groups:.1f} groups, {rates.tokens_sampled:.0f} tokens sampled, "
+        f"{rates.tokens_trained:.0f} trained",
     )
-    shares = f"learner {_percent(status.learner_wait_share)}, workers {_percent(status.worker_wait_share)}"
-    table.add_row("time spent waiting", shares, "")
+    learner, workers = _percent(status.learner_wait_share), _percent(status.worker_wait_share)
+    table.add_row("time idle", f"learner {learner}, workers {workers}")
+    waits = [f"{wait.who} for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits]
+    table.add_row("now waiting", "\n".join(waits) or "nobody")
     return table
 
 
-def _waits(status: Status) -> Text:
-    if not status.waits:
-        return Text("nobody waits")
-    return Text("\n".join(f"{wait.who} waits for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits))
-
-
 def _workers(status: Status) -> Table:
-    table = Table("worker", "episodes", "done", "failed", "tokens", "tools (failed)", "waits", "seen", box=None)
+    columns = ("worker", "episodes", "done", "failed", "tokens", "tools/failed", "idle", "seen")
+    table = Table(*columns, box=None, pad_edge=False)
     for w in status.workers:
         table.add_row(
             w.worker_id,
@@ -89,7 +85,7 @@ def _workers(status: Status) -> Table:
             str(w.episodes_done),
             str(w.episodes_failed),
             str(w.tokens_sampled),
-            f"{w.tool_calls} ({w.tool_failures})",
+            f"{w.tool_calls}/{w.tool_failures}",
             _percent(w.wait_share),
             f"{w.seen_s_ago:.0f} s ago",
         )
@@ -97,7 +93,7 @@ def _workers(status: Status) -> Table:
 
 
 def _servers(status: Status) -> Table:
-    table = Table("server", "state", "version", "", box=None)
+    table = Table("server", "state", "version", "", box=None, pad_edge=False)
     for server in status.servers:
         table.add_row(server.name, str(server.state), _or_dash(server.version), server.reason or server.url)
     return table

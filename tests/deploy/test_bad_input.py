@@ -95,20 +95,32 @@ def test_a_task_file_without_the_object(run_file: Path) -> None:
     assert not run_directory(run_file).exists()
 
 
+def spoil_task(run_file: Path, replace: str, by: str) -> None:
+    assert replace in TASK
+    (run_file.parent / "task.py").write_text(TASK.replace(replace, by), encoding="utf-8")
+
+
+def test_a_tool_without_type_hints(run_file: Path) -> None:
+    spoil_task(run_file, "tools=[multiply]", "tools=[untyped]")
+    assert_refused(launch(run_file), "task.path = ", "'untyped'", "give every parameter a type hint")
+    assert not run_directory(run_file).exists()
+
+
 @pytest.mark.parametrize(
     ("replace", "by", "says"),
     [
         ("rows = [", "rows = = [", ["task.py cannot be imported: SyntaxError"]),
         ("rows = [", "import no_such_module\nrows = [", ["No module named 'no_such_module'"]),
-        ("tools=[multiply]", "tools=[untyped]", ["'untyped'", "give every parameter a type hint"]),
         ("task = Task", "task = dict", ["task is a dict, not a Task"]),
     ],
 )
 def test_a_task_file_that_is_wrong(run_file: Path, replace: str, by: str, says: list[str]) -> None:
-    assert replace in TASK
-    (run_file.parent / "task.py").write_text(TASK.replace(replace, by), encoding="utf-8")
-    assert_refused(launch(run_file), "task.path = ", *says)
-    assert not run_directory(run_file).exists()
+    spoil_task(run_file, replace, by)
+    with pytest.raises(ConfigError) as error:
+        preflight.check(load(run_file), resume=False)
+    for text in ["task.path = ", *says]:
+        assert text in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_queue_on_a_taken_port(run_file: Path, taken_port: int) -> None:

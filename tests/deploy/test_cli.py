@@ -1,0 +1,59 @@
+"""The command line where nothing is wrong."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from tests.deploy.conftest import free_port
+
+
+def test_i7_a_worker_without_a_queue_says_at_once_whom_it_waits_for(run_file: Path) -> None:
+    """And ends cleanly, waiting or not."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "deploy.cli", "worker", str(run_file), "--queue", url]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as worker:
+        assert worker.stderr is not None
+        try:
+            assert f"waiting for the queue at {url}, for up to 300 s" in worker.stderr.readline()
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(20) == 0
+            assert worker.stderr.read() == ""
+        finally:
+            worker.kill()
+
+
+def test_up_is_the_launcher_with_the_same_arguments(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Replaced(BaseException):
+        pass
+
+    def execvp(file: str, arguments: list[str]) -> None:
+        seen.extend([file, *arguments])
+        raise Replaced
+
+    monkeypatch.setattr(cli.os, "execvp", execvp)
+    monkeypatch.setattr(sys, "argv", ["slipstream", "up", str(run_file), "--learner.steps", "7", "--resume"])
+    with pytest.raises(Replaced):
+        cli.main()
+    launcher = Path(cli.__file__).with_name("launch.sh")
+    assert seen == ["bash", "bash", str(launcher), str(run_file), "--resume", "--learner.steps", "7"]
+
+
+def test_each_command_is_one_line_of_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", ["slipstream", "--help"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.partition("Commands")[2].splitlines()
+    names = [line.split()[1] for line in lines if line.startswith("│")]
+    assert names == ["config", "queue", "worker", "learner", "vllm", "up", "status", "ledger"]

@@ -1,0 +1,29 @@
+"""Cores are parted between the servers and all else: none is given twice, none is left over."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.placement import place
+
+
+@pytest.mark.parametrize("cores", [[0, 1], [2, 5, 7], list(range(8)), list(range(63))])
+@pytest.mark.parametrize("servers", [1, 2, 16])
+def test_every_core_has_one_user(cores: list[int], servers: int) -> None:
+    placement = place(cores, servers)
+    assert placement is not None
+    assert sorted(placement.servers + placement.others) == cores
+    assert placement.servers
+    assert placement.others
+    assert 1 <= placement.server_threads <= len(placement.servers)
+
+
+def test_a_servers_threads_are_its_share_of_the_servers_cores() -> None:
+    placement = place(list(range(8)), servers=2)
+    assert placement is not None
+    assert placement.server_threads == 2
+    assert (placement.server_list, placement.others_list) == ("0,1,2,3", "4,5,6,7")
+
+
+def test_one_core_is_not_parted() -> None:
+    assert place([3], servers=1) is None

@@ -1,0 +1,111 @@
+"""`slipstream status`: what the queue says of itself is all there to read, within 100 columns."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from deploy.status_view import render
+from protocol.messages import Server, ServerState
+from protocol.status import (
+    Depth,
+    LearnerStatus,
+    Ledger,
+    Rates,
+    Staleness,
+    Stall,
+    Status,
+    Wait,
+    WorkerStatus,
+)
+
+
+def a_status() -> Status:
+    worker = WorkerStatus(
+        *("gpu-node-17.cluster.example-4711-ab12", "gpu-node-17", 4711, 128, 96, 1031, 2, 123456, 2040, 3, 4),
+        wait_share=0.25,
+        cpu_ms_per_episode=3.5,
+        seen_s_ago=2.2,
+        failures={"tool:multiply": 3},
+    )
+    return Status(
+        run="quickstart",
+        uptime_s=100.0,
+        version=41,
+        served_version=40,
+        step=41,
+        total_steps=60,
+        checkpoint_step=40,
+        finished=False,
+        max_staleness=4,
+        depth=Depth(12, 7, 16, 35, 2_500_000, 10_000, 2 * 1024**3, 2.25, 36),
+        staleness=Staleness(1.25, 3, 4, 0.75, 0.5),
+        rates=Rates(15.5, 9000.0, 8500.0, 0.9),
+        learner=LearnerStatus(1, 41, 41, 0.875, 1.1, 0.1, 0.5),
+        workers=[worker],
+        servers=[
+            Server("vllm-0", "http://127.0.0.1:8100", ServerState.SERVING, 40),
+            Server("vllm-1", "http://127.0.0.1:8101", ServerState.QUARANTINED, 39, "probe differs by 0.31"),
+        ],
+        waits=[Wait("learner", "publication", 12.3), Wait("worker w1", "tickets", 4.0)],
+        stall=Stall(False, 0.0),
+        ledger=Ledger(100, 60, 3, 2, 35),
+        learner_wait_share=0.125,
+        worker_wait_share=0.5,
+        drops={"overage": 3},
+        rejections={"nan_logprobs": 2},
+    )
+
+
+def shown(status: Status) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(render(status))
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "run quickstart  step 41/60  version 41, served 40  reward 0.875",
+        "35 groups of 36 (2.25 steps deep) = 12 in work + 7 ready + 16 leased",
+        "2.5 MB of 2147 MB",
+        "mean 1.25 = 0.75 in flight + 0.50 in queue; max 3, ever 4, bound 4",
+        "9000 tokens sampled, 8500 trained",
+        "learner 12%, workers 50%",
+        "now waiting  learner for publication, 12.3 s",
+        "worker w1 for tickets, 4.0 s",
+        "gpu-node-17.cluster.example-4711-ab12",
+        "96/128",
+        "2040/3",
+        "quarantined",
+        "probe differs by 0.31",
+        "dropped: overage 3",
+        "rejected: nan_logprobs 2",
+    ],
+)
+def test_i7_a_status_shows(fact: str) -> None:
+    assert fact in shown(a_status())
+
+
+def test_i7_a_stall_is_the_second_line_with_its_cause() -> None:
+    status = a_status()
+    status.stall = Stall(True, 130.0, "no server serves; vllm-1 is quarantined")
+    assert shown(status).splitlines()[1].startswith("STALLED for 130 s: no server serves; vllm-1 is quarantined")
+    assert "STALLED" not in shown(a_status())
+
+
+def test_a_queue_without_anybody_is_shown_too() -> None:
+    status = a_status()
+    status.workers, status.servers, status.waits, status.drops, status.rejections = [], [], [], {}, {}
+    status.learner = LearnerStatus()
+    status.served_version = status.learner_wait_share = status.worker_wait_share = None
+    text = shown(status)
+    for fact in ("served -", "learner -, workers -", "waiting  nobody", "no workers", "no servers"):
+        assert fact in text
+    assert "dropped" not in text
+
+
+def test_no_line_is_wider_than_the_terminal_and_no_row_is_broken() -> None:
+    assert max(map(len, shown(a_status()).splitlines())) <= 100
+    assert sum("gpu-node-17" in line for line in shown(a_status()).splitlines()) == 1

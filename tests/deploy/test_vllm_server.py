@@ -1,0 +1,83 @@
+"""vLLM's command line and environment: what RL rests on is there, and what the user adds goes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy import vllm_server
+from protocol.config import RunFile, load
+
+
+@pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    on_cpu: bool = request.param
+    monkeypatch.setattr(vllm_server, "on_cpu", lambda: on_cpu)
+    return on_cpu
+
+
+def config(run_file: Path, *overrides: str) -> RunFile:
+    return load(run_file, list(overrides))
+
+
+def value_of(command: list[str], flag: str) -> str:
+    assert command.count(flag) == 1
+    return command[command.index(flag) + 1]
+
+
+def test_what_rl_needs_is_on_the_command_line(run_file: Path, cpu: bool) -> None:
+    settings = config(run_file, "--vllm.max_model_len", "777", "--vllm.max_num_seqs", "33", "--model.dtype", "bfloat16")
+    command = vllm_server.command(settings, 0)
+    # Log-probs of the distribution that was sampled from, whatever the checkpoint's own sampling defaults.
+    assert value_of(command, "--logprobs-mode") == "processed_logprobs"
+    assert value_of(command, "--generation-config") == "vllm"
+    assert value_of(command, "--weight-transfer-config") == '{"backend": "gloo"}'
+    assert value_of(command, "--served-model-name") == "policy"
+    assert value_of(command, "--max-model-len") == "777"
+    assert value_of(command, "--max-num-seqs") == "33"
+    assert value_of(command, "--dtype") == "bfloat16"
+    assert "--enable-scale-out" in command
+    assert ("--enforce-eager" in command) == cpu
+    assert Path(value_of(command, "--model")) == (run_file.parent / "model").resolve()
+
+
+def test_a_hub_name_stays_as_it_is(run_file: Path, cpu: bool) -> None:
+    assert value_of(vllm_server.command(config(run_file, "--model.path", "org/name"), 0), "--model") == "org/name"
+
+
+def test_the_users_arguments_come_last_and_so_go_first(run_file: Path, cpu: bool) -> None:
+    command = vllm_server.command(config(run_file, "--vllm.args", '["--max-num-seqs", "1", "--swap space"]'), 0)
+    assert command[-3:] == ["--max-num-seqs", "1", "--swap space"]
+
+
+def test_replicas_differ_in_port_and_seed_and_in_nothing_else(run_file: Path, cpu: bool) -> None:
+    """With one seed, two replicas would sample the same episodes."""
+    settings = config(run_file, "--vllm.count", "2", "--run.seed", "7")
+    first, second = (vllm_server.command(settings, index) for index in range(2))
+    assert [value_of(line, "--port") for line in (first, second)] == [url.split(":")[-1] for url in settings.vllm.urls]
+    differing = {first[place - 1] for place, (a, b) in enumerate(zip(first, second, strict=True)) if a != b}
+    assert differing == {"--port", "--seed"}
+
+
+def test_no_two_runs_with_neighbouring_seeds_share_a_servers_seed(run_file: Path, cpu: bool) -> None:
+    seeds = [
+        value_of(vllm_server.command(config(run_file, "--vllm.count", "64", "--run.seed", str(seed)), index), "--seed")
+        for seed in (7, 8)
+        for index in range(64)
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_environment_opens_vllms_control_routes(run_file: Path, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "as it is")
+    environment = vllm_server.environment(config(run_file))
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["KEPT"] == "as it is"
+    assert (environment.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind") == cpu
+
+
+def test_what_the_user_set_in_the_environment_stays(run_file: Path, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    assert vllm_server.environment(config(run_file))["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"

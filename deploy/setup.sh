@@ -21,11 +21,11 @@ slipstream_setup() {
   local done_for="$root/.venv/slipstream-setup"
   if [ -f "$done_for" ] && grep -qxF "$stamp" "$done_for"; then return 0; fi
 
-  echo "setup: installing slipstream[$extra] into .venv (about two minutes, once)"
+  echo "setup: installing slipstream[${extra}] into .venv (about two minutes, once)"
   local log="$root/.venv/setup.log"
-  if ! pip install --disable-pip-version-check -q -e "$root[$extra]" >"$log" 2>&1; then
+  if ! pip install --disable-pip-version-check -q -e "${root}[$extra]" >"$log" 2>&1; then
     if [ -z "${SLIPSTREAM_TORCH_INDEX:-}" ] ||
-      ! pip install --disable-pip-version-check -q -e "$root[$extra]" \
+      ! pip install --disable-pip-version-check -q -e "${root}[$extra]" \
         --extra-index-url "$SLIPSTREAM_TORCH_INDEX" >"$log" 2>&1; then
       tail -n 20 "$log" >&2
       echo "setup: pip failed (whole output: $log). If it missed torch's CPU build, set SLIPSTREAM_TORCH_INDEX to" \

@@ -61,15 +61,21 @@ async def control(vllm_url: str) -> AsyncIterator[ServerControl]:
         yield control
 
 
-async def generate(url: str, tokens: int) -> dict[str, Any]:
+async def generate(url: str, tokens: int, choices: int) -> list[dict[str, Any]]:
     body = {
         "token_ids": PROBE_IDS[:8],
-        "sampling_params": {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "detokenize": False},
+        "sampling_params": {
+            "n": choices,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+        },
         "output_mode": "tokens",
     }
     async with aiohttp.ClientSession() as session, session.post(f"{url}/inference/v1/generate", json=body) as response:
         assert response.status == 200
-        return (await response.json())["choices"][0]  # type: ignore[no-any-return]
+        return (await response.json())["choices"]  # type: ignore[no-any-return]
 
 
 async def is_paused(url: str) -> bool:
@@ -93,16 +99,17 @@ async def test_f3_an_update_lands_in_mid_generation_and_aborts_nothing(control: 
     perturb(model)
     second = snapshot(model, 2)
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(generate(control.url, 400))
+        running = group.create_task(generate(control.url, 400, choices=32))
         await asyncio.sleep(0.05)
         await server.publish(second)
-    choice = running.result()
-    assert choice["finish_reason"] == "length"
-    spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-    assert [version for version, _, _ in spans] == ["1", "2"]
-    assert spans[0][1] == 0
-    assert spans[0][2] == spans[1][1]
-    assert spans[1][2] == 400 == len(choice["token_ids"])
+    assert len(running.result()) == 32
+    for choice in running.result():
+        assert choice["finish_reason"] == "length"
+        spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+        assert [version for version, _, _ in spans] == ["1", "2"]
+        assert spans[0][1] == 0
+        assert spans[0][2] == spans[1][1]
+        assert spans[1][2] == 400 == len(choice["token_ids"])
     await server.disconnect()
 
 

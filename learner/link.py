@@ -67,4 +67,9 @@ class QueueLink:
             await self.client.waiting(session, None)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        answer = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return answer.result()
+        except BaseException:
+            answer.cancel()  # a signal broke the wait; without this the call would be left hanging
+            raise

@@ -123,7 +123,8 @@ def token_losses(model: Qwen3ForCausalLM, examples: list[Example]) -> tuple[torc
     The tools' description opens every conversation and is most of it, so it runs through the model once, and
     the conversations go on from its keys and values.
     """
-    shared = len(os.path.commonprefix([example.ids for example in examples]))
+    columns = zip(*(example.ids for example in examples), strict=False)
+    shared = next(place for place, ids in enumerate(columns) if len(set(ids)) > 1)
     length = max(len(example.ids) for example in examples)
     ids = torch.tensor([example.ids + [0] * (length - len(example.ids)) for example in examples])
     written = torch.tensor([example.written + [False] * (length - len(example.ids)) for example in examples])

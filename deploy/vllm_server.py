@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from protocol.config import RunFile
+from protocol.client import QueueClient, QueueError
+from protocol.config import ConfigError, RunFile
+from protocol.messages import Server
+
+logger = logging.getLogger(__name__)
 
 SERVED_MODEL_NAME = "policy"
+# What the queue gets to come up beside the server; it takes about two seconds.
+ANNOUNCE_FOR_S = 5.0
 
 
 def on_cpu() -> bool:
@@ -62,7 +70,26 @@ def environment(config: RunFile) -> dict[str, str]:
     return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
 
 
+async def announce(config: RunFile, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
+    """Register the server as joining: whatever it proved before, it is about to hold the checkpoint's weights (I5).
+
+    A queue that is not there yet registers the run file's servers itself when it starts.
+    """
+    name = list(config.server_names)[index]
+    try:
+        async with QueueClient(config.queue.url, config.token, patience_s) as queue:
+            await queue.put_server(Server(name, config.server_names[name]))
+    except QueueError as error:
+        logger.info("not announced at the queue: %s", error)
+
+
 def run(config: RunFile, index: int) -> None:
     """Become the server: this process is replaced, so that signals and exit code are vLLM's."""
+    if config.vllm.servers or index >= config.vllm.count:
+        raise ConfigError(
+            f"--index {index}: the run file has the launcher start {0 if config.vllm.servers else config.vllm.count} "
+            f"servers (vllm.servers, vllm.count), counted from 0"
+        )
+    asyncio.run(announce(config, index))
     line = command(config, index)
     os.execve(line[0], line, environment(config))

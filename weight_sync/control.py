@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
+# A server that does not answer for so long is taken for one that is still starting.
+LOOK_TIMEOUT_S = 5.0
 RESUME_PAUSE_S = 0.5
 
 
@@ -45,7 +47,10 @@ class ServerControl:
             await self._session.close()
 
     async def wait_until_up(self, timeout_s: float) -> None:
-        """Until the server answers at all; vLLM takes half a minute to start, more for a large model."""
+        """Until the server answers at all; vLLM takes half a minute to start, more for a large model.
+
+        Raises `ControlError` when it does not within `timeout_s`.
+        """
         last: Exception | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -58,6 +63,15 @@ class ServerControl:
                         await asyncio.sleep(0.5)
         except TimeoutError:
             raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({last})") from None
+
+    async def is_up(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                await self._call("GET", "/get_world_size")
+        except (ControlError, TimeoutError):
+            return False
+        return True
 
     async def world_size(self) -> int:
         return int(await self._read("/get_world_size", "world_size"))

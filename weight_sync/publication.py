@@ -46,6 +46,10 @@ class ServerPublication:
         self._label: str | None = None
         self._proven = False
 
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
     async def publish(self, snapshot: Snapshot) -> Outcome:
         """Raises ControlError, TransferError or ProbeMismatch; the next call then starts from a new link."""
         try:

@@ -2,7 +2,8 @@
 
 A publication runs on a thread of its own, to all servers of the registry at once. A server that fails is
 quarantined and the others go on (I5); when none is left the same version is tried again, and then given up with
-`PublishError`. The registry at the queue learns each outcome.
+`PublishError`. Between publications a server that (re)started is caught up. The registry at the queue learns each
+outcome.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
-from protocol.client import QueueClient, Refused
+from protocol.client import QueueClient, QueueError, Refused
 from protocol.config import RunFile
 from protocol.messages import Server, ServerState
 from weight_sync.control import ServerControl
@@ -36,8 +37,11 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 RETRY_PAUSE_S = 2.0
+WATCH_EVERY_S = 2.0
 # Enough to resume a server that is paused.
 CLOSE_TIMEOUT_S = 40.0
+
+UNPROVEN = (ServerState.JOINING, ServerState.STALE)
 
 
 class PublishError(RuntimeError):
@@ -75,8 +79,10 @@ class Publisher:
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
         self._ending: Future[None] | None = None
         self._in_flight: int | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._buffer: torch.Tensor | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._latest: Snapshot | None = None
+        # Held while `_latest` is on its way to a server, and while it is replaced.
+        self._busy = asyncio.Lock()
         self._resources = AsyncExitStack()
         self._publications: dict[str, ServerPublication] = {}
 
@@ -85,6 +91,7 @@ class Publisher:
         self._client: QueueClient = self._run(
             self._resources.enter_async_context(QueueClient(self._queue_url, self._config.token))
         ).result()
+        self._run(self._watch())
         return self
 
     def __exit__(
@@ -110,10 +117,15 @@ class Publisher:
         """
         began = time.monotonic()
         self.wait()
+        self._run(self._busy.acquire()).result()
         free = time.monotonic()
         dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        snapshot = Snapshot(version, weights, probe, dtype, self._buffer)
-        self._buffer = snapshot.flat
+        buffer = self._latest.flat if self._latest is not None else None
+        try:
+            self._latest = snapshot = Snapshot(version, weights, probe, dtype, buffer)
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._busy.release)
+            raise
         done = time.monotonic()
         self._in_flight = version
         self._ending = self._run(self._publish(snapshot, done - free, done - began))
@@ -126,11 +138,48 @@ class Publisher:
             ending.result()
 
     async def _publish(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> None:
-        self._task = asyncio.current_task()
         try:
-            self.records.append(await self._publish_to_fleet(snapshot, snapshot_s, blocked_s))
+            with self._owned():
+                self.records.append(await self._publish_to_fleet(snapshot, snapshot_s, blocked_s))
         finally:
             self._in_flight = None
+            self._busy.release()
+
+    async def _watch(self) -> None:
+        """Between publications, bring servers that (re)started up to the latest version (F16).
+
+        Without it a run whose only server was restarted would stand still: no server, no groups, no next version.
+        """
+        with self._owned():
+            while True:
+                await asyncio.sleep(WATCH_EVERY_S)
+                if self._busy.locked() or not self.records:
+                    continue
+                try:
+                    for server in await self._client.servers():
+                        if server.state in UNPROVEN and await (await self._publication(server)).control.is_up():
+                            await self._catch_up(server.name)
+                except QueueError as error:
+                    logger.warning("no server can be caught up: %s", error)
+
+    async def _catch_up(self, name: str) -> None:
+        """Publish the latest version to one server, unless it has been proven meanwhile."""
+        async with self._busy:
+            for server in await self._client.servers():
+                if server.name == name and server.state in UNPROVEN and self._latest is not None:
+                    logger.info("%s is %s: syncing it with version %d", name, server.state, self._latest.version)
+                    await self._publish_to(server, self._latest, patience_s=0.0)
+
+    @contextmanager
+    def _owned(self) -> Iterator[None]:
+        """While the calling task may have a server paused: `_close` then waits for its end."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
 
     async def _publish_to_fleet(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> PublishRecord:
         failed: dict[str, str] = {}
@@ -138,7 +187,9 @@ class Publisher:
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S)
             servers = await self._client.servers()
-            results = await self._publish_to_all(servers, snapshot)
+            # A server that is starting is waited for where there is nothing better to do.
+            patience_s = self._config.vllm.start_timeout_s if attempt or not self.records else 0.0
+            results = await self._publish_to_all(servers, snapshot, patience_s)
             outcomes = {name: result for name, result in results.items() if isinstance(result, Outcome)}
             failed = {name: result for name, result in results.items() if isinstance(result, str)}
             if outcomes:
@@ -155,31 +206,37 @@ class Publisher:
         reasons = "; ".join(failed.values()) or "the registry holds no server"
         raise PublishError(f"version {snapshot.version} reached no vLLM server in {ATTEMPTS} attempts: {reasons}")
 
-    async def _publish_to_all(self, servers: list[Server], snapshot: Snapshot) -> dict[str, Outcome | str]:
+    async def _publish_to_all(
+        self, servers: list[Server], snapshot: Snapshot, patience_s: float
+    ) -> dict[str, Outcome | str]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {server.name: group.create_task(self._publish_to(server, snapshot)) for server in servers}
+                tasks = {
+                    server.name: group.create_task(self._publish_to(server, snapshot, patience_s)) for server in servers
+                }
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return {name: task.result() for name, task in tasks.items()}
 
-    async def _publish_to(self, server: Server, snapshot: Snapshot) -> Outcome | str:
-        """The outcome, or why there is none."""
+    async def _publish_to(self, server: Server, snapshot: Snapshot, patience_s: float) -> Outcome | str:
+        """The outcome, or why there is none. `patience_s`: what a server that is starting gets to come up."""
         try:
-            return await self._publish_and_register(server, snapshot)
+            return await self._publish_and_register(server, snapshot, patience_s)
         except Refused as refusal:
             # It registered anew, or was taken out, on the way; the next publication finds it as it is then.
             logger.warning("%s: %s", server.name, refusal)
             return f"{server.name}: {refusal}"
 
-    async def _publish_and_register(self, server: Server, snapshot: Snapshot) -> Outcome | str:
-        """The outcome, or why the server was quarantined."""
+    async def _publish_and_register(self, server: Server, snapshot: Snapshot, patience_s: float) -> Outcome | str:
+        """The outcome, or why the server was left to start or quarantined."""
+        publication = await self._publication(server)
+        if not patience_s and server.state is ServerState.JOINING and not await publication.control.is_up():
+            return f"{server.url}: still starting"
         if server.state is not ServerState.SERVING:
             await self._register(server, ServerState.SYNCING, server.version)
-        publication = await self._publication(server)
         try:
-            if server.version is None:
-                await publication.control.wait_until_up(self._config.vllm.start_timeout_s)
+            if patience_s and not publication.connected:
+                await publication.control.wait_until_up(patience_s)
             async with asyncio.timeout(self._config.weight_sync.timeout_s):
                 outcome = await publication.publish(snapshot)
         except (*PUBLICATION_ERRORS, TimeoutError) as error:
@@ -211,10 +268,11 @@ class Publisher:
         await self._client.put_server(Server(server.name, server.url, state, version, reason))
 
     async def _close(self) -> None:
-        if self._task is not None:
-            # Its end resumes servers, for which it needs the connections.
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        if self._tasks:
+            # Their end resumes servers, for which they need the connections.
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
         for publication in self._publications.values():
             await publication.disconnect()
         await self._resources.aclose()

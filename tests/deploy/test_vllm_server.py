@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from deploy import vllm_server
-from protocol.config import RunFile, load
+from protocol import codec
+from protocol.config import ConfigError, RunFile, load
+from protocol.messages import Server, ServerState
 
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
@@ -81,3 +84,37 @@ def test_the_environment_opens_vllms_control_routes(run_file: Path, cpu: bool, m
 def test_what_the_user_set_in_the_environment_stays(run_file: Path, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
     assert vllm_server.environment(config(run_file))["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
+
+
+async def test_i5_a_server_that_starts_is_announced_as_joining(run_file: Path, unused_tcp_port: int) -> None:
+    seen: list[Server] = []
+
+    async def put(request: web.Request) -> web.Response:
+        seen.append(codec.decode_json(await request.read(), Server))
+        return web.Response(body=codec.encode_json(seen[-1]))
+
+    app = web.Application()
+    app.router.add_put("/v1/servers/{name}", put)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+    try:
+        settings = config(run_file, "--queue.port", str(unused_tcp_port), "--vllm.count", "2", "--vllm.port", "9000")
+        await vllm_server.announce(settings, 1)
+    finally:
+        await runner.cleanup()
+    assert [(s.name, s.url, s.state) for s in seen] == [("vllm-1", "http://127.0.0.1:9001", ServerState.JOINING)]
+
+
+async def test_a_server_starts_without_a_queue_too(run_file: Path, unused_tcp_port: int) -> None:
+    await vllm_server.announce(config(run_file, "--queue.port", str(unused_tcp_port)), 0, patience_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "index"), [(["--vllm.count", "2"], 2), (["--vllm.servers", '["http://a:1"]'], 0)]
+)
+def test_a_server_that_the_run_file_does_not_launch_is_refused(
+    run_file: Path, overrides: list[str], index: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"--index {index}"):
+        vllm_server.run(config(run_file, *overrides), index)

@@ -104,6 +104,7 @@ class Held:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(publisher, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(publisher, "WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
     monkeypatch.setattr(control, "RESUME_PAUSE_S", 0.01)
     monkeypatch.setattr(waiting, "GRACE_S", 0.05)
@@ -273,6 +274,37 @@ def test_a_server_that_never_comes_up_is_given_up_and_the_others_go_on(world: Wo
         publishing.wait()
     assert "not up after vllm.start_timeout_s = 0.2 s" in publishing.records[0].servers_failed["vllm-1"]
     assert world.states()[0] == (ServerState.SERVING, 1)
+
+
+@pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.STALE])
+def test_f16_a_server_that_restarted_is_caught_up_without_a_new_version(world: World, state: ServerState) -> None:
+    with world.publisher() as publishing:
+        publishing.publish(3, weights(), probe())
+        publishing.wait()
+        assert world.queue is not None
+        restarted = world.servers()["vllm-1"]
+        restarted.state = state
+        world.do(world.queue.put_server(restarted))
+        until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
+        publishing.publish(4, weights(), probe())
+        publishing.wait()
+    assert len(publishing.records) == 2
+    assert world.states() == [(ServerState.SERVING, 4)] * 2
+
+
+def test_a_server_that_is_still_starting_does_not_hold_up_later_versions(world: World) -> None:
+    assert world.queue is not None
+    with world.publisher(start_timeout_s=60) as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        with socket.create_server(("127.0.0.1", 0)) as reserved:
+            port = reserved.getsockname()[1]
+        world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}")))
+        publishing.publish(2, weights(), probe())
+        publishing.wait()
+        assert world.states() == [(ServerState.SERVING, 2), (ServerState.JOINING, None)]
+        world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
+        until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
 
 
 def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World) -> None:

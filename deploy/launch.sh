@@ -42,17 +42,20 @@ start() {
   name_of[$!]=$name
 }
 
+# Those that have ended may have left children; one that a signal came right after is known to the shell alone.
+all_started() { echo "${!name_of[@]}" $(jobs -p); }
+
 # signal_all SIGNAL: to every group; to the process alone where setsid has not made its group yet.
 signal_all() {
   local pid
-  for pid in "${!name_of[@]}"; do
+  for pid in $(all_started); do
     kill -s "$1" -- "-$pid" 2>/dev/null || kill -s "$1" "$pid" 2>/dev/null || true
   done
 }
 
 any_left() {
   local pid
-  for pid in "${!name_of[@]}"; do
+  for pid in $(all_started); do
     if kill -0 -- "-$pid" 2>/dev/null || kill -0 "$pid" 2>/dev/null; then return 0; fi
   done
   return 1

@@ -81,6 +81,8 @@ class Stage:
             stdin=subprocess.DEVNULL,
             text=True,
             env=settings,
+            # A terminal's foreground does not ignore Ctrl-C; what CI starts in the background may.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             start_new_session=True,
         )
         return self.launcher

@@ -157,6 +157,8 @@ class ServerControl:
             ) as response:
                 if response.status >= 400:
                     text = (await response.text())[:500]
+                    # vLLM hangs up after a 500 without saying so; the next call must not find itself hung up on.
+                    response.close()
                     raise ControlError(
                         f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
                     )

@@ -34,10 +34,8 @@ class ServerControl:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # vLLM closes idle connections after 5 s; ours end first, so that none breaks in use.
-        self._session = aiohttp.ClientSession(
-            headers=self._headers, connector=aiohttp.TCPConnector(keepalive_timeout=3)
-        )
+        # vLLM hangs up on an idle connection, and after a 500, without saying so: none is used twice.
+        self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(force_close=True))
         return self
 
     async def __aexit__(
@@ -157,8 +155,6 @@ class ServerControl:
             ) as response:
                 if response.status >= 400:
                     text = (await response.text())[:500]
-                    # vLLM hangs up after a 500 without saying so; the next call must not find itself hung up on.
-                    response.close()
                     raise ControlError(
                         f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
                     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -61,21 +62,22 @@ async def control(vllm_url: str) -> AsyncIterator[ServerControl]:
         yield control
 
 
-async def generate(url: str, tokens: int, choices: int) -> list[dict[str, Any]]:
+async def generate(url: str, tokens: int, begun: asyncio.Event) -> list[dict[str, Any]]:
+    """The chunks of one streamed choice; `begun` is set when the first has come."""
     body = {
         "token_ids": PROBE_IDS[:8],
-        "sampling_params": {
-            "n": choices,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "logprobs": 0,
-            "detokenize": False,
-        },
+        "sampling_params": {"max_tokens": tokens, "ignore_eos": True, "detokenize": False},
         "output_mode": "tokens",
+        "stream": True,
     }
+    chunks: list[dict[str, Any]] = []
     async with aiohttp.ClientSession() as session, session.post(f"{url}/inference/v1/generate", json=body) as response:
         assert response.status == 200
-        return (await response.json())["choices"]  # type: ignore[no-any-return]
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                chunks += json.loads(line.removeprefix(b"data: "))["choices"]
+                begun.set()
+    return chunks
 
 
 async def is_paused(url: str) -> bool:
@@ -98,18 +100,17 @@ async def test_f3_an_update_lands_in_mid_generation_and_aborts_nothing(control: 
     await server.publish(snapshot(model, 1))
     perturb(model)
     second = snapshot(model, 2)
+    begun = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(generate(control.url, 400, choices=32))
-        await asyncio.sleep(0.05)
+        running = group.create_task(generate(control.url, 480, begun))
+        await begun.wait()
         await server.publish(second)
-    assert len(running.result()) == 32
-    for choice in running.result():
-        assert choice["finish_reason"] == "length"
-        spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-        assert [version for version, _, _ in spans] == ["1", "2"]
-        assert spans[0][1] == 0
-        assert spans[0][2] == spans[1][1]
-        assert spans[1][2] == 400 == len(choice["token_ids"])
+    chunks = running.result()
+    assert sum(len(chunk["token_ids"] or []) for chunk in chunks) == 480
+    assert chunks[-1]["finish_reason"] == "length"
+    first, last = chunks[-1]["weight_versions"]
+    assert (first["version"], first["start"], first["end"]) == ("1", 0, last["start"])
+    assert (last["version"], last["end"]) == ("2", 480)
     await server.disconnect()
 
 

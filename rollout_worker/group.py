@@ -156,7 +156,8 @@ class GroupRunner:
             if score.reward is not None
         ]
         unrewarded = len(episodes) - len(rollouts)
-        self.counters.failures["no_reward"] += unrewarded
+        if unrewarded:
+            self.counters.failures["no_reward"] += unrewarded
         failure = EpisodeFailed("no_reward", "every reward function gave None", retryable=True)
         _require(len(rollouts), [failure] * unrewarded)
         return rollouts

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from accelerate.utils import set_seed
+from transformers.utils import logging as transformers_logging
 
 from learner import checkpoint as checkpoints
 from learner import summary
@@ -36,6 +37,8 @@ from weight_sync.publisher import Publisher
 def run(config: RunFile, queue_url: str | None = None, resume: bool = False) -> None:
     """Train `config.learner.steps` steps. Raises `ConfigError` before anything is started or changed."""
     _refuse_several_ranks()
+    # Its bars for every checkpoint would run through the live line.
+    transformers_logging.disable_progress_bar()
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
     url = queue_url or config.queue.url

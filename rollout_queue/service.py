@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +21,8 @@ from rollout_queue.store.sqlite import MEMORY, SqliteStore
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
 _GRACE_S = 5
 
+logger = logging.getLogger(__name__)
+
 
 def serve(config: RunFile) -> None:
     """Run the queue until SIGTERM or SIGINT.
@@ -32,6 +35,7 @@ def serve(config: RunFile) -> None:
         broker: Broker = app.state.broker
         server = _Server(app)
         broker.on_failure = server.stop
+        logger.info("queue of run %s at %s, store %s", config.run.name, config.queue.url, config.queue.store)
         try:
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
                 runner.run(server.serve(sockets=[listener]))

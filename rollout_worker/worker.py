@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -18,6 +19,8 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
 from rollout_worker.ticket_loop import Queue, Worker
 from rollout_worker.tools import ToolBox
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RunFile, queue_url: str | None = None, worker_id: str | None = None) -> None:
@@ -41,8 +44,10 @@ async def _run(config: RunFile, task: Task, queue_url: str, worker_id: str) -> N
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    logger.info("worker %s: up to %d episodes for the queue at %s", worker_id, config.worker.episodes, queue_url)
     async with QueueClient(queue_url, config.token) as queue:
-        await work(config, task, queue, worker_id, stop)
+        done = await work(config, task, queue, worker_id, stop)
+    logger.info("worker %s: %d episodes done, %d failed", worker_id, done.episodes_done, done.episodes_failed)
 
 
 def _own_name() -> str:

@@ -201,6 +201,7 @@ def _record(
         tokens_trained=tally.tokens_trained,
         tokens_masked=dict(tally.tokens_masked),
         tokens_dropped=dict(tally.tokens_dropped),
+        rollouts=len(tally.rewards),
         two_span_rollouts=tally.two_span_rollouts,
         rows=len(batch.rows),
         packing_fill=sum(row.tokens for row in batch.rows) / (len(batch.rows) * token_budget),

@@ -43,6 +43,7 @@ class StepRecord(msgspec.Struct):
     tokens_trained: int
     tokens_masked: dict[str, int]
     tokens_dropped: dict[str, int]
+    rollouts: int
     two_span_rollouts: int
     rows: int
     packing_fill: float

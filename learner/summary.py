@@ -30,7 +30,7 @@ class Summary(msgspec.Struct):
     step_s_mean: float | None
     reward_first10: float | None
     reward_last10: float | None
-    episodes: int
+    rollouts: int
     rollouts_two_versions: int
     groups_trained: int
     groups_dropped: dict[str, int]
@@ -53,7 +53,7 @@ class Summary(msgspec.Struct):
 
 
 def summarise(steps: Sequence[StepRecord], publications: Sequence[PublicationRecord], status: Status) -> Summary:
-    """`status` gives what only the queue knows: episodes, drops of every cause, tokens sampled, the workers' part."""
+    """`status` gives what only the queue knows: drops of every cause, tokens sampled, the workers' part."""
     wall_s = sum(step.step_s for step in steps)
     trained = sum(step.tokens_trained for step in steps)
     pauses = [publication.pause_s * 1e3 for publication in publications]
@@ -63,7 +63,7 @@ def summarise(steps: Sequence[StepRecord], publications: Sequence[PublicationRec
         step_s_mean=_ratio(wall_s, len(steps)),
         reward_first10=_mean([step.reward_mean for step in steps[:10]]),
         reward_last10=_mean([step.reward_mean for step in steps[-10:]]),
-        episodes=sum(worker.episodes_done for worker in status.workers),
+        rollouts=sum(step.rollouts for step in steps),
         rollouts_two_versions=sum(step.two_span_rollouts for step in steps),
         groups_trained=sum(step.groups_trained for step in steps),
         groups_dropped=dict(status.drops),

@@ -36,6 +36,7 @@ def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecor
         "step_s": 2.0,
         "wait_s": 0.5,
         "cpu_s": 0.01,
+        "rollouts": 8,
         "two_span_rollouts": 1,
     }
     return msgspec.convert({**numbers, **counts, **changes}, StepRecord)
@@ -69,7 +70,7 @@ def test_summary_of_a_run() -> None:
     assert (result.staleness_mean, result.staleness_max) == (pytest.approx(1.05), 2)
     assert (result.learner_wait_share, result.worker_wait_share) == (0.25, 0.2)
     assert result.learner_cpu_us_per_trained_token == pytest.approx(100.0)
-    assert (result.episodes, result.rollouts_two_versions) == (160, 20)
+    assert (result.rollouts, result.rollouts_two_versions) == (160, 20)
     assert (result.sync_count, result.sync_pause_ms_p50) == (11, pytest.approx(6.0))
     assert result.sync_pause_ms_p95 == pytest.approx(10.5)
     assert result.probe_max_abs_diff == pytest.approx(1.1e-4)

@@ -9,6 +9,7 @@ containers, at under 100 bytes for each: a listener bounds its bodies before it 
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,6 +58,8 @@ def _array(value: Any) -> npt.NDArray[Any]:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _json_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+# msgspec 0.22 crashes the process where two threads make their first decoder of a nested Struct at one time.
+_making = threading.Lock()
 
 
 def encode(message: Any) -> bytes:
@@ -68,7 +71,8 @@ def decode(data: bytes, kind: type[T]) -> T:
     """The message of type `kind` in msgpack `data`; raises `DecodeError`."""
     decoder = _decoders.get(kind)
     if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+        with _making:
+            decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except _NOT_DECODABLE as error:
@@ -84,7 +88,8 @@ def decode_json(data: bytes, kind: Any) -> Any:
     """The control message of type `kind` in JSON `data`; raises `DecodeError`."""
     decoder = _json_decoders.get(kind)
     if decoder is None:
-        decoder = _json_decoders[kind] = msgspec.json.Decoder(kind)
+        with _making:
+            decoder = _json_decoders[kind] = msgspec.json.Decoder(kind)
     try:
         return decoder.decode(data)
     except _NOT_DECODABLE as error:

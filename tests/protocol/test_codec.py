@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import tracemalloc
 import types
 import typing
@@ -354,3 +356,34 @@ def test_a_missing_field_is_refused_and_an_unknown_one_is_passed_over() -> None:
     del fields["ticket_id"]
     with pytest.raises(codec.DecodeError, match="ticket_id"):
         codec.decode(msgspec.msgpack.encode(fields), Group)
+
+
+FIRST_DECODE_ON_EIGHT_THREADS = """
+import sys, threading
+import numpy as np
+from protocol import codec
+from protocol.messages import Group, Rollout, Segment, VersionSpan
+
+sys.setswitchinterval(1e-6)
+ids = np.arange(5, dtype=np.int32)
+segment = Segment(ids, np.ones(5, bool), -np.ones(5, np.float32), [VersionSpan(1, 0, 5)])
+data = codec.encode(Group("a", 0, 0, [Rollout([segment], 1.0, "stop")], "w", ["s"], 0, 1))
+barrier = threading.Barrier(8)
+
+def decode():
+    barrier.wait()
+    for _ in range(20):
+        codec.decode(data, Group)
+
+threads = [threading.Thread(target=decode) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_first_groups_that_arrive_together_do_not_crash_the_process() -> None:
+    """In a process of its own, ten times: without the lock most of them die of a segmentation fault."""
+    runs = [subprocess.Popen([sys.executable, "-c", FIRST_DECODE_ON_EIGHT_THREADS]) for _ in range(10)]
+    assert [run.wait() for run in runs] == [0] * 10

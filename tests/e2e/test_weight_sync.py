@@ -62,20 +62,27 @@ async def control(vllm_url: str) -> AsyncIterator[ServerControl]:
         yield control
 
 
-async def generate(url: str, tokens: int, begun: asyncio.Event) -> list[dict[str, Any]]:
-    """The chunks of one streamed choice; `begun` is set when the first has come."""
+async def generate(url: str, tokens: int, choices: int, begun: asyncio.Event) -> dict[int, list[dict[str, Any]]]:
+    """The chunks of each streamed choice; `begun` is set when the first has come."""
     body = {
         "token_ids": PROBE_IDS[:8],
-        "sampling_params": {"max_tokens": tokens, "ignore_eos": True, "detokenize": False},
+        "sampling_params": {
+            "n": choices,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "detokenize": False,
+            "stream_interval": 100,
+        },
         "output_mode": "tokens",
         "stream": True,
     }
-    chunks: list[dict[str, Any]] = []
+    chunks: dict[int, list[dict[str, Any]]] = {}
     async with aiohttp.ClientSession() as session, session.post(f"{url}/inference/v1/generate", json=body) as response:
         assert response.status == 200
         async for line in response.content:
             if line.startswith(b"data: {"):
-                chunks += json.loads(line.removeprefix(b"data: "))["choices"]
+                for chunk in json.loads(line.removeprefix(b"data: "))["choices"]:
+                    chunks.setdefault(chunk["index"], []).append(chunk)
                 begun.set()
     return chunks
 
@@ -102,15 +109,17 @@ async def test_f3_an_update_lands_in_mid_generation_and_aborts_nothing(control: 
     second = snapshot(model, 2)
     begun = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(generate(control.url, 480, begun))
+        # Many choices make each step of the engine slow enough for the update to land before the last.
+        running = group.create_task(generate(control.url, 480, 96, begun))
         await begun.wait()
         await server.publish(second)
-    chunks = running.result()
-    assert sum(len(chunk["token_ids"] or []) for chunk in chunks) == 480
-    assert chunks[-1]["finish_reason"] == "length"
-    first, last = chunks[-1]["weight_versions"]
-    assert (first["version"], first["start"], first["end"]) == ("1", 0, last["start"])
-    assert (last["version"], last["end"]) == ("2", 480)
+    assert len(running.result()) == 96
+    for chunks in running.result().values():
+        assert sum(len(chunk["token_ids"] or []) for chunk in chunks) == 480
+        assert chunks[-1]["finish_reason"] == "length"
+        first, last = chunks[-1]["weight_versions"]
+        assert (first["version"], first["start"], first["end"]) == ("1", 0, last["start"])
+        assert (last["version"], last["end"]) == ("2", 480)
     await server.disconnect()
 
 

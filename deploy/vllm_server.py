@@ -12,10 +12,10 @@ from pathlib import Path
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunFile
 from protocol.messages import Server
+from rollout_worker.inference.client import SERVED_MODEL_NAME
 
 logger = logging.getLogger(__name__)
 
-SERVED_MODEL_NAME = "policy"
 # What the queue gets to come up beside the server; it takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner import attention
-from learner.model import Policy, Scoring
-from learner.packing import Sample, pack
+from learner.feed.packing import Sample, pack
+from learner.model import attention
+from learner.model.policy import Policy, Scoring
 from learner.trainer import Trainer
-from protocol.config import LearnerSettings
+from protocol.config import LearnerSection
 
 EPISODES = 128
 VOCABULARY = 384
@@ -30,11 +30,11 @@ VOCABULARY = 384
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--token-budget", type=int, default=LearnerSettings().token_budget)
+    parser.add_argument("--token-budget", type=int, default=LearnerSection().token_budget)
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    trainer = Trainer(tiny_policy(), LearnerSettings(learning_rate=4e-4))
+    trainer = Trainer(tiny_policy(), LearnerSection(learning_rate=4e-4))
     samples = episodes(np.random.default_rng(0))
     tokens = int(sum(sample.weights.sum() for sample in samples))
 

@@ -23,6 +23,7 @@ import psutil
 from protocol import codec
 from protocol.client import QueueClient
 from protocol.messages import (
+    BeginSession,
     Group,
     LeaseRequest,
     Rollout,
@@ -48,7 +49,7 @@ def make_group(ticket: Ticket, kilobytes: int) -> Group:
         np.arange(length, dtype=np.int32),
         np.ones(length, dtype=np.bool_),
         np.full(length, -0.5, dtype=np.float32),
-        [VersionSpan(0, 0, length)],
+        [VersionSpan(0, 0, length, 0)],
     )
     rollouts = [Rollout([segment], 1.0, "stop") for _ in range(ROLLOUTS)]
     return Group(ticket.id, ticket.index, 0, rollouts, "benchmark", ["vllm-0"], 0.0, 1.0)
@@ -82,7 +83,7 @@ async def drain(client: QueueClient, session: int, count: int) -> float:
 async def measure(url: str, pid: int, arguments: argparse.Namespace) -> dict[str, float]:
     memory = psutil.Process(pid)
     async with QueueClient(url) as client:
-        session = (await client.begin_session(0, 1, resume=False)).session
+        session = (await client.begin_session(BeginSession(0, 0, 1, resume=False))).session
         server = (await client.servers())[0]
         for state in (ServerState.SYNCING, ServerState.SERVING):
             await client.put_server(Server(server.name, server.url, state, 0))

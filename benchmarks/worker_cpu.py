@@ -17,14 +17,14 @@ from pathlib import Path
 
 import uvloop
 
-from protocol.config import RunFile
-from rollout_worker.chat import ChatFormat
+from protocol.config import RunConfig
+from rollout_worker.chat.template import ChatFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
+from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
-from rollout_worker.tools import ToolBox
-from tests.fake_vllm.tokenizer import save_model_folder
-from tests.rollout_worker.stand_in import StandInQueue, serving_at, tickets_for
+from tests.kit.fake_vllm.tokenizer import save_model_folder
+from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
 
 WARM_UP_GROUPS = 8
 
@@ -51,8 +51,8 @@ def task() -> Task:
     return Task(dataset=rows, tools=[multiply], rewards=[accuracy])
 
 
-def config(folder: Path, group_size: int) -> RunFile:
-    return RunFile.model_validate(
+def config(folder: Path, group_size: int) -> RunConfig:
+    return RunConfig.model_validate(
         {
             "model": {"path": str(folder)},
             "task": {"path": f"{__file__}:task"},
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--plain", action="store_true", help="first turns as plain requests, not streamed")
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "tests.fake_vllm", "--port", "0", "--version", "1", "--latency", "0.02"]
+    command = [sys.executable, "-m", "tests.kit.fake_vllm", "--port", "0", "--version", "1", "--latency", "0.02"]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,

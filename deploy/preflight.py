@@ -15,10 +15,10 @@ from urllib.error import HTTPError
 
 from deploy.placement import place
 from deploy.vllm_server import on_cpu
-from protocol.config import ConfigError, Model, RunFile, to_toml
+from protocol.config import ConfigError, ModelSection, RunConfig, to_toml
 
 
-def check(config: RunFile, resume: bool) -> None:
+def check(config: RunConfig, resume: bool) -> None:
     """Raises `ConfigError` for what would stop the run later: ports, servers, task, model, run directory."""
     _check_run_dir(config, resume)
     _check_port(config.queue.host, config.queue.port, "queue.port")
@@ -31,7 +31,7 @@ def check(config: RunFile, resume: bool) -> None:
     _check_task_and_model(config)
 
 
-def write_resolved(config: RunFile) -> Path:
+def write_resolved(config: RunConfig) -> Path:
     """Write the resolved run file into the run directory, for all processes of the run to read."""
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
     # The token stays out of files; the launcher hands it on in the environment.
@@ -47,7 +47,7 @@ def write_resolved(config: RunFile) -> Path:
     return path
 
 
-def shell_variables(config: RunFile) -> str:
+def shell_variables(config: RunConfig) -> str:
     """What launch.sh needs to know, as assignments for `eval`."""
     pins = {"PIN_SERVER": "", "PIN_OTHERS": "", "SERVER_THREADS": "", "OTHER_THREADS": ""}
     placement = place(sorted(os.sched_getaffinity(0)), config.vllm.count)
@@ -70,7 +70,7 @@ def shell_variables(config: RunFile) -> str:
     return "\n".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
-def _check_run_dir(config: RunFile, resume: bool) -> None:
+def _check_run_dir(config: RunConfig, resume: bool) -> None:
     holds_a_run = any((config.run_dir / name).exists() for name in ("queue.db", "checkpoints"))
     if holds_a_run and not resume:
         raise ConfigError(
@@ -114,10 +114,10 @@ def _check_server(url: str, token: str | None) -> None:
         ) from None
 
 
-def _check_task_and_model(config: RunFile) -> None:
-    from rollout_worker.chat import ChatFormat
-    from rollout_worker.task import load_task
-    from rollout_worker.tools import ToolBox
+def _check_task_and_model(config: RunConfig) -> None:
+    from rollout_worker.chat.template import ChatFormat
+    from rollout_worker.task.task import load_task
+    from rollout_worker.task.tools import ToolBox
 
     # Every try to reach the hub is a warning of its own; here one message says it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -126,7 +126,7 @@ def _check_task_and_model(config: RunFile) -> None:
     ChatFormat.load(config.model.path, ToolBox(task.tools, config.worker.tool_timeout_s).schemas)
 
 
-def _check_model(model: Model) -> None:
+def _check_model(model: ModelSection) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -137,7 +137,7 @@ def _check_model(model: Model) -> None:
             f"model.path = {model.path}: not a model that can be loaded: {first}; give an existing model folder or a "
             f"hub name"
         ) from None
-    if model.attention == Model.model_fields["attention"].default:
+    if model.attention == ModelSection.model_fields["attention"].default:
         return
     import torch
 

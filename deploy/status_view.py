@@ -50,14 +50,15 @@ def _headline(status: Status) -> Text:
 
 
 def _figures(status: Status) -> Table:
-    depth, stale, rates = status.depth, status.staleness, status.rates
+    groups, stale, rates = status.groups, status.staleness, status.rates
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row(
         "outstanding",
-        f"{depth.outstanding} groups of {depth.ticket_limit} ({depth.target_steps:.2f} steps deep) = "
-        f"{depth.tickets} in work + {depth.ready} ready + {depth.leased} leased",
+        f"{groups.outstanding} groups of {groups.limit} = "
+        f"{groups.tickets} in work + {groups.ready} ready + {groups.leased} leased",
     )
-    table.add_row("stored", f"{depth.bytes / 1e6:.1f} MB of {depth.capacity_bytes / 1e6:.0f} MB")
+    table.add_row("depth", f"{status.depth:.2f} steps, target {status.depth_target:.2f}")
+    table.add_row("stored", f"{groups.bytes / 1e6:.1f} MB of {groups.capacity_bytes / 1e6:.0f} MB")
     table.add_row(
         "staleness",
         f"mean {stale.mean:.2f} = {stale.in_flight_mean:.2f} in flight + {stale.in_queue_mean:.2f} in queue; "

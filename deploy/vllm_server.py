@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, RunFile
+from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME
 
@@ -29,7 +29,7 @@ def on_cpu() -> bool:
     return True
 
 
-def command(config: RunFile, index: int) -> list[str]:
+def command(config: RunConfig, index: int) -> list[str]:
     """The command line of the server number `index`; `vllm.args` come last and so go first."""
     settings = config.vllm
     flags = [
@@ -52,14 +52,14 @@ def command(config: RunFile, index: int) -> list[str]:
     ]
     if config.token:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
-        flags += ["--middleware", "weight_sync.vllm_guard.RequireToken"]
+        flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
     if on_cpu():
         # A compiled CPU graph would hold on to the packed weights of before.
         flags.append("--enforce-eager")
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *settings.args]
 
 
-def environment(config: RunFile) -> dict[str, str]:
+def environment(config: RunConfig) -> dict[str, str]:
     """The server's environment: this process's, the RL routes switched on, and what the CPU build wants."""
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
@@ -70,7 +70,7 @@ def environment(config: RunFile) -> dict[str, str]:
     return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
 
 
-async def announce(config: RunFile, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
+async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
     """Register the server as joining: whatever it proved before, it is about to hold the checkpoint's weights (I5).
 
     A queue that is not there yet registers the run file's servers itself when it starts.
@@ -83,7 +83,7 @@ async def announce(config: RunFile, index: int, patience_s: float = ANNOUNCE_FOR
         logger.info("not announced at the queue: %s", error)
 
 
-def run(config: RunFile, index: int) -> None:
+def run(config: RunConfig, index: int) -> None:
     """Become the server: this process is replaced, so that signals and exit code are vLLM's."""
     if config.vllm.servers or index >= config.vllm.count:
         raise ConfigError(

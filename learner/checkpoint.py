@@ -32,7 +32,7 @@ TOKENIZER_FILES = [
 ]
 
 
-class State(msgspec.Struct):
+class CheckpointInfo(msgspec.Struct):
     """`step` optimiser steps were done when it was written; `version` is the policy version that they made."""
 
     step: int
@@ -42,7 +42,7 @@ class State(msgspec.Struct):
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    state: State
+    state: CheckpointInfo
 
     @property
     def model_path(self) -> Path:
@@ -58,11 +58,11 @@ def latest(run_dir: Path) -> Checkpoint | None:
     found = _complete(run_dir)
     if not found:
         return None
-    state = msgspec.json.decode((found[-1] / "state.json").read_bytes(), type=State)
+    state = msgspec.json.decode((found[-1] / "state.json").read_bytes(), type=CheckpointInfo)
     return Checkpoint(found[-1], state)
 
 
-def save(run_dir: Path, state: State, trainer: Trainer, source_model: str, keep: int) -> Checkpoint:
+def save(run_dir: Path, state: CheckpointInfo, trainer: Trainer, source_model: str, keep: int) -> Checkpoint:
     """Write a checkpoint, durable when this returns, and delete all but the newest `keep`.
 
     It is written aside, flushed to disk and then renamed: a crash leaves no half of one behind.

@@ -18,23 +18,23 @@ from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
 from learner import checkpoint as checkpoints
-from learner import summary
-from learner.assembly import Batch
-from learner.checkpoint import Checkpoint, State
-from learner.feeder import Feeder
-from learner.link import QueueLink
-from learner.metrics import Journal, PublicationRecord, StepRecord
-from learner.model import Scoring, load_policy
-from learner.progress import Progress
+from learner.blocking_client import BlockingQueueClient
+from learner.checkpoint import Checkpoint, CheckpointInfo
+from learner.feed.feeder import Feeder
+from learner.feed.step_draft import Batch
+from learner.model.policy import Scoring, load_policy
+from learner.report import summary
+from learner.report.journal import Journal, PublicationRecord, StepRecord
+from learner.report.progress import Progress
 from learner.trainer import StepFigures, Trainer
 from protocol.client import QueueClient, RunFinished
-from protocol.config import ConfigError, RunFile
-from protocol.messages import LearnerReport
+from protocol.config import ConfigError, RunConfig
+from protocol.messages import BeginSession, LearnerReport
 from weight_sync.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
 
 
-def run(config: RunFile, queue_url: str | None = None, resume: bool = False) -> None:
+def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
     """Train `config.learner.steps` steps. Raises `ConfigError` before anything is started or changed."""
     _refuse_several_ranks()
     # Its bars for every checkpoint would run through the live line.
@@ -44,13 +44,13 @@ def run(config: RunFile, queue_url: str | None = None, resume: bool = False) -> 
     url = queue_url or config.queue.url
     with (
         _sigterm_as_exit(),
-        QueueLink(QueueClient(url, config.token)) as link,
+        BlockingQueueClient(QueueClient(url, config.token)) as link,
         Publisher(config, url) as publisher,
     ):
         Loop(config, trainer, link, publisher).run(checkpoint, resume)
 
 
-def starting_point(config: RunFile, resume: bool) -> Checkpoint | None:
+def starting_point(config: RunConfig, resume: bool) -> Checkpoint | None:
     """The checkpoint to start from; None is the initial model, also where a resumed run has none yet."""
     checkpoint = checkpoints.latest(config.run_dir)
     if checkpoint is not None and not resume:
@@ -61,7 +61,7 @@ def starting_point(config: RunFile, resume: bool) -> Checkpoint | None:
     return checkpoint
 
 
-def build_trainer(config: RunFile, checkpoint: Checkpoint | None) -> Trainer:
+def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     set_seed(config.run.seed)
     path = str(checkpoint.model_path) if checkpoint else config.model.path
     scoring = Scoring(config.rollout.temperature, config.learner.logprob_chunk_tokens)
@@ -74,7 +74,7 @@ def build_trainer(config: RunFile, checkpoint: Checkpoint | None) -> Trainer:
 class Loop:
     """One session of the learner."""
 
-    def __init__(self, config: RunFile, trainer: Trainer, link: QueueLink, publisher: Publisher) -> None:
+    def __init__(self, config: RunConfig, trainer: Trainer, link: BlockingQueueClient, publisher: Publisher) -> None:
         self._config = config
         self._trainer = trainer
         self._link = link
@@ -85,8 +85,9 @@ class Loop:
     def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
         step = checkpoint.state.step if checkpoint else 0
         settings = self._config.learner
-        self._start = self._link.call(lambda client: client.begin_session(step, settings.steps, resume))
-        self._state = State(step, self._start.version)
+        begin = BeginSession(step, checkpoint.state.version if checkpoint else 0, settings.steps, resume)
+        self._start = self._link.call(lambda client: client.begin_session(begin))
+        self._state = CheckpointInfo(step, self._start.version)
         self._checkpointed = step if checkpoint else None
         self._steps = Journal(self._config.run_dir / "metrics.jsonl", StepRecord, step)
         self._publications = Journal(self._config.run_dir / "publications.jsonl", PublicationRecord, step)
@@ -124,7 +125,7 @@ class Loop:
             feeder.trained(batch, _report(batch, wait_s, step_s, self._publisher.in_flight))
             acknowledged += step_s
             cpu_s, cpu = time.process_time() - cpu, time.process_time()
-            self._state = State(batch.step, batch.version + 1)
+            self._state = CheckpointInfo(batch.step, batch.version + 1)
 
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
             record = _record(batch, figures, wait_s, step_s, cpu_s, blocked_s, settings.token_budget)

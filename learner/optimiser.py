@@ -8,7 +8,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from protocol.config import LearnerSettings
+from protocol.config import LearnerSection
 
 
 class Optimiser(NamedTuple):
@@ -16,7 +16,7 @@ class Optimiser(NamedTuple):
     schedule: LambdaLR
 
 
-def build(model: torch.nn.Module, settings: LearnerSettings) -> Optimiser:
+def build(model: torch.nn.Module, settings: LearnerSection) -> Optimiser:
     """Weight decay spares vectors (norms, biases), as is usual."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [

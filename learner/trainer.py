@@ -11,11 +11,11 @@ import torch
 from accelerate import Accelerator
 
 from learner import optimiser
-from learner.logprobs import TokenScores
-from learner.model import Policy
-from learner.objectives import Grpo, Objective, Tokens
-from learner.packing import PackedRow
-from protocol.config import LearnerSettings
+from learner.algorithm.objectives import Grpo, Objective, Tokens
+from learner.feed.packing import PackedRow
+from learner.model.logprobs import TokenScores
+from learner.model.policy import Policy
+from protocol.config import LearnerSection
 
 
 class DivergedError(RuntimeError):
@@ -44,7 +44,7 @@ class StepFigures:
 class Trainer:
     """Owns policy, optimiser and schedule; knows nothing of the queue or of versions."""
 
-    def __init__(self, policy: Policy, settings: LearnerSettings) -> None:
+    def __init__(self, policy: Policy, settings: LearnerSection) -> None:
         self.accelerator = Accelerator()
         self.objective: Objective = Grpo(settings.clip_low, settings.clip_high)
         self._max_grad_norm = settings.max_grad_norm

@@ -2,7 +2,7 @@
 
 A call that cannot reach the queue, or meets a 5xx, is tried again with growing pauses until `patience_s` is over (a
 long-poll's own wait comes on top): that is what lets the queue be killed and restarted under a run. Every route is
-safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused` with the queue's reason code.
+safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused`, with a code of `protocol.reasons`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from protocol import codec, routes
+from protocol import codec, reasons, routes
 from protocol.messages import (
     BeginSession,
     Checkpointed,
@@ -34,9 +34,9 @@ from protocol.messages import (
     LeaseRenewal,
     LeaseReply,
     LeaseRequest,
-    Policy,
     PolicyCommand,
     Problem,
+    RunPosition,
     Server,
     TicketFailure,
     TicketReply,
@@ -89,7 +89,7 @@ class QueueClient:
 
     def __init__(self, url: str, token: str | None = None, patience_s: float = 300.0, timeout_s: float = 30.0) -> None:
         if not re.match(r"https?://[^/\s]+", url):
-            raise QueueError(f"{url!r} is no URL of a queue; write it as http://host:port")
+            raise QueueError(f"{url!r} is not the URL of a queue; write it as http://host:port")
         self.url = url.rstrip("/")
         self.patience_s = patience_s
         self.timeout_s = timeout_s
@@ -147,8 +147,8 @@ class QueueClient:
         body = await self._call("POST", routes.LEASES, request, wait_s=request.wait_s)
         return self._understood(routes.LEASES, codec.decode, body, LeaseReply)
 
-    async def ack(self, lease_id: str, ack: LeaseAck) -> Policy:
-        return await self._ask(Policy, "POST", routes.LEASE_ACK_OF.format(id=lease_id), ack)
+    async def ack(self, lease_id: str, ack: LeaseAck) -> RunPosition:
+        return await self._ask(RunPosition, "POST", routes.LEASE_ACK_OF.format(id=lease_id), ack)
 
     async def renew(self, lease_id: str, session: int) -> None:
         await self._call("POST", routes.LEASE_RENEW_OF.format(id=lease_id), LeaseRenewal(session))
@@ -157,16 +157,16 @@ class QueueClient:
         """Give a lease's groups back untrained."""
         await self._call("POST", routes.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
 
-    async def policy(self) -> Policy:
-        return await self._ask(Policy, "GET", routes.POLICY)
+    async def position(self) -> RunPosition:
+        return await self._ask(RunPosition, "GET", routes.POLICY)
 
-    async def begin_session(self, step: int, total_steps: int, resume: bool) -> Policy:
-        return await self._command(BeginSession(step, total_steps, resume))
+    async def begin_session(self, begin: BeginSession) -> RunPosition:
+        return await self._command(begin)
 
-    async def checkpointed(self, session: int, step: int) -> Policy:
+    async def checkpointed(self, session: int, step: int) -> RunPosition:
         return await self._command(Checkpointed(session, step))
 
-    async def waiting(self, session: int, what: str | None) -> Policy:
+    async def waiting(self, session: int, what: str | None) -> RunPosition:
         return await self._command(Waiting(session, what))
 
     async def servers(self) -> list[Server]:
@@ -182,8 +182,8 @@ class QueueClient:
     async def finish(self) -> None:
         await self._call("POST", routes.FINISH)
 
-    async def _command(self, command: PolicyCommand) -> Policy:
-        return await self._ask(Policy, "POST", routes.POLICY, command)
+    async def _command(self, command: PolicyCommand) -> RunPosition:
+        return await self._ask(RunPosition, "POST", routes.POLICY, command)
 
     async def _ask(self, kind: type[T], method: str, path: str, message: msgspec.Struct | None = None) -> T:
         return self._understood(path, codec.decode_json, await self._call(method, path, message), kind)
@@ -193,7 +193,7 @@ class QueueClient:
             return decode(body, kind)
         except codec.DecodeError as error:
             raise QueueError(
-                f"{self.url}{path} gave an answer that is {error}; is it a Slipstream queue of this version?"
+                f"{self.url}{path} answered with something that is {error}; is it a Slipstream queue of this version?"
             ) from error
 
     async def _call(
@@ -267,7 +267,7 @@ def _problem(status: int, body: bytes) -> Problem:
     try:
         return codec.decode_json(body, Problem)  # type: ignore[no-any-return]
     except codec.DecodeError:
-        return Problem(f"http_{status}", body[:200].decode("utf-8", "replace") or f"HTTP {status}")
+        return Problem(reasons.http(status), body[:200].decode("utf-8", "replace") or f"HTTP {status}")
 
 
 def _retry_after(response: Any) -> float | None:

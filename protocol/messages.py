@@ -1,30 +1,32 @@
 """Every message that crosses a process boundary.
 
 Arrays are numpy arrays in memory and little-endian bytes with dtype and length on the wire (see `codec`).
-The rules a group must keep are checked at the queue's door (`rollout_queue.door`), not here: a message that
-decodes has the right types, nothing more.
+A message that decodes has the right types, nothing more: the queue checks the rules that a group must keep
+(`rollout_queue.ledger.validation`).
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "aborted"]
+TicketKind = Literal["train", "eval"]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `[start, end)` of a segment were sampled by policy `version`."""
+    """Tokens `[start, end)` of a segment were sampled by policy `version` on the group's `server_names[server]`."""
 
     version: int
     start: int
     end: int
+    server: int
 
 
 class Segment(msgspec.Struct):
@@ -57,7 +59,7 @@ class Segment(msgspec.Struct):
         return int(np.count_nonzero(self.loss_mask))
 
     def token_versions(self) -> npt.NDArray[np.int64]:
-        """Policy version of each token, int64 [T]; -1 where the token was not sampled."""
+        """RunPosition version of each token, int64 [T]; -1 where the token was not sampled."""
         versions = np.full(len(self.token_ids), -1, dtype=np.int64)
         for span in self.version_spans:
             versions[span.start : span.end] = span.version
@@ -66,7 +68,11 @@ class Segment(msgspec.Struct):
 
 
 class Rollout(msgspec.Struct):
-    """The training data of one episode. `timings` are seconds by name (generate, tools, reward, total)."""
+    """The training data of one episode.
+
+    metrics: figures of the user's, by name; timings: seconds by name (generate, tools, reward, total); messages: UTF-8
+    JSON of the conversation after the prompt, opaque to the queue, None where it is not kept.
+    """
 
     segments: list[Segment]
     reward: float
@@ -75,8 +81,9 @@ class Rollout(msgspec.Struct):
     turns: int = 0
     tool_calls: int = 0
     tool_failures: int = 0
+    metrics: dict[str, float] = {}
     timings: dict[str, float] = {}
-    messages: list[dict[str, Any]] | None = None
+    messages: bytes | None = None
 
     @property
     def sampled_tokens(self) -> int:
@@ -86,7 +93,8 @@ class Rollout(msgspec.Struct):
 class Group(msgspec.Struct):
     """The rollouts of one prompt: what advantages are computed over and what the queue stores.
 
-    `started_at`, `finished_at`: seconds since the epoch, on the worker's clock.
+    `server_names`: the servers that sampled it, in the order that version spans count them; `started_at`,
+    `finished_at`: seconds since the epoch, on the worker's clock.
     """
 
     ticket_id: str
@@ -139,7 +147,7 @@ class Server(msgspec.Struct):
 
 
 class Ticket(msgspec.Struct):
-    """Permission to produce one group. It lapses `expires_in_s` after issue or the last heartbeat.
+    """Permission to produce one group. It expires `expires_in_s` after issue or the last heartbeat.
 
     `seed` is the run's: with it, every worker puts the data set's rows into the same order.
     """
@@ -150,12 +158,13 @@ class Ticket(msgspec.Struct):
     seed: int
     version: int
     expires_in_s: float
+    kind: TicketKind = "train"
 
 
 class TicketRequest(msgspec.Struct):
-    """Ask for up to `max_tickets`. `have` are the tickets that the worker works on: one that it was given and does
-    not have is given again, be it that the answer was lost or that the worker died and came back under its name.
-    None: give new ones only."""
+    """Ask for up to `max_tickets`. `have` names the tickets that the worker holds: one that was issued to it and is
+    not among them is delivered again, because the answer was lost or the worker was restarted under its name. None: new
+    ones only."""
 
     worker_id: str
     max_tickets: int
@@ -180,8 +189,8 @@ class TicketFailure(msgspec.Struct):
 class WorkerReport(msgspec.Struct):
     """A worker's heartbeat: renews the tickets named and carries counters, all cumulative since its start.
 
-    `capacity`: episodes it may run at once; `waited_s`: seconds of idle capacity for want of tickets, where
-    one second means all of the capacity idle for a second; `elapsed_s`: seconds since its first request;
+    `capacity`: episodes that it may run at once; `waited_s`: seconds that capacity was idle because there were no
+    tickets, where one second means all of the capacity for a second; `elapsed_s`: seconds since its first request;
     `cpu_s`: CPU seconds of its process since then.
     """
 
@@ -204,7 +213,7 @@ class WorkerReport(msgspec.Struct):
 
 
 class WorkerReply(msgspec.Struct):
-    """Answer to a heartbeat. `lost_tickets` expired or were superseded: their episodes should be cancelled."""
+    """Answer to a heartbeat. `lost_tickets` expired or were superseded: their episodes must be cancelled."""
 
     lost_tickets: list[str]
     servers: list[Server]
@@ -214,8 +223,8 @@ class WorkerReply(msgspec.Struct):
 class LeaseRequest(msgspec.Struct):
     """Ask for up to `max_groups` more groups under `lease_id`, which the learner chooses.
 
-    `have` are the groups of this lease that already arrived; a group that the queue has leased here but that
-    is not in `have` is delivered again, so that a lost answer loses nothing.
+    `have` names the groups of this lease that arrived; one that is leased and not in `have` is delivered again, so that
+    a lost answer loses nothing.
     """
 
     session: int
@@ -227,7 +236,7 @@ class LeaseRequest(msgspec.Struct):
 
 class LeaseReply(msgspec.Struct):
     """`groups` holds each group's msgpack as it was submitted; `version_at_arrival[i]` is the learner's version
-    when group i came in. The lease lapses `expires_in_s` after this answer or the last renewal."""
+    when group i came in. The lease expires `expires_in_s` after this answer or the last renewal."""
 
     lease_id: str
     groups: list[msgspec.Raw]
@@ -236,8 +245,8 @@ class LeaseReply(msgspec.Struct):
 
 
 class LearnerReport(msgspec.Struct):
-    """One step's figures for the status page. `wait_s`, `step_s`: seconds in this step waiting for groups, and
-    in all; `publishing` is the version on its way to the servers, if any."""
+    """One step's figures for the status page. `step_s`: its seconds, of which `wait_s` waiting for groups;
+    `publishing`: the version on its way to the servers, if any."""
 
     step: int
     reward_mean: float
@@ -268,9 +277,10 @@ class LeaseRenewal(msgspec.Struct):
 
 
 class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
-    """The learner starts, or resumes from a checkpoint made after `step` optimiser steps."""
+    """The learner starts at step 0, or resumes from a checkpoint of `step` and policy `version`."""
 
     step: int
+    version: int
     total_steps: int
     resume: bool
 
@@ -292,9 +302,9 @@ class Waiting(msgspec.Struct, tag="waiting", tag_field="do"):
 PolicyCommand = BeginSession | Checkpointed | Waiting
 
 
-class Policy(msgspec.Struct):
-    """`version`: the learner's; `step`: optimiser steps on the surviving time line, version = step + offset;
-    `served_version`: lowest version proven on a serving server, None if none serves."""
+class RunPosition(msgspec.Struct):
+    """Where the run stands. `version`: the learner's; `step`: optimiser steps on the surviving time line, version =
+    step + offset; `served_version`: lowest version proven on a serving server, None if none serves."""
 
     version: int
     step: int
@@ -306,7 +316,7 @@ class Policy(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """Every refusal's body. `reason` is a stable code, `message` says the value and the remedy."""
+    """Every refusal's body. `reason` is a code of `protocol.reasons`, `message` names the value and the remedy."""
 
     reason: str
     message: str

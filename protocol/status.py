@@ -7,8 +7,9 @@ import msgspec
 from protocol.messages import Server
 
 
-class Depth(msgspec.Struct):
-    """Groups by place. `target_steps` is d of DESIGN.md, `ticket_limit` what admission allows outstanding now."""
+class GroupCounts(msgspec.Struct):
+    """Groups by place, and what bounds them. outstanding = tickets + ready + leased; `limit`: how many admission allows
+    outstanding now."""
 
     tickets: int
     ready: int
@@ -17,8 +18,7 @@ class Depth(msgspec.Struct):
     bytes: int
     capacity_groups: int
     capacity_bytes: int
-    target_steps: float
-    ticket_limit: int
+    limit: int
 
 
 class Staleness(msgspec.Struct):
@@ -54,7 +54,7 @@ class LearnerStatus(msgspec.Struct):
 
 
 class WorkerStatus(msgspec.Struct):
-    """`wait_share`: part of its capacity that stood idle for want of tickets, since its start."""
+    """`wait_share`: part of its capacity that was idle because there were no tickets, since its start."""
 
     worker_id: str
     host: str
@@ -82,17 +82,17 @@ class Wait(msgspec.Struct):
 
 
 class Stall(msgspec.Struct):
-    """`stalled`: neither a group nor a step came for the configured time; `why` is the likeliest cause."""
+    """`stalled`: neither a group nor a step came for `queue.stall_after_s`; `why` is the likeliest cause."""
 
     stalled: bool
     since_s: float
     why: str | None = None
 
 
-class Ledger(msgspec.Struct):
+class TicketCounts(msgspec.Struct):
     """Every ticket of the run: issued = trained + dropped + reissued + outstanding (I1).
 
-    `reissued` tickets ended because their row was issued again under a new id: they lapsed, were given back, or
+    `reissued` tickets ended because their row was issued again under a new id: they expired, were given back, or
     were trained on a time line that a resume left behind.
     """
 
@@ -104,6 +104,8 @@ class Ledger(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
+    """`depth`: groups outstanding, in optimiser steps; `depth_target`: what admission aims at, d of DESIGN.md."""
+
     run: str
     uptime_s: float
     version: int
@@ -113,7 +115,9 @@ class Status(msgspec.Struct):
     checkpoint_step: int | None
     finished: bool
     max_staleness: int
-    depth: Depth
+    depth: float
+    depth_target: float
+    groups: GroupCounts
     staleness: Staleness
     rates: Rates
     learner: LearnerStatus
@@ -121,7 +125,7 @@ class Status(msgspec.Struct):
     servers: list[Server]
     waits: list[Wait]
     stall: Stall
-    ledger: Ledger
+    ledger: TicketCounts
     tokens_sampled: int = 0
     learner_wait_share: float | None = None
     worker_wait_share: float | None = None

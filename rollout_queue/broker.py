@@ -14,22 +14,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from protocol.config import RunFile
-from protocol.messages import Policy, Server, ServerState
-from rollout_queue import ticketing
-from rollout_queue.admission import Admission, Grant, Load
-from rollout_queue.fleet import UNVERIFIED_SERVER, Fleet
-from rollout_queue.ledger import Ledger
-from rollout_queue.observations import Observations
-from rollout_queue.records import Decision, Snapshot, State
-from rollout_queue.refusal import Refusal
-from rollout_queue.signal import Signal
+from protocol.config import RunConfig
+from protocol.messages import RunPosition, Server, ServerState
+from rollout_queue.ledger import tickets
+from rollout_queue.ledger.admission import Admission, Grant, Load
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import Decision, StoreContents, TicketState
+from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.servers import UNVERIFIED_SERVER, Fleet
+from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
+from rollout_queue.wakeup import WakeUp
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_FREES_ROOM = frozenset({State.DROPPED, State.REISSUED, State.TRAINED})
+_FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Clock:
 class Broker:
     """Use `running` around it. `on_failure` is called once if the store fails."""
 
-    def __init__(self, config: RunFile, store: Store, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, store: Store, clock: Clock) -> None:
         self.config = config
         self.store = store
         self.clock = clock
@@ -51,11 +51,11 @@ class Broker:
         self.closing = False
         self.failure: str | None = None
         self.lock = asyncio.Lock()
-        self.groups_came = Signal()
-        self.room_came = Signal()
+        self.groups_came = WakeUp()
+        self.room_came = WakeUp()
         self.admission = Admission(config)
         self.fleet = Fleet()
-        self.ledger = Ledger(config, Snapshot(), self.now)
+        self.ledger = Ledger(config, StoreContents(), self.now)
         self.observations = Observations(self.now)
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -121,7 +121,7 @@ class Broker:
         """End what lapsed. Its holder will be told when it comes back."""
         async with self.lock:
             lapsed = {record.lease_id for record in self.ledger.lapsed(self.now) if record.lease_id is not None}
-            await self.commit(ticketing.expire(self.ledger, self.now))
+            await self.commit(tickets.expire(self.ledger, self.now))
             self.ledger.lapsed_leases |= lapsed
 
     async def put_server(self, wanted: Server) -> Server:
@@ -132,8 +132,8 @@ class Broker:
                 return next(server for server in self.fleet.servers if server.name == wanted.name)
             tainted = []
             if wanted.state is ServerState.QUARANTINED:
-                tainted = Fleet([record]).tainted(self.ledger.tickets(State.READY))
-            await self.commit(Decision(ticketing.drop(tainted, UNVERIFIED_SERVER), server=record))
+                tainted = Fleet([record]).tainted(self.ledger.tickets(TicketState.READY))
+            await self.commit(Decision(tickets.drop(tainted, UNVERIFIED_SERVER), server=record))
             return record.server
 
     def grant(self) -> Grant:
@@ -142,9 +142,9 @@ class Broker:
         load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session)
         return self.admission.grant(load)
 
-    def policy(self) -> Policy:
+    def policy(self) -> RunPosition:
         run = self.ledger.run
-        return Policy(
+        return RunPosition(
             version=run.version,
             step=run.step,
             total_steps=run.total_steps,
@@ -180,7 +180,7 @@ class Broker:
     def _wake(self, decision: Decision) -> None:
         states = {record.state for record in decision.tickets}
         moved = decision.run is not None
-        if moved or State.READY in states:
+        if moved or TicketState.READY in states:
             self.groups_came.notify()
         if moved or decision.server is not None or states & _FREES_ROOM:
             self.room_came.notify()

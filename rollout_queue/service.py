@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from protocol.config import ConfigError, RunFile
-from rollout_queue import endpoints, web
+from protocol.config import ConfigError, RunConfig
+from rollout_queue.api import endpoints, web
 from rollout_queue.broker import Broker, Clock
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
@@ -24,7 +24,7 @@ _GRACE_S = 5
 logger = logging.getLogger(__name__)
 
 
-def serve(config: RunFile) -> None:
+def serve(config: RunConfig) -> None:
     """Run the queue until SIGTERM or SIGINT.
 
     Raises `ConfigError` if the address or the store cannot be used, `StoreError` if the store fails on the way.
@@ -45,7 +45,7 @@ def serve(config: RunFile) -> None:
         raise StoreError(broker.failure)
 
 
-def create_app(config: RunFile, store: Store, clock: Clock | None = None) -> FastAPI:
+def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> FastAPI:
     """The service over `store`, which it closes when it ends. `app.state.broker` is what it serves."""
     broker = Broker(config, store, clock or Clock())
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from protocol.messages import FinishReason, Segment, VersionSpan
-from rollout_worker import tool_calls
 from rollout_worker.budget import Limits
-from rollout_worker.chat import ChatFormat
+from rollout_worker.chat.parsers import hermes
+from rollout_worker.chat.template import ChatFormat
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.routing import Session
-from rollout_worker.inference.sampler import Head, Sampler
+from rollout_worker.inference.router import Affinity
+from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled
-from rollout_worker.tools import ToolBox, ToolResult
+from rollout_worker.task.tools import ToolBox, ToolResult
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Episode:
         self.mask += [False] * len(suffix)
         self.logprobs += [0.0] * len(suffix)
         start = len(self.ids)
-        self.spans += [VersionSpan(span.version, span.start + start, span.end + start) for span in turn.spans]
+        self.spans += [VersionSpan(span.version, span.start + start, span.end + start, 0) for span in turn.spans]
         self.ids += turn.token_ids
         self.mask += [True] * len(turn.token_ids)
         self.logprobs += turn.logprobs
@@ -86,35 +86,35 @@ class EpisodeRunner:
     timeout_s: float
     clock: Callable[[], float] = time.monotonic
 
-    async def run(self, prompt: list[int], session: Session, head: Head | None) -> Episode:
+    async def run(self, prompt: list[int], affinity: Affinity, pending: PendingChoice | None) -> Episode:
         """An episode from its prompt's ids to its end. Raises `EpisodeFailed`."""
         episode = Episode.begin(prompt)
         started = self.clock()
         try:
             async with asyncio.timeout(self.timeout_s):
-                episode.finish_reason = await self._turns(episode, session, head)
+                episode.finish_reason = await self._turns(episode, affinity, pending)
         except TimeoutError:
             if not episode.turns:
                 raise EpisodeFailed("timeout", f"no turn was done in {self.timeout_s:g} s", retryable=True) from None
             episode.finish_reason = "timeout"
         finally:
-            self.sampler.fleet.release([session])
+            self.sampler.pool.release([affinity])
             episode.timings["total"] = self.clock() - started
         return episode
 
-    async def _turns(self, episode: Episode, session: Session, head: Head | None) -> FinishReason:
+    async def _turns(self, episode: Episode, affinity: Affinity, pending: PendingChoice | None) -> FinishReason:
         suffix: list[int] = []
         results: list[ToolResult] = []
         while True:
             budget = self.limits.turn(episode.sampled_tokens, len(episode.ids) + len(suffix))
             if budget.tokens <= 0:
                 return budget.ends_as
-            turn = await self._sample(episode, suffix, session, budget.tokens, head)
-            head = None
+            turn = await self._sample(episode, suffix, affinity, budget.tokens, pending)
+            pending = None
             episode.add_turn(suffix, turn)
             episode.messages += [result.message() for result in results]
             episode.text = self.chat.text(turn.token_ids)
-            parsed = tool_calls.parse(episode.text) if self.tools.schemas else tool_calls.ParsedTurn(episode.text, [])
+            parsed = hermes.parse(episode.text) if self.tools.schemas else hermes.ParsedTurn(episode.text, [])
             episode.messages.append(parsed.message())
             if turn.finish_reason == "length":
                 return budget.ends_as
@@ -128,15 +128,15 @@ class EpisodeRunner:
             suffix = await self.chat.suffix_ids([result.message() for result in results])
 
     async def _sample(
-        self, episode: Episode, suffix: list[int], session: Session, max_tokens: int, head: Head | None
+        self, episode: Episode, suffix: list[int], affinity: Affinity, max_tokens: int, pending: PendingChoice | None
     ) -> Sampled:
         started = self.clock()
         try:
-            return await self.sampler.sample(session, episode.ids + suffix, max_tokens, head)
+            return await self.sampler.sample(affinity, episode.ids + suffix, max_tokens, pending)
         finally:
             episode.timings["generate"] += self.clock() - started
 
-    async def _run_tools(self, episode: Episode, parsed: tool_calls.ParsedTurn) -> list[ToolResult]:
+    async def _run_tools(self, episode: Episode, parsed: hermes.ParsedTurn) -> list[ToolResult]:
         started = self.clock()
         try:
             results = await self.tools.run(parsed.calls)

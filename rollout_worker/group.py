@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
@@ -15,10 +16,10 @@ from jinja2 import TemplateError
 from protocol.messages import Group, Rollout, Ticket
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.routing import Session
-from rollout_worker.inference.sampler import Head
-from rollout_worker.rewards import RewardBatch, RewardError, RewardFunctions, Score
-from rollout_worker.task import Row, Task
+from rollout_worker.inference.router import Affinity
+from rollout_worker.inference.sampler import PendingChoice
+from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, Score
+from rollout_worker.task.task import Row, Task
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class GroupRunner:
         row = self._row(ticket)
         prompt = row.columns["prompt"]
         prompt_ids = await self._prompt_ids(prompt)
-        sessions = [Session() for _ in range(ticket.group_size)]
-        outcomes = await self._run_episodes(prompt_ids, sessions)
+        affinities = [Affinity() for _ in range(ticket.group_size)]
+        outcomes = await self._run_episodes(prompt_ids, affinities)
         for outcome in outcomes:
             self.counters.count(outcome)
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
@@ -87,7 +88,7 @@ class GroupRunner:
             epoch=row.epoch,
             rollouts=rollouts,
             worker_id=self.worker_id,
-            server_names=sorted({name for session in sessions for name in session.visited}),
+            server_names=sorted({name for affinity in affinities for name in affinity.visited}),
             started_at=started_at,
             finished_at=self.wall_clock(),
         )
@@ -111,26 +112,28 @@ class GroupRunner:
             raise TicketFailed("prompt", f"the prompt has {len(ids)} tokens, the context {limit}", retryable=False)
         return ids
 
-    async def _run_episodes(self, prompt: list[int], sessions: list[Session]) -> list[Episode | EpisodeFailed]:
-        first = self.episodes.sampler.first_turn(sessions, prompt, self.episodes.limits.turn(0, len(prompt)).tokens)
+    async def _run_episodes(self, prompt: list[int], affinities: list[Affinity]) -> list[Episode | EpisodeFailed]:
+        first = self.episodes.sampler.first_turn(affinities, prompt, self.episodes.limits.turn(0, len(prompt)).tokens)
         try:
             async with asyncio.TaskGroup() as tasks:
                 fills = [tasks.create_task(fill) for fill in first.fills]
                 runs = [
-                    tasks.create_task(self._run_episode(prompt, session, head))
-                    for session, head in zip(sessions, first.heads, strict=True)
+                    tasks.create_task(self._run_episode(prompt, affinity, pending))
+                    for affinity, pending in zip(affinities, first.pending, strict=True)
                 ]
                 await asyncio.wait(runs)
                 for fill in fills:
                     fill.cancel()
         finally:
-            self.episodes.sampler.fleet.release(sessions)  # an episode that was cancelled before it began did not
+            self.episodes.sampler.pool.release(affinities)  # an episode that was cancelled before it began did not
         return [run.result() for run in runs]
 
-    async def _run_episode(self, prompt: list[int], session: Session, head: Head) -> Episode | EpisodeFailed:
+    async def _run_episode(
+        self, prompt: list[int], affinity: Affinity, pending: PendingChoice
+    ) -> Episode | EpisodeFailed:
         """A failure is returned, not raised: it must not end the siblings."""
         try:
-            return await self.episodes.run(prompt, session, head)
+            return await self.episodes.run(prompt, affinity, pending)
         except EpisodeFailed as failure:
             return failure
         except Exception as error:
@@ -172,7 +175,7 @@ class GroupRunner:
             tool_calls=episode.tool_calls,
             tool_failures=episode.tool_failures,
             timings={**episode.timings, "reward": reward_s},
-            messages=episode.messages if self.keep_messages else None,
+            messages=json.dumps(episode.messages).encode() if self.keep_messages else None,
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.client import QueueError, Refused, RunFinished
-from protocol.config import RunFile
+from protocol.config import RunConfig
 from protocol.messages import (
     Group,
     Server,
@@ -25,15 +25,15 @@ from protocol.messages import (
 )
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity
-from rollout_worker.chat import ChatFormat
+from rollout_worker.chat.template import ChatFormat
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.group import Counters, GroupRunner, TicketFailed
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.fleet import Fleet
+from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler, SamplerSettings
-from rollout_worker.rewards import RewardFunctions
 from rollout_worker.task import Task
-from rollout_worker.tools import ToolBox
+from rollout_worker.task.rewards import RewardFunctions
+from rollout_worker.task.tools import ToolBox
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(
         self,
-        config: RunFile,
+        config: RunConfig,
         task: Task,
         queue: Queue,
         worker_id: str,
@@ -82,9 +82,9 @@ class Worker:
         self._cpu_clock = cpu_clock
         self._sleep = sleep
         self._started = _Started(clock(), cpu_clock())
-        self._fleet = Fleet(self._report_server)
+        self._pool = ServerPool(self._report_server)
         self._sampler = Sampler(
-            client, self._fleet, _sampler_settings(config, chat.stop_token_ids, stream_first_turn), sleep=sleep
+            client, self._pool, _sampler_settings(config, chat.stop_token_ids, stream_first_turn), sleep=sleep
         )
         limits = Limits(
             max_turn_tokens=config.rollout.max_turn_tokens,
@@ -126,7 +126,7 @@ class Worker:
         """Ask for as many tickets as there is room for, until the run is finished."""
         group_size = self._config.rollout.group_size
         while True:
-            await self._fleet.wait_serving()
+            await self._pool.wait_serving()
             await self._pause_after_failures()
             await self.capacity.wait_for(group_size)
             room = self.capacity.free // group_size
@@ -137,7 +137,7 @@ class Worker:
                 except RunFinished:
                     return
             if reply.tickets:  # an answer without tickets names no servers
-                self._fleet.update(reply.servers)
+                self._pool.update(reply.servers)
             for ticket in reply.tickets:
                 self._begin(ticket, tasks)
 
@@ -199,7 +199,7 @@ class Worker:
         while True:
             self._news.clear()
             reply = await self._queue.heartbeat(self.report())
-            self._fleet.update(reply.servers)
+            self._pool.update(reply.servers)
             if reply.finished:
                 return
             for ticket_id in reply.lost_tickets:
@@ -207,7 +207,7 @@ class Worker:
                 if task is not None and not task.cancelling():
                     self.counters.failures["lost"] += 1
                     task.cancel()
-            pause = usual if self._fleet.serving else min(usual, _IDLE_HEARTBEAT_S)
+            pause = usual if self._pool.serving else min(usual, _IDLE_HEARTBEAT_S)
             try:
                 async with asyncio.timeout(pause):
                     await self._news.wait()
@@ -265,7 +265,7 @@ class _Started:
     cpu: float
 
 
-def _sampler_settings(config: RunFile, stops: list[int], stream_first_turn: bool) -> SamplerSettings:
+def _sampler_settings(config: RunConfig, stops: list[int], stream_first_turn: bool) -> SamplerSettings:
     return SamplerSettings(
         run_name=config.run.name,
         temperature=config.rollout.temperature,

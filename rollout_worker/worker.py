@@ -12,25 +12,25 @@ import socket
 import uvloop
 
 from protocol.client import QueueClient
-from protocol.config import RunFile
-from rollout_worker.chat import ChatFormat
+from protocol.config import RunConfig
+from rollout_worker.chat.template import ChatFormat
 from rollout_worker.group import Counters
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
+from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Queue, Worker
-from rollout_worker.tools import ToolBox
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunFile, queue_url: str | None = None, worker_id: str | None = None) -> None:
+def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None = None) -> None:
     """Work until the run is finished, or SIGTERM or SIGINT comes. Raises `ConfigError` and `QueueError`."""
     task = load_task(config.task)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(config, task, queue_url or config.queue.url, worker_id or _own_name()))
 
 
-async def work(config: RunFile, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> Counters:
+async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> Counters:
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its counters."""
     tools = ToolBox(task.tools, config.worker.tool_timeout_s)
     chat = ChatFormat.load(config.model.path, tools.schemas)
@@ -40,7 +40,7 @@ async def work(config: RunFile, task: Task, queue: Queue, worker_id: str, stop: 
     return worker.counters
 
 
-async def _run(config: RunFile, task: Task, queue_url: str, worker_id: str) -> None:
+async def _run(config: RunConfig, task: Task, queue_url: str, worker_id: str) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

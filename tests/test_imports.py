@@ -108,12 +108,12 @@ def test_i8_nothing_is_pickled(package: str) -> None:
     ("package", "source"),
     [
         ("protocol", "import torch"),
-        ("protocol", "from rollout_queue.door import check"),
+        ("protocol", "from rollout_queue.ledger.validation import check"),
         ("rollout_queue", "def f():\n    from torch import nn"),
-        ("rollout_queue", "if TYPE_CHECKING:\n    import rollout_worker.task"),
+        ("rollout_queue", "if TYPE_CHECKING:\n    import rollout_worker.task.task"),
         ("rollout_worker", "import importlib\nimportlib.import_module('torch.nn')"),
         ("weight_sync", "import learner"),
-        ("learner", "import rollout_queue.ledger as ledger"),
+        ("learner", "import rollout_queue.ledger.ledger as ledger"),
     ],
 )
 def test_the_import_rule_finds_what_it_forbids(package: str, source: str) -> None:

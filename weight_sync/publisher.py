@@ -22,14 +22,14 @@ from typing import Any, Self, TypeVar
 import torch
 
 from protocol.client import QueueClient, QueueError, Refused
-from protocol.config import RunFile
+from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
-from weight_sync.control import ServerControl
 from weight_sync.probe import Probe
-from weight_sync.publication import PUBLICATION_ERRORS, Outcome, ServerPublication
+from weight_sync.server_control import ServerControl
+from weight_sync.server_sync import PUBLICATION_ERRORS, Outcome, ServerPublication
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import Link
-from weight_sync.transports.gloo import GlooLink
+from weight_sync.transports.gloo.sender import GlooLink
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Publisher:
     default it is of the run file's transport.
     """
 
-    def __init__(self, config: RunFile, queue_url: str, make_link: Callable[[int], Link] | None = None) -> None:
+    def __init__(self, config: RunConfig, queue_url: str, make_link: Callable[[int], Link] | None = None) -> None:
         self.records: list[PublishRecord] = []
         self._config = config
         self._make_link = make_link or self._gloo_link

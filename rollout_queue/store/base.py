@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from protocol.client import QueueError
-from rollout_queue.records import Decision, Snapshot, TicketRecord
+from rollout_queue.ledger.records import Decision, StoreContents, TicketRecord
 
 
 class StoreError(QueueError):
@@ -16,7 +16,7 @@ class StoreError(QueueError):
 class Store(Protocol):
     """Records and payloads. Every method raises `StoreError`."""
 
-    def load(self) -> Snapshot:
+    def load(self) -> StoreContents:
         """Everything that the queue keeps in memory."""
         ...
 

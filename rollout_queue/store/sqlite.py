@@ -15,7 +15,16 @@ from typing import Any
 import msgspec
 
 from protocol.config import ConfigError
-from rollout_queue.records import HOLDS_PAYLOAD, LIVE, Decision, RunState, ServerRecord, Snapshot, State, TicketRecord
+from rollout_queue.ledger.records import (
+    HOLDS_PAYLOAD,
+    LIVE,
+    Decision,
+    RunState,
+    ServerRecord,
+    StoreContents,
+    TicketRecord,
+    TicketState,
+)
 from rollout_queue.store.base import StoreError
 
 MEMORY = ":memory:"
@@ -50,14 +59,14 @@ class LedgerRow(msgspec.Struct, frozen=True):
 
     ticket_id: str
     index: int
-    state: State
+    state: TicketState
     reason: str | None
     step: int | None
     version: int | None
 
     @property
     def trained(self) -> bool:
-        return self.state in (State.TRAINED, State.FORGOTTEN)
+        return self.state in (TicketState.TRAINED, TicketState.FORGOTTEN)
 
 
 class SqliteStore:
@@ -81,7 +90,7 @@ class SqliteStore:
         if layout not in (0, _LAYOUT):
             raise ConfigError(f"{path}: written by another release (layout {layout}, not {_LAYOUT}); move it away")
 
-    def load(self) -> Snapshot:
+    def load(self) -> StoreContents:
         with self._guard():
             marks = ", ".join(f"'{state}'" for state in LIVE)
             run = self._db.execute("SELECT record FROM run").fetchone()
@@ -91,12 +100,12 @@ class SqliteStore:
             counts = self._db.execute("SELECT state, COUNT(*) FROM tickets GROUP BY state")
             drops = self._db.execute("SELECT reason, COUNT(*) FROM tickets WHERE state = 'dropped' GROUP BY reason")
             servers = self._db.execute("SELECT record FROM servers ORDER BY name")
-            return Snapshot(
+            return StoreContents(
                 run=msgspec.json.decode(run[0], type=RunState) if run else RunState(),
                 live=self._select(f" WHERE state IN ({marks}) ORDER BY serial"),
                 to_reissue=self._select(_TO_REISSUE),
                 next_index=next_index,
-                counts={State(state): count for state, count in counts},
+                counts={TicketState(state): count for state, count in counts},
                 drops=dict(drops.fetchall()),
                 tokens_sampled=tokens,
                 servers=[msgspec.json.decode(row[0], type=ServerRecord) for row in servers],
@@ -186,5 +195,5 @@ def _row(record: TicketRecord) -> tuple[object, ...]:
 def _record(row: tuple[Any, ...]) -> TicketRecord:
     values = dict(zip(_COLUMNS, row, strict=True))
     values["servers"] = tuple(msgspec.json.decode(values["servers"], type=list[str]))
-    values["state"] = State(values["state"])
+    values["state"] = TicketState(values["state"])
     return TicketRecord(**values)

@@ -1,4 +1,4 @@
-"""HTTP to vLLM's generate route: one session, typed decoding, server-sent events."""
+"""HTTP to vLLM's generate route: one affinity, typed decoding, server-sent events."""
 
 from __future__ import annotations
 

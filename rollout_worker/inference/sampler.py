@@ -17,15 +17,15 @@ from typing import Any
 from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME, InferenceClient
 from rollout_worker.inference.errors import BadSample, EpisodeFailed, Rejected, ServerFailed, UnknownWeights
-from rollout_worker.inference.fleet import Fleet
-from rollout_worker.inference.routing import Session
+from rollout_worker.inference.pool import ServerPool
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Choice, GenerateRequest, Sampled, SamplingParams, sampled_of
 
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
 _ONE_CHUNK = 1 << 30
 
-Head = asyncio.Future[Choice]
+PendingChoice = asyncio.Future[Choice]
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class SamplerSettings:
 
 @dataclass(frozen=True)
 class FirstTurn:
-    """A group's first turn, under way: `heads[i]` gets session i's choice, or the error in its place. `fills` is the
+    """A group's first turn, under way: `pending[i]` gets affinity i's choice, or the error in its place. `fills` is the
     work that has to run meanwhile."""
 
-    heads: list[Head]
+    pending: list[PendingChoice]
     fills: list[Coroutine[Any, Any, None]]
 
 
@@ -55,12 +55,12 @@ class Sampler:
     def __init__(
         self,
         client: InferenceClient,
-        fleet: Fleet,
+        fleet: ServerPool,
         settings: SamplerSettings,
         rng: random.Random | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.fleet = fleet
+        self.pool = fleet
         self.retries = 0
         self._client = client
         self._settings = settings
@@ -68,19 +68,21 @@ class Sampler:
         self._sleep = sleep
         self._names = (f"{self._rng.getrandbits(48):x}-{number}" for number in itertools.count())
 
-    def first_turn(self, sessions: Sequence[Session], prompt: list[int], max_tokens: int) -> FirstTurn:
-        """One request for the first turn of all sessions, or as few as the servers' limit allows."""
+    def first_turn(self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int) -> FirstTurn:
+        """One request for the first turn of all affinities, or as few as the servers' limit allows."""
         loop = asyncio.get_running_loop()
-        heads: list[Head] = [loop.create_future() for _ in sessions]
+        pending: list[PendingChoice] = [loop.create_future() for _ in affinities]
         step = self._settings.max_choices
         fills = [
-            self._fill(heads[start : start + step], sessions[start : start + step], prompt, max_tokens)
-            for start in range(0, len(sessions), step)
+            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens)
+            for start in range(0, len(affinities), step)
         ]
-        return FirstTurn(heads, fills)
+        return FirstTurn(pending, fills)
 
-    async def sample(self, session: Session, prompt: list[int], max_tokens: int, head: Head | None = None) -> Sampled:
-        """A turn of at most `max_tokens` after `prompt`; `head`, if given, is its first attempt.
+    async def sample(
+        self, affinity: Affinity, prompt: list[int], max_tokens: int, pending: PendingChoice | None = None
+    ) -> Sampled:
+        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt.
 
         A turn that the server aborts is taken up again after the tokens so far, which keep their versions.
         Raises `EpisodeFailed`.
@@ -89,7 +91,7 @@ class Sampler:
         failures = 0
         while True:
             try:
-                part = await self._attempt(session, prompt + turn.token_ids, max_tokens - len(turn.token_ids), head)
+                part = await self._attempt(affinity, prompt + turn.token_ids, max_tokens - len(turn.token_ids), pending)
             except Rejected as error:
                 raise EpisodeFailed("rejected", str(error), retryable=False) from error
             except BadSample as error:
@@ -103,8 +105,8 @@ class Sampler:
                 if len(turn.token_ids) >= max_tokens:
                     turn.finish_reason = "length"
                     return turn
-                why = f"{session.server}: the request was aborted"
-            head = None
+                why = f"{affinity.server}: the request was aborted"
+            pending = None
             self.retries += 1
             if part.token_ids:
                 failures = 0
@@ -112,46 +114,50 @@ class Sampler:
             failures += 1
             if failures >= self._settings.attempts:
                 raise EpisodeFailed("server", f"{failures} attempts, the last: {why}", retryable=True)
-            await self._move(session, failures)
+            await self._move(affinity, failures)
 
-    async def _attempt(self, session: Session, token_ids: list[int], max_tokens: int, head: Head | None) -> Sampled:
+    async def _attempt(
+        self, affinity: Affinity, token_ids: list[int], max_tokens: int, pending: PendingChoice | None
+    ) -> Sampled:
         """One request, or the one that is under way already, and its answer checked."""
-        choice = await head if head is not None else await self._one(session, token_ids, max_tokens)
-        name = session.server or ""
+        choice = await pending if pending is not None else await self._one(affinity, token_ids, max_tokens)
+        name = affinity.server or ""
         try:
             sampled = sampled_of(choice)
         except UnknownWeights as error:
-            await self.fleet.distrust(name, error.label)
+            await self.pool.distrust(name, error.label)
             raise
         if sampled.spans:
-            self.fleet.saw_version(name, sampled.spans[-1].version)
+            self.pool.saw_version(name, sampled.spans[-1].version)
         return sampled
 
-    async def _one(self, session: Session, token_ids: list[int], max_tokens: int) -> Choice:
-        server = await self.fleet.place([session])
+    async def _one(self, affinity: Affinity, token_ids: list[int], max_tokens: int) -> Choice:
+        server = await self.pool.place([affinity])
         request = self._request(server, token_ids, max_tokens, n=1, stream=False)
         async with aclosing(self._client.generate(server.url, request)) as choices:
             async for choice in choices:
                 return choice
         raise ServerFailed(f"{server.url}: the answer holds no choice")
 
-    async def _fill(self, heads: Sequence[Head], sessions: Sequence[Session], prompt: list[int], limit: int) -> None:
-        """Sample one continuation of `prompt` for each head."""
+    async def _fill(
+        self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], prompt: list[int], limit: int
+    ) -> None:
+        """Sample one continuation of `prompt` for each pending."""
         error: Exception
         try:
-            server = await self.fleet.place(sessions)
-            request = self._request(server, prompt, limit, n=len(heads), stream=self._settings.stream_first_turn)
+            server = await self.pool.place(affinities)
+            request = self._request(server, prompt, limit, n=len(pending), stream=self._settings.stream_first_turn)
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
-                    if choice.index < len(heads) and not heads[choice.index].done():
-                        heads[choice.index].set_result(choice)
+                    if choice.index < len(pending) and not pending[choice.index].done():
+                        pending[choice.index].set_result(choice)
             error = ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
         except (Rejected, ServerFailed, BadSample) as caught:
             error = caught
-        for head in heads:
-            if not head.done():
-                head.set_exception(error)
-                head.exception()  # an episode that is over by now will not look at it
+        for waiting in pending:
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # an episode that is over by now will not look at it
 
     def _request(self, server: Server, token_ids: list[int], max_tokens: int, n: int, stream: bool) -> GenerateRequest:
         settings = self._settings
@@ -170,9 +176,9 @@ class Sampler:
             stream=stream,
         )
 
-    async def _move(self, session: Session, failures: int) -> None:
+    async def _move(self, affinity: Affinity, failures: int) -> None:
         """Go to another server; where there is none, give this one time."""
-        failed = session.server
-        if (await self.fleet.place([session], avoid=failed)).name == failed:
+        failed = affinity.server
+        if (await self.pool.place([affinity], avoid=failed)).name == failed:
             longest = min(_BACKOFF_MAX_S, _BACKOFF_S * 2 ** (failures - 1))
             await self._sleep(longest * (0.5 + self._rng.random() / 2))

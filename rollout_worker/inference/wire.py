@@ -91,9 +91,9 @@ class Sampled:
         start = len(self.token_ids)
         for span in other.spans:
             if self.spans and self.spans[-1].version == span.version:
-                self.spans[-1] = VersionSpan(span.version, self.spans[-1].start, span.end + start)
+                self.spans[-1] = VersionSpan(span.version, self.spans[-1].start, span.end + start, 0)
             else:
-                self.spans.append(VersionSpan(span.version, span.start + start, span.end + start))
+                self.spans.append(VersionSpan(span.version, span.start + start, span.end + start, 0))
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.finish_reason = other.finish_reason
@@ -154,4 +154,4 @@ def _spans(versions: list[WeightVersion] | None, size: int) -> list[VersionSpan]
         position = span.end
     if position != size:
         raise BadSample("bad_versions", f"weight_versions end at {position} of {size} tokens")
-    return [VersionSpan(int(span.version), span.start, span.end) for span in versions if span.end > span.start]
+    return [VersionSpan(int(span.version), span.start, span.end, 0) for span in versions if span.end > span.start]

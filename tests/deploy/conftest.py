@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_vllm.tokenizer import save_model_folder
+from tests.kit.fake_vllm.tokenizer import save_model_folder
 
 TASK = '''
 from rollout_worker.task import Task

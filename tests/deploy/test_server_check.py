@@ -10,7 +10,7 @@ import pytest
 
 from deploy import preflight
 from protocol.config import ConfigError, load
-from tests.fake_vllm import FakeVllm, serving
+from tests.kit.fake_vllm import FakeVllm, serving
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from rich.console import Console
 from deploy.status_view import render
 from protocol.messages import Server, ServerState
 from protocol.status import (
-    Depth,
+    GroupCounts,
     LearnerStatus,
-    Ledger,
     Rates,
     Staleness,
     Stall,
     Status,
+    TicketCounts,
     Wait,
     WorkerStatus,
 )
@@ -38,7 +38,7 @@ def a_status() -> Status:
         checkpoint_step=40,
         finished=False,
         max_staleness=4,
-        depth=Depth(12, 7, 16, 35, 2_500_000, 10_000, 2 * 1024**3, 2.25, 36),
+        depth=GroupCounts(12, 7, 16, 35, 2_500_000, 10_000, 2 * 1024**3, 2.25, 36),
         staleness=Staleness(1.25, 3, 4, 0.75, 0.5),
         rates=Rates(15.5, 9000.0, 8500.0, 0.9),
         learner=LearnerStatus(1, 41, 41, 0.875, 1.1, 0.1, 0.5),
@@ -49,7 +49,7 @@ def a_status() -> Status:
         ],
         waits=[Wait("learner", "publication", 12.3), Wait("worker w1", "tickets", 4.0)],
         stall=Stall(False, 0.0),
-        ledger=Ledger(100, 60, 3, 2, 35),
+        ledger=TicketCounts(100, 60, 3, 2, 35),
         learner_wait_share=0.125,
         worker_wait_share=0.5,
         drops={"overage": 3},

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from deploy import vllm_server
 from protocol import codec
-from protocol.config import ConfigError, RunFile, load
+from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import Server, ServerState
 
 
@@ -20,7 +20,7 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     return on_cpu
 
 
-def config(run_file: Path, *overrides: str) -> RunFile:
+def config(run_file: Path, *overrides: str) -> RunConfig:
     return load(run_file, list(overrides))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deploy import vllm_server
-from protocol.config import RunFile, load
+from protocol.config import RunConfig, load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multiply"
@@ -125,7 +125,7 @@ def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], processes: Pr
 class SmallRun:
     """A run of the multiply example in a folder of its own, against the shared server."""
 
-    config: RunFile
+    config: RunConfig
     run_file: Path
     processes: Processes
 

@@ -88,7 +88,7 @@ def check_ledger(run: SmallRun) -> Counter[str]:
 def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     small_run.start("queue", "worker", "learner")
     seen = wait_for(small_run, lambda now: now.step >= 2)
-    assert seen.depth.outstanding <= seen.depth.ticket_limit + small_run.config.learner.groups_per_step
+    assert seen.groups.outstanding <= seen.groups.limit + small_run.config.learner.groups_per_step
     assert seen.workers[0].capacity == small_run.config.worker.episodes
     page = get(f"{small_run.config.queue.url}/metrics").decode()
     assert "slipstream_policy_version" in page
@@ -120,7 +120,7 @@ def test_i1_worker_and_queue_are_killed_and_nothing_is_lost_or_trained_twice(sma
     processes.kill("worker-a")
     small_run.start("worker-b")
     wait_for(small_run, lambda now: now.step >= 8)
-    before = wait_for(small_run, lambda now: now.depth.ready + now.depth.leased > 0)
+    before = wait_for(small_run, lambda now: now.groups.ready + now.groups.leased > 0)
     processes.kill("queue")
     small_run.start("queue")
     after = wait_for(small_run, lambda now: now.step >= 9)

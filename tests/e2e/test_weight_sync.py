@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from weight_sync.control import ServerControl
 from weight_sync.probe import Probe, probe_token_ids
-from weight_sync.publication import ProbeMismatch, ServerPublication
+from weight_sync.server_control import ServerControl
+from weight_sync.server_sync import ProbeMismatch, ServerPublication
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo import GlooLink
+from weight_sync.transports.gloo.sender import GlooLink
 
 pytestmark = pytest.mark.e2e
 
@@ -173,7 +173,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
-from weight_sync.vllm_engine import load_staged
+from weight_sync.transports.gloo.engine import load_staged
 
 folder = sys.argv[1]
 torch.manual_seed(0)

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from protocol.config import load
-from rollout_worker.task import load_task
+from rollout_worker.task.task import load_task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multiply"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_testing import VOCABULARY
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.model import Policy, Scoring, load_policy
-from protocol.config import Model
+from learner.model.policy import Policy, Scoring, load_policy
+from protocol.config import ModelSection
+from tests.kit.learner import VOCABULARY
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_policy(model_path: Path) -> Callable[..., Policy]:
     def make(attention: str = "varlen_sdpa", temperature: float = 1.0, chunk_tokens: int = 16) -> Policy:
-        model = Model(path=str(model_path), attention=attention)
+        model = ModelSection(path=str(model_path), attention=attention)
         return load_policy(str(model_path), model, Scoring(temperature, chunk_tokens))
 
     return make

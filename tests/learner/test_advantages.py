@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.advantages import group_advantages, has_variance
+from learner.algorithm.advantages.grpo import group_advantages, has_variance
 
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner_testing import sample
 from transformers import masking_utils
 
-from learner.attention import layout, varlen_sdpa
-from learner.model import Policy
-from learner.packing import pack_row
+from learner.feed.packing import pack_row
+from learner.model.attention import layout, varlen_sdpa
+from learner.model.policy import Policy
+from tests.kit.learner import sample
 
 CPU = torch.device("cpu")
 

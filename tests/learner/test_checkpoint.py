@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_testing import sample
 
 from learner import checkpoint
-from learner.checkpoint import State
-from learner.model import Policy, Scoring, load_policy
-from learner.packing import pack
+from learner.checkpoint import CheckpointInfo
+from learner.feed.packing import pack
+from learner.model.policy import Policy, Scoring, load_policy
 from learner.trainer import DivergedError, Trainer
-from protocol.config import LearnerSettings, Model
+from protocol.config import LearnerSection, ModelSection
+from tests.kit.learner import sample
 
-SETTINGS = LearnerSettings(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
+SETTINGS = LearnerSection(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
 
 
 def _train(trainer: Trainer, steps: range) -> None:
@@ -36,13 +36,13 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     _train(whole, range(4))
     half = Trainer(make_policy(), SETTINGS)
     _train(half, range(2))
-    checkpoint.save(tmp_path, State(2, 2), half, str(model_path), keep=2)
+    checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, str(model_path), keep=2)
 
     found = checkpoint.latest(tmp_path)
     assert found is not None
-    assert found.state == State(2, 2)
+    assert found.state == CheckpointInfo(2, 2)
     path = str(found.model_path)
-    resumed = Trainer(load_policy(path, Model(path=path), Scoring(1.0, 16)), SETTINGS)
+    resumed = Trainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), SETTINGS)
     checkpoint.restore(found, resumed)
     _train(resumed, range(2, 4))
     expected = _weights(whole)
@@ -55,7 +55,7 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
     trainer = Trainer(make_policy(), SETTINGS)
-    saved = checkpoint.save(tmp_path, State(1, 1), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
     expected = draw()
     checkpoint.restore(saved, trainer)
     assert draw() == expected
@@ -67,19 +67,19 @@ def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
     trainer = Trainer(make_policy(), SETTINGS)
     assert checkpoint.latest(tmp_path) is None
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, State(step, step + 5), trainer, str(model_path), keep=2)
+        checkpoint.save(tmp_path, CheckpointInfo(step, step + 5), trainer, str(model_path), keep=2)
     (tmp_path / "checkpoints" / ".unfinished-step-000004").mkdir()
     (tmp_path / "checkpoints" / "step-000005").mkdir()
     found = checkpoint.latest(tmp_path)
     assert found is not None
-    assert (found.path.name, found.state) == ("step-000003", State(3, 8))
+    assert (found.path.name, found.state) == ("step-000003", CheckpointInfo(3, 8))
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*/state.json")) == ["state.json"] * 2
 
 
 def test_a_checkpoint_s_model_folder_can_be_served(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    saved = checkpoint.save(tmp_path, State(1, 1), Trainer(make_policy(), SETTINGS), str(model_path), keep=1)
+    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), Trainer(make_policy(), SETTINGS), str(model_path), keep=1)
     names = {path.name for path in saved.model_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
 
@@ -89,7 +89,7 @@ def test_i8_nothing_in_it_needs_unpickling(
 ) -> None:
     trainer = Trainer(make_policy(), SETTINGS)
     _train(trainer, range(1))
-    saved = checkpoint.save(tmp_path, State(1, 1), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
     assert set(torch.load(saved.path / "trainer.pt", weights_only=True)) == {"optimiser", "schedule", "random"}
 
 

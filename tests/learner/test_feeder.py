@@ -7,23 +7,23 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
-from learner_testing import FakeQueue, endless, group, in_turn, run_file
 
-from learner.feeder import Feeder, LeaseLost, Starved
-from learner.link import QueueLink
+from learner.blocking_client import BlockingQueueClient
+from learner.feed.feeder import Feeder, LeaseLost, Starved
 from protocol.client import QueueClient, QueueError, RunFinished, Unreachable
-from protocol.config import RunFile
-from protocol.messages import Group, LearnerReport
+from protocol.config import RunConfig
+from protocol.messages import BeginSession, Group, LearnerReport
+from tests.kit.learner import FakeQueue, endless, group, in_turn, run_file
 
 REPORT = LearnerReport(1, 0.0, 0.0, 0.0, 1, 0.0, 0)
 
 
 @contextmanager
 def feeding(
-    queue: FakeQueue, config: RunFile | None = None, steps: int = 3, clock: Callable[[], float] | None = None
+    queue: FakeQueue, config: RunConfig | None = None, steps: int = 3, clock: Callable[[], float] | None = None
 ) -> Iterator[Feeder]:
-    with QueueLink(cast(QueueClient, queue)) as link:
-        start = link.call(lambda client: client.begin_session(0, steps, False))
+    with BlockingQueueClient(cast(QueueClient, queue)) as link:
+        start = link.call(lambda client: client.begin_session(BeginSession(0, 0, steps, resume=False)))
         arguments: dict[str, Any] = {"clock": clock} if clock else {}
         with Feeder(config or run_file(), link, start, **arguments) as feeder:
             yield feeder
@@ -165,7 +165,7 @@ def test_a_version_that_the_queue_counts_otherwise_is_an_error() -> None:
 
 
 def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.link.REPORT_WAIT_AFTER_S", 0.0)
+    monkeypatch.setattr("learner.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
     queue = FakeQueue()
     supply = endless()
     queue.supply = lambda n, version: supply(n, version) if ("waiting", "groups") in queue.log else []

@@ -9,13 +9,13 @@ from typing import Any, Self, cast
 import msgspec
 import pytest
 import torch
-from learner_testing import FakeQueue, endless, run_file
 
 from learner.__main__ import main
-from learner.link import QueueLink
+from learner.blocking_client import BlockingQueueClient
 from learner.loop import Loop, build_trainer, run, starting_point
 from protocol.client import QueueClient, Unreachable
-from protocol.config import ConfigError, RunFile
+from protocol.config import ConfigError, RunConfig
+from tests.kit.learner import FakeQueue, endless, run_file
 from weight_sync.probe import Probe
 from weight_sync.publisher import Publisher, PublishRecord
 
@@ -46,16 +46,16 @@ class FakePublisher:
         self.queue.log.append("proven")
 
 
-def config_for(model_path: Path, tmp_path: Path, **learner: Any) -> RunFile:
+def config_for(model_path: Path, tmp_path: Path, **learner: Any) -> RunConfig:
     settings = {"steps": 4, "learning_rate": 1e-3, "checkpoint_every": 2, **learner}
     return run_file(model_path, run={"dir": str(tmp_path), "name": "test"}, learner=settings)
 
 
-def train(config: RunFile, queue: FakeQueue, resume: bool = False) -> FakePublisher:
+def train(config: RunConfig, queue: FakeQueue, resume: bool = False) -> FakePublisher:
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
-    with QueueLink(cast(QueueClient, queue)) as link:
+    with BlockingQueueClient(cast(QueueClient, queue)) as link:
         Loop(config, trainer, link, cast(Publisher, publisher)).run(checkpoint, resume)
     return publisher
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from learner.logprobs import Head, token_scores
+from learner.model.logprobs import LmHead, token_scores
 
 HIDDEN, VOCABULARY, TOKENS = 8, 50, 37
 
@@ -34,7 +34,7 @@ def test_equals_log_softmax_of_the_full_logits(
     expected = full.gather(1, targets[:, None])[:, 0]
     expected_gradients = torch.autograd.grad(expected, leaves, upstream)
 
-    scores = token_scores(Head(weight, bias, softcap, temperature, chunk_tokens), hidden, targets)
+    scores = token_scores(LmHead(weight, bias, softcap, temperature, chunk_tokens), hidden, targets)
     torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy, -(full.exp() * full).sum(-1), atol=1e-5, rtol=1e-5)
     assert not scores.entropy.requires_grad
@@ -45,7 +45,7 @@ def test_equals_log_softmax_of_the_full_logits(
 def test_bfloat16_weights_give_float32_scores() -> None:
     hidden = torch.randn(5, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    scores = token_scores(Head(weight, None, None, 1.0, 2), hidden, torch.randint(VOCABULARY, (5,)))
+    scores = token_scores(LmHead(weight, None, None, 1.0, 2), hidden, torch.randint(VOCABULARY, (5,)))
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
     scores.logprobs.sum().backward()
     assert weight.grad is not None
@@ -70,6 +70,6 @@ def test_never_holds_the_logits_of_all_tokens() -> None:
     hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
     weight = torch.randn(vocabulary, HIDDEN, requires_grad=True)
     with _LargestTensor() as largest:
-        scores = token_scores(Head(weight, None, None, 0.9, chunk), hidden, torch.randint(vocabulary, (tokens,)))
+        scores = token_scores(LmHead(weight, None, None, 0.9, chunk), hidden, torch.randint(vocabulary, (tokens,)))
         scores.logprobs.sum().backward()
     assert largest.elements == chunk * vocabulary  # far from tokens * vocabulary = 16 times as many

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_testing import VOCABULARY, sample
 from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from learner.model import Policy, Scoring, load_policy
-from learner.packing import pack_row
-from protocol.config import ConfigError, Model
+from learner.feed.packing import pack_row
+from learner.model.policy import Policy, Scoring, load_policy
+from protocol.config import ConfigError, ModelSection
+from tests.kit.learner import VOCABULARY, sample
 
 SCORING = Scoring(1.0, 16)
 SIZES = {
@@ -48,23 +48,23 @@ def test_weights_have_checkpoint_names_and_no_gradient(make_policy: Callable[...
 def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
     CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.05)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"CohereForCausalLM makes its logits in a way"):
-        load_policy(str(tmp_path), Model(path=str(tmp_path), attention="sdpa"), SCORING)
+        load_policy(str(tmp_path), ModelSection(path=str(tmp_path), attention="sdpa"), SCORING)
 
 
 def test_softcapped_logits_are_understood_and_softcapped_attention_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Gemma2Config(**SIZES, final_logit_softcapping=0.5, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    load_policy(str(tmp_path), Model(path=str(tmp_path), attention="eager"), SCORING)
+    load_policy(str(tmp_path), ModelSection(path=str(tmp_path), attention="eager"), SCORING)
     with pytest.raises(ConfigError, match="does not know softcap"):
-        load_policy(str(tmp_path), Model(path=str(tmp_path)), SCORING)
+        load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        load_policy(str(tmp_path), Model(path=str(tmp_path)), SCORING)
+        load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING)
 
 
 def test_an_unknown_attention_is_named(model_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.attention = nonsense"):
-        load_policy(str(model_path), Model(path=str(model_path), attention="nonsense"), SCORING)
+        load_policy(str(model_path), ModelSection(path=str(model_path), attention="nonsense"), SCORING)

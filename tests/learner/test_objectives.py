@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from learner.objectives import Grpo, Tokens
+from learner.algorithm.objectives import Grpo, Tokens
 
 OBJECTIVE = Grpo(clip_low=0.2, clip_high=0.28)
 

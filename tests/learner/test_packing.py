@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from learner_testing import gradients, sample
 
-from learner.model import Policy
-from learner.objectives import Grpo, Tokens
-from learner.packing import PackedRow, Sample, assign, pack, pack_row
+from learner.algorithm.objectives import Grpo, Tokens
+from learner.feed.packing import PackedRow, Sample, assign, pack, pack_row
+from learner.model.policy import Policy
+from tests.kit.learner import gradients, sample
 
 LENGTHS = st.lists(st.integers(2, 24), min_size=1, max_size=8)
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from learner_testing import status
 from rich.console import Console
 
-from learner import summary
-from learner.metrics import Journal, PublicationRecord, StepRecord
-from learner.progress import Progress
+from learner.report import summary
+from learner.report.journal import Journal, PublicationRecord, StepRecord
+from learner.report.progress import Progress
 from protocol.messages import Server
 from protocol.status import WorkerStatus
+from tests.kit.learner import status
 
 REQUIRED = """
 steps wall_s worker_cpu_ms_per_episode reward_first10 reward_last10 groups_trained groups_dropped tokens_sampled

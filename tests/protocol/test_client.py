@@ -21,10 +21,10 @@ from protocol.messages import (
     LeaseAck,
     LeaseReply,
     LeaseRequest,
-    Policy,
     PolicyCommand,
     Problem,
     Rollout,
+    RunPosition,
     Segment,
     Server,
     ServerState,
@@ -36,8 +36,11 @@ from protocol.messages import (
     WorkerReport,
 )
 
-POLICY = Policy(version=3, step=3, total_steps=9, session=1, checkpoint_step=None, served_version=3, finished=False)
+POLICY = RunPosition(
+    version=3, step=3, total_steps=9, session=1, checkpoint_step=None, served_version=3, finished=False
+)
 TICKETS = TicketReply([Ticket("t-1", 7, 8, 0, 3, 60.0)], [Server("vllm-0", "http://a:1", ServerState.SERVING, 3)])
+BEGIN = BeginSession(2, 2, 9, resume=True)
 LONGEST_S = 5.0  # far above what any call here may take, far below the defaults
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -137,7 +140,7 @@ def a_group() -> Group:
         np.array([5, 6], dtype=np.int32),
         np.ones(2, dtype=np.bool_),
         np.array([-0.5, -1.0], dtype=np.float32),
-        [VersionSpan(3, 0, 2)],
+        [VersionSpan(3, 0, 2, 0)],
     )
     return Group("t-1", 7, 0, [Rollout([segment], 1.0, "stop")] * 2, "w", ["vllm-0"], 1.0, 2.0)
 
@@ -147,7 +150,7 @@ def a_group() -> Group:
 )
 async def test_a_failure_that_passes_is_tried_again(failure: Answer) -> None:
     async with running(failure, failure, says(POLICY)) as queue, QueueClient(queue.url, patience_s=10) as client:
-        assert await client.policy() == POLICY
+        assert await client.position() == POLICY
         assert client.retries >= 1  # aiohttp itself repeats a GET once whose connection was dropped
         assert len(queue.calls) == 3
 
@@ -166,7 +169,7 @@ async def test_a_queue_that_is_not_there_is_unreachable_after_the_patience() -> 
     started = perf_counter()
     async with QueueClient(url, patience_s=0.3) as client:
         with pytest.raises(Unreachable, match=f"the queue at {url} did not answer") as error:
-            await client.policy()
+            await client.position()
     assert "slipstream queue run.toml" in str(error.value)
     assert client.retries >= 1
     assert 0.3 <= perf_counter() - started < LONGEST_S
@@ -175,8 +178,8 @@ async def test_a_queue_that_is_not_there_is_unreachable_after_the_patience() -> 
 async def test_i7_the_wait_for_an_absent_queue_is_logged_once_with_its_url(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "protocol.client")
     async with running(drops, drops, drops, says(POLICY)) as queue, QueueClient(queue.url, patience_s=10) as client:
-        await client.policy()
-        await client.policy()
+        await client.position()
+        await client.position()
     waiting, answers = (record.getMessage() for record in caplog.records)
     assert waiting.startswith(f"waiting for the queue at {queue.url}, for up to 10 s: GET /v1/policy: ")
     assert answers == f"the queue at {queue.url} answers"
@@ -189,7 +192,7 @@ async def test_without_patience_an_absent_queue_is_told_at_once_and_nothing_is_l
         url = queue.url
     async with QueueClient(url, patience_s=0) as client:
         with pytest.raises(Unreachable, match=r"did not answer \("):
-            await client.policy()
+            await client.position()
     assert client.retries == 0
     assert not caplog.records
 
@@ -197,7 +200,7 @@ async def test_without_patience_an_absent_queue_is_told_at_once_and_nothing_is_l
 async def test_a_queue_that_goes_on_failing_is_unreachable_and_the_message_says_how_it_failed() -> None:
     async with running(says(status=500)) as queue, QueueClient(queue.url, patience_s=0.2) as client:
         with pytest.raises(Unreachable, match="GET /v1/policy: HTTP 500"):
-            await client.policy()
+            await client.position()
         assert len(queue.calls) == client.retries + 1
 
 
@@ -211,7 +214,7 @@ async def test_a_service_that_speaks_no_http_is_unreachable() -> None:
     host, port = server.sockets[0].getsockname()
     async with server, QueueClient(f"http://{host}:{port}", patience_s=0.2) as client:
         with pytest.raises(Unreachable):
-            await client.policy()
+            await client.position()
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 409, 410, 413, 422, 429])
@@ -228,7 +231,7 @@ async def test_a_refusal_is_raised_with_its_reason_and_never_retried(status: int
 async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes, message: str) -> None:
     async with running(says(body, status=404)) as queue, QueueClient(queue.url) as client:
         with pytest.raises(Refused) as error:
-            await client.policy()
+            await client.position()
         assert (error.value.reason, str(error.value)) == ("http_404", f"{message} (http_404)")
 
 
@@ -269,7 +272,7 @@ async def test_a_finished_run_ends_the_tickets() -> None:
 @pytest.mark.parametrize(("token", "expected"), [("secret", "Bearer secret"), (None, None), ("", None)])
 async def test_i8_the_token_goes_with_every_call(token: str | None, expected: str | None) -> None:
     async with running(says(POLICY), says(b"new")) as queue, QueueClient(queue.url, token) as client:
-        await client.policy()
+        await client.position()
         await client.submit(a_group())
         assert [call.headers.get("Authorization") for call in queue.calls] == [expected, expected]
 
@@ -277,9 +280,9 @@ async def test_i8_the_token_goes_with_every_call(token: str | None, expected: st
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client: client.policy(),
+        lambda client: client.position(),
         lambda client: client.put_server(Server("vllm-0", "http://a:1")),
-        lambda client: client.begin_session(0, 9, False),
+        lambda client: client.begin_session(BeginSession(0, 0, 9, resume=False)),
         lambda client: client.submit(a_group()),
         lambda client: client.tickets(TicketRequest("w", 1, wait_s=0.02)),
     ],
@@ -326,7 +329,7 @@ async def test_a_queue_restarted_in_the_middle_of_a_long_poll_is_found_again() -
 
 async def test_a_cancelled_call_ends_at_once() -> None:
     async with running(hangs) as queue, QueueClient(queue.url) as client:
-        call = asyncio.create_task(client.policy())
+        call = asyncio.create_task(client.position())
         await queue.asked.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -337,8 +340,10 @@ async def test_a_cancelled_call_ends_at_once() -> None:
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b"[1]"])
 async def test_an_answer_that_makes_no_sense_is_told(body: bytes) -> None:
     async with running(says(body)) as queue, QueueClient(queue.url) as client:
-        with pytest.raises(QueueError, match=r"/v1/policy gave an answer that is not a Policy.*is it a Slipstream"):
-            await client.policy()
+        with pytest.raises(
+            QueueError, match=r"/v1/policy gave an answer that is not a RunPosition.*is it a Slipstream"
+        ):
+            await client.position()
         with pytest.raises(QueueError, match=r"/v1/leases gave an answer that is not a LeaseReply"):
             await client.lease(LeaseRequest(1, "lease", 1))
 
@@ -351,7 +356,7 @@ def test_something_that_is_no_url_is_told_at_once(url: str) -> None:
 
 async def test_a_client_that_was_not_entered_says_how_to_use_it() -> None:
     with pytest.raises(RuntimeError, match="async with QueueClient"):
-        await QueueClient("http://127.0.0.1:1").policy()
+        await QueueClient("http://127.0.0.1:1").position()
 
 
 async def test_a_group_goes_as_msgpack_under_its_ticket_and_a_lease_brings_it_back() -> None:
@@ -370,8 +375,14 @@ async def test_a_group_goes_as_msgpack_under_its_ticket_and_a_lease_brings_it_ba
 @pytest.mark.parametrize(
     ("call", "answer", "method", "path", "sent"),
     [
-        (lambda c: c.policy(), POLICY, "GET", "/v1/policy", None),
-        (lambda c: c.begin_session(2, 9, True), POLICY, "POST", "/v1/policy", BeginSession(2, 9, True)),
+        (lambda c: c.position(), POLICY, "GET", "/v1/policy", None),
+        (
+            lambda c: c.begin_session(BeginSession(2, 2, 9, resume=True)),
+            POLICY,
+            "POST",
+            "/v1/policy",
+            BeginSession(2, 2, 9, resume=True),
+        ),
         (lambda c: c.ack("l", LeaseAck(1, ["t"])), POLICY, "POST", "/v1/leases/l/ack", LeaseAck(1, ["t"])),
         (lambda c: c.servers(), TICKETS.servers, "GET", "/v1/servers", None),
         (

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol import codec, messages, status
-from protocol.messages import Group, LeaseReply, Policy, PolicyCommand, Rollout, Segment, VersionSpan
+from protocol.messages import Group, LeaseReply, PolicyCommand, Rollout, RunPosition, Segment, VersionSpan
 
 CARRIES_ARRAYS = {Segment, Rollout, Group, LeaseReply}
 CONTROL = [
@@ -109,7 +109,7 @@ def a_group(tokens: int = 5, size: int = 2) -> Group:
         np.arange(tokens, dtype=np.int32),
         np.ones(tokens, dtype=np.bool_),
         np.full(tokens, -0.5, dtype=np.float32),
-        [VersionSpan(3, 0, 2), VersionSpan(4, 2, tokens)],
+        [VersionSpan(3, 0, 2, 0), VersionSpan(4, 2, tokens, 0)],
     )
     rollout = Rollout([segment], 1.0, "stop", {"accuracy": 1.0}, messages=[{"role": "user", "content": "2 x 3?"}])
     return Group("ticket", 7, 0, [rollout] * size, "worker", ["vllm-0"], 1.0, 2.0)
@@ -195,17 +195,17 @@ def test_random_bytes_are_refused(data: bytes, kind: type[msgspec.Struct]) -> No
 @given(st.binary(max_size=100))
 def test_random_json_is_refused(data: bytes) -> None:
     with pytest.raises(codec.DecodeError):
-        codec.decode_json(data, Policy)
+        codec.decode_json(data, RunPosition)
 
 
 def test_every_truncation_of_a_message_is_refused() -> None:
-    group, policy = codec.encode(a_group()), codec.encode_json(Policy(1, 1, 9, 1, None, None, False))
+    group, policy = codec.encode(a_group()), codec.encode_json(RunPosition(1, 1, 9, 1, None, None, False))
     for end in range(len(group)):
         with pytest.raises(codec.DecodeError):
             codec.decode(group[:end], Group)
     for end in range(len(policy)):
         with pytest.raises(codec.DecodeError):
-            codec.decode_json(policy[:end], Policy)
+            codec.decode_json(policy[:end], RunPosition)
 
 
 def test_a_message_with_any_bit_flipped_is_refused_or_still_a_message() -> None:
@@ -293,7 +293,7 @@ def test_a_real_group_takes_about_its_own_size_to_decode() -> None:
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b'{"version": 1e999999}'])
 def test_hostile_json_is_refused(data: bytes) -> None:
     with pytest.raises(codec.DecodeError):
-        codec.decode_json(data, Policy)
+        codec.decode_json(data, RunPosition)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ from protocol.messages import Group, Rollout, Segment, VersionSpan
 
 sys.setswitchinterval(1e-6)
 ids = np.arange(5, dtype=np.int32)
-segment = Segment(ids, np.ones(5, bool), -np.ones(5, np.float32), [VersionSpan(1, 0, 5)])
+segment = Segment(ids, np.ones(5, bool), -np.ones(5, np.float32), [VersionSpan(1, 0, 5, 0)])
 data = codec.encode(Group("a", 0, 0, [Rollout([segment], 1.0, "stop")], "w", ["s"], 0, 1))
 barrier = threading.Barrier(8)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError, RunFile, load, parse_overrides, to_toml
+from protocol.config import ConfigError, RunConfig, load, parse_overrides, to_toml
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
 JARGON = ("pydantic", "Traceback", "validation error", "type=", "Input should", "<class", "Error(")
@@ -44,7 +44,7 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> RunFile:
+def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> RunConfig:
     (folder / "run.toml").write_text(text)
     return load(folder / "run.toml", overrides)
 
@@ -332,7 +332,7 @@ def test_the_run_directory_is_taken_from_the_working_directory(folder: Path) -> 
 
 def test_a_run_file_comes_back_from_json(folder: Path) -> None:
     config = load(folder / "run.toml", ["--queue.depth", "2.5", "--vllm.args", '["--a"]', "--queue.token", "t"])
-    assert RunFile.model_validate_json(config.model_dump_json()) == config
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_the_printed_run_file_tells_what_each_setting_means(shared_folder: Path)
     assert "max_staleness = 4               # K: no token older than K versions contributes to a gradient" in lines
     assert any(line.startswith("# token = ") for line in lines)
     assert max(len(line) for line in lines if "path = " not in line) <= 100
-    assert list(tomllib.loads(text)) == list(RunFile.model_fields)
+    assert list(tomllib.loads(text)) == list(RunConfig.model_fields)
 
 
 class Bounds(NamedTuple):
@@ -380,7 +380,7 @@ class Bounds(NamedTuple):
 
 def numeric_settings() -> Iterator[Bounds]:
     """Fails with a KeyError where a number has no bound, which DESIGN.md forbids ("typed, bounded")."""
-    for section, table in RunFile.model_fields.items():
+    for section, table in RunConfig.model_fields.items():
         assert table.annotation is not None
         for key, field in table.annotation.model_fields.items():
             if field.annotation not in (int, float):
@@ -405,7 +405,7 @@ def test_any_number_out_of_bounds_is_told_with_its_name_and_value(shared_folder:
 
 
 def test_every_setting_is_described() -> None:
-    for section, table in RunFile.model_fields.items():
+    for section, table in RunConfig.model_fields.items():
         assert table.annotation is not None
         for key, field in table.annotation.model_fields.items():
             assert field.description, f"{section}.{key} has no description"

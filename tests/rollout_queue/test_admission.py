@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_kit import make_config
 
-from rollout_queue.admission import Admission, Grant, Load, StepFacts
+from rollout_queue.ledger.admission import Admission, Grant, Load, StepFacts
+from tests.kit.queue import make_config
 
 
 def admission(k: int, b: int, depth: float | str = "auto", **queue: int) -> Admission:

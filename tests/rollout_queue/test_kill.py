@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from queue_kit import SERVER, make_group, serve_version
 
 from protocol import codec
 from protocol.client import QueueClient, Refused, RunFinished
-from protocol.config import ConfigError, RunFile, load
-from protocol.messages import Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
-from rollout_queue.records import Decision, State, TicketRecord
+from protocol.config import ConfigError, RunConfig, load
+from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
+from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
 from rollout_queue.service import listen, serve
 from rollout_queue.store.sqlite import LedgerRow, SqliteStore, read_ledger
+from tests.kit.queue import SERVER, make_group, serve_version
 
 B, STEPS = 4, 30
 SERVE = """
@@ -38,7 +38,7 @@ class Process:
     """`slipstream queue`, without the command line."""
 
     run_file: Path
-    config: RunFile
+    config: RunConfig
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
@@ -123,7 +123,7 @@ class Traffic:
 async def test_i1_kill_9_loses_nothing_that_was_accepted_and_trains_nothing_twice(process: Process) -> None:
     process.start()
     async with QueueClient(process.config.queue.url, patience_s=30.0) as client, asyncio.timeout(60.0):
-        policy = await client.begin_session(0, STEPS, resume=False)
+        policy = await client.begin_session(BeginSession(0, 0, STEPS, resume=False))
         await serve_version(client, 0)
         traffic = Traffic(client)
         async with asyncio.TaskGroup() as tasks:
@@ -150,7 +150,7 @@ async def test_i1_kill_9_loses_nothing_that_was_accepted_and_trains_nothing_twic
 async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Process) -> None:
     process.start()
     async with QueueClient(process.config.queue.url, patience_s=30.0) as client:
-        await client.begin_session(0, STEPS, resume=False)
+        await client.begin_session(BeginSession(0, 0, STEPS, resume=False))
         await serve_version(client, 0)
         before = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
         await client.submit(make_group(before[0]))
@@ -158,7 +158,7 @@ async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Proce
         process.start()
         assert (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets == []
         status = await client.status()
-        assert (status.depth.outstanding, status.depth.ready, status.served_version) == (len(before), 1, 0)
+        assert (status.groups.outstanding, status.groups.ready, status.served_version) == (len(before), 1, 0)
         assert [(s.name, s.state) for s in status.servers] == [(SERVER, ServerState.SERVING)]
         url = status.servers[0].url
         assert (await client.put_server(Server(SERVER, url, ServerState.SERVING, 0))).version == 0
@@ -169,7 +169,7 @@ async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Proce
 async def test_f23_a_signal_ends_the_queue_although_clients_wait(process: Process) -> None:
     process.start()
     async with QueueClient(process.config.queue.url, patience_s=20.0) as client:
-        session = (await client.begin_session(0, STEPS, resume=False)).session
+        session = (await client.begin_session(BeginSession(0, 0, STEPS, resume=False))).session
         polls = [
             asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=60.0))),
             asyncio.create_task(client.lease(LeaseRequest(session, "l", 1, wait_s=60.0))),
@@ -213,5 +213,5 @@ def test_bad_input_a_file_that_is_no_store_is_named(tmp_path: Path, content: byt
 def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "queue.db")
     store.commit(Decision((TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0),)), {})
-    assert read_ledger(tmp_path / "queue.db") == [LedgerRow("4.1", 4, State.ISSUED, None, None, None)]
+    assert read_ledger(tmp_path / "queue.db") == [LedgerRow("4.1", 4, TicketState.ISSUED, None, None, None)]
     store.close()

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from queue_kit import SERVER, make_config
 
 from protocol.messages import BeginSession, LeaseAck, Server, ServerState
-from rollout_queue import ticketing, training
-from rollout_queue.admission import Admission, Load
-from rollout_queue.fleet import UNVERIFIED_SERVER, Fleet
-from rollout_queue.ledger import Ledger
-from rollout_queue.records import HOLDS_PAYLOAD, LIVE, OUTSTANDING, Decision, State, TicketRecord
-from rollout_queue.refusal import Refusal
-from rollout_queue.staleness import OVER_AGE
+from rollout_queue.ledger import leases, tickets
+from rollout_queue.ledger.admission import Admission, Load
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import HOLDS_PAYLOAD, LIVE, OUTSTANDING, Decision, TicketRecord, TicketState
+from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.servers import UNVERIFIED_SERVER, Fleet
+from rollout_queue.observe.ages import OVER_AGE
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit.queue import SERVER, make_config
 
 K, B, ATTEMPTS, GROUP_BYTES = 2, 2, 3, 400
 CONFIG = make_config(
@@ -68,7 +68,7 @@ class QueueMachine(RuleBasedStateMachine):
         if decision.server is not None:
             self.fleet.apply(decision.server)
 
-    def pick(self, data: st.DataObject, *states: State) -> TicketRecord | None:
+    def pick(self, data: st.DataObject, *states: TicketState) -> TicketRecord | None:
         found = [record for state in states for record in self.ledger.tickets(state)]
         return data.draw(st.sampled_from(sorted(found, key=lambda r: r.serial))) if found else None
 
@@ -85,7 +85,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 61.0, 121.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.commit(ticketing.expire(self.ledger, self.now))
+        self.commit(tickets.expire(self.ledger, self.now))
 
     # Weight sync.
 
@@ -107,9 +107,9 @@ class QueueMachine(RuleBasedStateMachine):
     def put_server(self, state: ServerState) -> None:
         record = self.fleet.decide(Server(SERVER, "http://s", state, self.ledger.run.version), 0.0, self.ledger.issued)
         if record is not None:
-            ready = self.ledger.tickets(State.READY)
+            ready = self.ledger.tickets(TicketState.READY)
             tainted = Fleet([record]).tainted(ready) if state is ServerState.QUARANTINED else []
-            self.commit(Decision(ticketing.drop(tainted, UNVERIFIED_SERVER), server=record))
+            self.commit(Decision(tickets.drop(tainted, UNVERIFIED_SERVER), server=record))
 
     # Workers.
 
@@ -121,12 +121,12 @@ class QueueMachine(RuleBasedStateMachine):
         if run.finished or count == 0:
             return
         assert served is not None
-        self.commit(ticketing.issue(self.ledger, "w", count))
+        self.commit(tickets.issue(self.ledger, "w", count))
         assert self.ledger.outstanding <= (K + 1 - (run.version - served)) * B, "F1: more than the bound admits"
 
     @rule(data=st.data(), lag=st.integers(0, 3), size=st.sampled_from([GROUP_BYTES, GROUP_BYTES // 2]))
     def submit(self, data: st.DataObject, lag: int, size: int) -> None:
-        record = self.pick(data, State.ISSUED)
+        record = self.pick(data, TicketState.ISSUED)
         if record is not None:
             self.hand_in(record, lag, size)
 
@@ -135,52 +135,52 @@ class QueueMachine(RuleBasedStateMachine):
         """The usual course up to a full lease, so that what comes after it is met often."""
         self.publish()
         self.ask_for_tickets(8)
-        for record in list(self.ledger.tickets(State.ISSUED)):
+        for record in list(self.ledger.tickets(TicketState.ISSUED)):
             self.hand_in(record, lag, GROUP_BYTES // 2)
         self.lease("a", 3)
 
     def hand_in(self, record: TicketRecord, lag: int, size: int) -> None:
         oldest = max(0, record.version - lag)
         if self.fleet.unverified([SERVER], self.ledger.run.version, record.serial) is not None:
-            self.commit(ticketing.fail(self.ledger, record, "rejected:unverified_server", retryable=True))
+            self.commit(tickets.fail(self.ledger, record, "rejected:unverified_server", retryable=True))
             return
-        arrival = ticketing.Arrival(size, 7, oldest, self.ledger.run.version, (SERVER,))
+        arrival = tickets.GroupFacts(size, 7, oldest, self.ledger.run.version, (SERVER,))
         if self.ledger.bytes + size > CONFIG.queue.capacity_bytes:
             with pytest.raises(Refusal, match=r"raise queue\.capacity_bytes"):
-                ticketing.submit(self.ledger, record, arrival)
+                tickets.submit(self.ledger, record, arrival)
             return
-        decision = ticketing.submit(self.ledger, record, arrival)
+        decision = tickets.submit(self.ledger, record, arrival)
         payload = record.id.encode()
         self.commit(decision, {record.id: payload})
         self.accepted[record.id] = payload
 
     @rule(data=st.data(), retryable=st.booleans())
     def give_back(self, data: st.DataObject, retryable: bool) -> None:
-        record = self.pick(data, State.ISSUED)
+        record = self.pick(data, TicketState.ISSUED)
         if record is not None:
-            self.commit(ticketing.fail(self.ledger, record, "failed:test", retryable))
+            self.commit(tickets.fail(self.ledger, record, "failed:test", retryable))
 
     # The learner.
 
     @initialize()
     def learner_starts(self) -> None:
-        self.commit(training.begin(self.ledger, BeginSession(0, 10, resume=False), []))
+        self.commit(leases.begin(self.ledger, BeginSession(0, 0, 10, resume=False), []))
 
     @rule(lease_id=st.sampled_from(["a", "b"]), count=st.integers(1, 3))
     def lease(self, lease_id: str, count: int) -> None:
-        decision = training.lease(self.ledger, lease_id, count)
+        decision = leases.lease(self.ledger, lease_id, count)
         assert [r.oldest_version for r in decision.tickets] == sorted(r.oldest_version for r in decision.tickets)
         self.commit(decision)
 
     @rule(lease_id=st.sampled_from(["a", "b"]))
     def release(self, lease_id: str) -> None:
-        self.commit(training.release(self.ledger, lease_id))
+        self.commit(leases.release(self.ledger, lease_id))
 
-    @precondition(lambda self: self.ledger.count(State.LEASED) and not self.ledger.run.finished)
+    @precondition(lambda self: self.ledger.count(TicketState.LEASED) and not self.ledger.run.finished)
     @rule(count=st.integers(1, 3), repeat=st.booleans())
     def step(self, count: int, repeat: bool) -> None:
         run = self.ledger.run
-        leased = list(self.ledger.tickets(State.LEASED))[:count]
+        leased = list(self.ledger.tickets(TicketState.LEASED))[:count]
         young = [r.id for r in leased if run.version - r.oldest_version <= K]
         ack = LeaseAck(
             session=run.session,
@@ -189,26 +189,26 @@ class QueueMachine(RuleBasedStateMachine):
             step=run.step + 1 if young else None,
             version=run.version + 1 if young else None,
         )
-        self.commit(training.ack(self.ledger, ack, {}))
+        self.commit(leases.ack(self.ledger, ack, {}))
         if young:
             self.versions.append(self.ledger.run.version)
         if repeat:
             ended = self.store.records([i for i in (*ack.trained, *ack.dropped) if self.ledger.get(i) is None])
-            assert not training.ack(self.ledger, ack, ended), "F24: a repeated ack changes something"
+            assert not leases.ack(self.ledger, ack, ended), "F24: a repeated ack changes something"
 
     @rule()
     def save_checkpoint(self) -> None:
         self.checkpoint = self.ledger.run.step
-        self.commit(training.checkpointed(self.ledger, self.checkpoint))
+        self.commit(leases.checkpointed(self.ledger, self.checkpoint))
 
     @rule(back=st.integers(0, 2))
     def learner_killed_and_resumed(self, back: int) -> None:
         step = max(0, self.checkpoint - back)
         forgotten = self.store.forgotten_after(step)
         before = self.ledger.run
-        decision = training.begin(self.ledger, BeginSession(step, 10, resume=True), forgotten)
+        decision = leases.begin(self.ledger, BeginSession(step, step, 10, resume=True), forgotten)
         for record in decision.tickets:
-            if record.state is State.READY and self.ledger.get(record.id).state is State.TRAINED:  # type: ignore[union-attr]
+            if record.state is TicketState.READY and self.ledger.get(record.id).state is TicketState.TRAINED:  # type: ignore[union-attr]
                 assert before.version + 1 - record.oldest_version <= K, "I2: an over-age group came back"
         self.commit(decision)
         self.checkpoint = step
@@ -217,7 +217,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.issued > 20)
     @rule()
     def finish(self) -> None:
-        self.commit(training.finish(self.ledger))
+        self.commit(leases.finish(self.ledger))
         assert self.ledger.outstanding == 0
 
     # What must always hold.
@@ -233,13 +233,13 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(records) == counts.issued
         assert counts.issued == counts.trained + counts.dropped + counts.reissued + counts.outstanding
         assert sorted(r.serial for r in records) == list(range(counts.issued))
-        assert all(r.reason for r in records if r.state in (State.DROPPED, State.REISSUED))
-        trained = Counter(r.index for r in records if r.state in (State.TRAINED, State.FORGOTTEN))
+        assert all(r.reason for r in records if r.state in (TicketState.DROPPED, TicketState.REISSUED))
+        trained = Counter(r.index for r in records if r.state in (TicketState.TRAINED, TicketState.FORGOTTEN))
         assert max(trained.values(), default=0) <= 1
         for index in range(self.ledger.next_index):
             states = [r.state for r in sorted(records, key=lambda r: r.attempt) if r.index == index]
-            assert set(states[:-1]) <= {State.REISSUED}
-            assert (states[-1] is State.REISSUED) == (index in self.ledger.to_reissue)
+            assert set(states[:-1]) <= {TicketState.REISSUED}
+            assert (states[-1] is TicketState.REISSUED) == (index in self.ledger.to_reissue)
 
     @invariant()
     def i1_no_row_fails_more_often_than_it_may(self) -> None:
@@ -298,66 +298,66 @@ class Bench:
         return decision.tickets
 
     def begin(self, step: int, resume: bool) -> None:
-        self.apply(training.begin(self.ledger, BeginSession(step, 10, resume), []))
+        self.apply(leases.begin(self.ledger, BeginSession(step, step, 10, resume=resume), []))
 
     def groups(self, count: int) -> list[TicketRecord]:
-        issued = self.apply(ticketing.issue(self.ledger, "w", count))
+        issued = self.apply(tickets.issue(self.ledger, "w", count))
         return [self.accept(record) for record in issued]
 
     def accept(self, record: TicketRecord) -> TicketRecord:
         version = self.ledger.run.version
-        arrival = ticketing.Arrival(100, 5, version, version, (SERVER,))
-        return self.apply(ticketing.submit(self.ledger, record, arrival))[0]
+        arrival = tickets.GroupFacts(100, 5, version, version, (SERVER,))
+        return self.apply(tickets.submit(self.ledger, record, arrival))[0]
 
     def step(self, count: int, dropped: dict[str, str] | None = None) -> list[str]:
-        taken = self.apply(training.lease(self.ledger, "lease", count))
+        taken = self.apply(leases.lease(self.ledger, "lease", count))
         run = self.ledger.run
         trained = [record.id for record in taken if record.id not in (dropped or {})]
         ack = LeaseAck(run.session, trained, dropped or {}, run.step + 1, run.version + 1)
-        self.apply(training.ack(self.ledger, ack, {}))
+        self.apply(leases.ack(self.ledger, ack, {}))
         return trained
 
 
 def test_f10_what_a_dead_worker_and_a_dead_learner_held_comes_back() -> None:
     bench = Bench(ticket_timeout_s=60.0, lease_timeout_s=120.0)
     bench.groups(1)
-    bench.apply(training.lease(bench.ledger, "lease", 1))
-    held = bench.apply(ticketing.issue(bench.ledger, "dead", 1))[0]
-    bench.apply(ticketing.expire(bench.ledger, 59.0), 59.0)
+    bench.apply(leases.lease(bench.ledger, "lease", 1))
+    held = bench.apply(tickets.issue(bench.ledger, "dead", 1))[0]
+    bench.apply(tickets.expire(bench.ledger, 59.0), 59.0)
     assert bench.ledger.outstanding == 2
-    bench.apply(ticketing.expire(bench.ledger, 61.0), 61.0)
+    bench.apply(tickets.expire(bench.ledger, 61.0), 61.0)
     assert bench.ledger.get(held.id) is None
-    again = bench.apply(ticketing.issue(bench.ledger, "w", 1), 61.0)[0]
+    again = bench.apply(tickets.issue(bench.ledger, "w", 1), 61.0)[0]
     assert (again.index, again.attempt) == (held.index, 1)
-    bench.apply(ticketing.expire(bench.ledger, 120.0), 120.0)
-    assert [r.id for r in bench.ledger.tickets(State.READY)] == ["0.0"]
+    bench.apply(tickets.expire(bench.ledger, 120.0), 120.0)
+    assert [r.id for r in bench.ledger.tickets(TicketState.READY)] == ["0.0"]
 
 
 def test_renewals_keep_tickets_and_leases() -> None:
     bench = Bench(ticket_timeout_s=60.0, lease_timeout_s=120.0)
     bench.groups(1)
-    bench.apply(training.lease(bench.ledger, "lease", 1))
-    held = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+    bench.apply(leases.lease(bench.ledger, "lease", 1))
+    held = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
     bench.ledger.renew_ticket(held.id, 59.0)
     bench.ledger.renew_lease("lease", 100.0)
-    assert ticketing.expire(bench.ledger, 118.0) == Decision()
+    assert tickets.expire(bench.ledger, 118.0) == Decision()
     assert bench.ledger.next_deadline(118.0) == 119.0
 
 
 def test_a_row_is_given_up_after_its_attempts_and_counted() -> None:
     bench = Bench(ticket_attempts=2)
     for attempt in range(2):
-        record = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+        record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
         assert record.id == f"0.{attempt}"
-        bench.apply(ticketing.fail(bench.ledger, record, "failed:judge", retryable=True))
+        bench.apply(tickets.fail(bench.ledger, record, "failed:judge", retryable=True))
     assert bench.ledger.drops == {"failed:judge": 1}
-    assert bench.apply(ticketing.issue(bench.ledger, "w", 1))[0].id == "1.0"
+    assert bench.apply(tickets.issue(bench.ledger, "w", 1))[0].id == "1.0"
 
 
 def test_a_failure_that_would_repeat_ends_its_row_at_once() -> None:
     bench = Bench()
-    record = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
-    bench.apply(ticketing.fail(bench.ledger, record, "failed:bad_row", retryable=False))
+    record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+    bench.apply(tickets.fail(bench.ledger, record, "failed:bad_row", retryable=False))
     assert bench.ledger.drops == {"failed:bad_row": 1}
     assert not bench.ledger.to_reissue
 
@@ -367,30 +367,30 @@ def test_a_resume_is_no_failure_of_the_row() -> None:
     bench.groups(1)
     bench.step(1)
     bench.begin(0, resume=True)
-    record = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
+    record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
     assert (record.id, record.failures) == ("0.1", 0)
 
 
 def test_failed_rows_are_issued_before_new_ones() -> None:
     bench = Bench()
-    records = bench.apply(ticketing.issue(bench.ledger, "w", 3))
+    records = bench.apply(tickets.issue(bench.ledger, "w", 3))
     for record in (records[2], records[0]):
-        bench.apply(ticketing.fail(bench.ledger, record, "failed:x", retryable=True))
-    assert [r.id for r in ticketing.issue(bench.ledger, "w", 3).tickets] == ["0.1", "2.1", "3.0"]
+        bench.apply(tickets.fail(bench.ledger, record, "failed:x", retryable=True))
+    assert [r.id for r in tickets.issue(bench.ledger, "w", 3).tickets] == ["0.1", "2.1", "3.0"]
 
 
 def test_every_ticket_carries_the_runs_seed_so_that_workers_agree_on_the_order_of_rows() -> None:
     bench = Bench()
-    records = ticketing.issue(bench.ledger, "w", 3).tickets
-    assert {ticketing.ticket(bench.ledger, record).seed for record in records} == {bench.ledger.config.run.seed}
+    records = tickets.issue(bench.ledger, "w", 3).tickets
+    assert {tickets.ticket(bench.ledger, record).seed for record in records} == {bench.ledger.config.run.seed}
 
 
 def test_f14_dropping_a_whole_batch_frees_its_permits() -> None:
     bench = Bench()
     groups = bench.groups(4)
-    bench.apply(training.lease(bench.ledger, "lease", 4))
+    bench.apply(leases.lease(bench.ledger, "lease", 4))
     drops = {record.id: "zero_variance" for record in groups}
-    bench.apply(training.ack(bench.ledger, LeaseAck(bench.ledger.run.session, dropped=drops), {}))
+    bench.apply(leases.ack(bench.ledger, LeaseAck(bench.ledger.run.session, dropped=drops), {}))
     assert bench.ledger.outstanding == bench.ledger.bytes == 0
     assert bench.ledger.drops == {"zero_variance": 4}
 
@@ -401,10 +401,10 @@ def test_f6_resume_brings_back_what_the_checkpoint_lacks() -> None:
     for _ in range(3):
         bench.groups(1)
         bench.step(1)
-    bench.apply(training.checkpointed(bench.ledger, 1))
+    bench.apply(leases.checkpointed(bench.ledger, 1))
     bench.begin(1, resume=True)
     assert (bench.ledger.run.version, bench.ledger.run.step) == (4, 1)
-    assert [r.id for r in bench.ledger.tickets(State.READY)] == ["2.0"]
+    assert [r.id for r in bench.ledger.tickets(TicketState.READY)] == ["2.0"]
     assert list(bench.ledger.to_reissue) == [1]
     assert bench.ledger.trained == 1
 
@@ -414,10 +414,10 @@ def test_a_resume_from_before_the_newest_checkpoint_reissues_what_was_forgotten(
     bench = Bench()
     bench.groups(1)
     bench.step(1)
-    decision = training.checkpointed(bench.ledger, 1)
+    decision = leases.checkpointed(bench.ledger, 1)
     store.commit(decision, {})
     bench.apply(decision)
-    bench.apply(training.begin(bench.ledger, BeginSession(0, 10, resume=True), store.forgotten_after(0)))
+    bench.apply(leases.begin(bench.ledger, BeginSession(0, 0, 10, resume=True), store.forgotten_after(0)))
     assert list(bench.ledger.to_reissue) == [0]
     assert bench.ledger.trained == 0
 
@@ -448,15 +448,15 @@ def test_a_session_that_does_not_fit_the_run_is_refused(reason: str, step: int, 
 def test_a_learner_that_died_before_its_first_step_may_simply_start_again() -> None:
     bench = Bench()
     bench.groups(2)
-    bench.apply(training.lease(bench.ledger, "lease", 2))
+    bench.apply(leases.lease(bench.ledger, "lease", 2))
     bench.begin(0, resume=False)
     assert (bench.ledger.run.version, bench.ledger.run.session) == (0, 2)
-    assert bench.ledger.count(State.READY) == 2
+    assert bench.ledger.count(TicketState.READY) == 2
 
 
 def test_versions_stay_above_the_checkpoints_when_the_queue_lost_its_file() -> None:
     ledger = Ledger(make_config(), SqliteStore(MEMORY).load(), 0.0)
-    run = training.begin(ledger, BeginSession(30, 100, resume=True), []).run
+    run = leases.begin(ledger, BeginSession(30, 30, 100, resume=True), []).run
     assert run is not None
     assert (run.version, run.step) == (31, 30)
 
@@ -478,13 +478,13 @@ def test_versions_stay_above_the_checkpoints_when_the_queue_lost_its_file() -> N
 def test_i1_an_ack_that_cannot_be_true_changes_nothing(reason: str, ack: LeaseAck) -> None:
     """0.0 is leased, 1.0 trained at step 1, 2.0 still out, 9.0 never issued."""
     bench = Bench()
-    records = bench.apply(ticketing.issue(bench.ledger, "w", 3))
+    records = bench.apply(tickets.issue(bench.ledger, "w", 3))
     bench.accept(records[1])
     bench.step(1)
     bench.accept(records[0])
-    bench.apply(training.lease(bench.ledger, "lease", 1))
+    bench.apply(leases.lease(bench.ledger, "lease", 1))
     with pytest.raises(Refusal) as refusal:
-        training.ack(bench.ledger, ack, {})
+        leases.ack(bench.ledger, ack, {})
     assert (refusal.value.status, refusal.value.reason) == (409, reason)
 
 
@@ -492,17 +492,17 @@ def test_one_step_may_take_several_acks() -> None:
     bench = Bench()
     bench.groups(2)
     for lease_id in ("a", "b"):
-        group = bench.apply(training.lease(bench.ledger, lease_id, 1))[0]
-        bench.apply(training.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
+        group = bench.apply(leases.lease(bench.ledger, lease_id, 1))[0]
+        bench.apply(leases.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
     assert (bench.ledger.run.version, bench.ledger.trained) == (1, 2)
 
 
 def test_a_step_made_under_a_lapsed_lease_is_recorded() -> None:
     bench = Bench()
     group = bench.groups(1)[0]
-    bench.apply(training.lease(bench.ledger, "lease", 1))
-    bench.apply(ticketing.expire(bench.ledger, 1e6))
-    bench.apply(training.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
+    bench.apply(leases.lease(bench.ledger, "lease", 1))
+    bench.apply(tickets.expire(bench.ledger, 1e6))
+    bench.apply(leases.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
     assert bench.ledger.trained == 1
 
 
@@ -511,21 +511,21 @@ def test_oldest_versions_are_leased_first() -> None:
     bench.groups(1)
     bench.step(1)
     bench.groups(2)
-    lagging = bench.apply(ticketing.issue(bench.ledger, "w", 1))[0]
-    bench.apply(ticketing.submit(bench.ledger, lagging, ticketing.Arrival(100, 5, 0, 1, (SERVER,))))
-    assert [r.id for r in training.lease(bench.ledger, "lease", 2).tickets] == ["3.0", "1.0"]
+    lagging = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+    bench.apply(tickets.submit(bench.ledger, lagging, tickets.GroupFacts(100, 5, 0, 1, (SERVER,))))
+    assert [r.id for r in leases.lease(bench.ledger, "lease", 2).tickets] == ["3.0", "1.0"]
 
 
 def test_finish_ends_what_is_outstanding_and_more_steps_reopen_the_run() -> None:
     bench = Bench()
     bench.groups(3)
-    bench.apply(ticketing.issue(bench.ledger, "w", 1))
+    bench.apply(tickets.issue(bench.ledger, "w", 1))
     bench.step(1)
-    bench.apply(training.finish(bench.ledger))
+    bench.apply(leases.finish(bench.ledger))
     assert bench.ledger.run.finished
     assert bench.ledger.outstanding == 0
     assert bench.ledger.drops == {"run_finished": 3}
-    bench.apply(training.begin(bench.ledger, BeginSession(1, 1, resume=True), []))
+    bench.apply(leases.begin(bench.ledger, BeginSession(1, 1, 1, resume=True), []))
     assert bench.ledger.run.finished
-    bench.apply(training.begin(bench.ledger, BeginSession(1, 2, resume=True), []))
+    bench.apply(leases.begin(bench.ledger, BeginSession(1, 1, 2, resume=True), []))
     assert not bench.ledger.run.finished

@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from queue_kit import SERVER, Served, make_config, make_group, serve_version, serving
 
 from protocol import codec, routes
 from protocol.client import QueueClient, Refused, RunFinished
 from protocol.messages import (
+    BeginSession,
     Group,
     LearnerReport,
     LeaseAck,
@@ -27,9 +27,10 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.staleness import OVER_AGE
+from rollout_queue.observe.ages import OVER_AGE
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit.queue import SERVER, Served, make_config, make_group, serve_version, serving
 
 MIB = 1024**2
 
@@ -39,7 +40,7 @@ async def running(begin: bool = True, **sections: dict[str, Any]) -> AsyncIterat
     """A queue with a client, by default with a learner session and a server at version 0."""
     async with serving(make_config(**sections)) as queue, QueueClient(queue.url, patience_s=5.0) as client:
         if begin:
-            await client.begin_session(0, 100, resume=False)
+            await client.begin_session(BeginSession(0, 0, 100, resume=False))
             await serve_version(client, 0)
         yield queue, client
 
@@ -82,7 +83,7 @@ async def test_the_way_of_one_group() -> None:
 async def test_no_ticket_without_learner_or_server() -> None:
     async with running(begin=False) as (_, client):
         assert await take(client) == []
-        await client.begin_session(0, 100, resume=False)
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
         assert await take(client) == []
         assert [w.what for w in (await client.status()).waits] == ["no server is serving"]
         await serve_version(client, 0)
@@ -208,7 +209,7 @@ async def test_a_group_that_is_too_large_is_refused_and_the_connection_lives(chu
         assert "queue.max_group_bytes" in problem.message
         status = await client.status()
         assert status.rejections == {"too_large": 1}
-        assert status.depth.outstanding == 0
+        assert status.groups.outstanding == 0
 
 
 async def test_i3_a_full_queue_holds_producers_back_until_there_is_room() -> None:
@@ -226,7 +227,7 @@ async def test_i3_a_full_queue_holds_producers_back_until_there_is_room() -> Non
         await lease(client)
         await step(client, [ticket.id for ticket in tickets[:fitting]], 1)
         assert await waiting is True
-        assert (await client.status()).depth.bytes == group_bytes
+        assert (await client.status()).groups.bytes == group_bytes
 
 
 async def test_a_lease_whose_answer_was_lost_is_delivered_again() -> None:
@@ -249,10 +250,10 @@ async def test_a_lapsed_lease_returns_its_groups_and_says_so() -> None:
         await client.renew("l", 1)
         queue.time.now += 100.0
         await queue.broker.expire()
-        assert (await client.status()).depth.leased == 1
+        assert (await client.status()).groups.leased == 1
         queue.time.now += 100.0
         await queue.broker.expire()
-        assert (await client.status()).depth.ready == 1
+        assert (await client.status()).groups.ready == 1
         assert (await refusal(client.renew("l", 1))).reason == "lease_lapsed"
         assert len((await lease(client, lease_id="m")).groups) == 1
 
@@ -262,7 +263,7 @@ async def test_released_groups_are_ready_again() -> None:
         await client.submit(make_group((await take(client))[0]))
         await lease(client)
         await client.release("l", 1)
-        assert (await client.status()).depth.ready == 1
+        assert (await client.status()).groups.ready == 1
 
 
 async def test_f6_a_new_session_takes_over_and_fences_the_old_one() -> None:
@@ -272,7 +273,7 @@ async def test_f6_a_new_session_takes_over_and_fences_the_old_one() -> None:
         await lease(client)
         waiting = asyncio.create_task(lease(client, wait_s=30.0, lease_id="other"))
         await asyncio.sleep(0.05)
-        policy = await client.begin_session(0, 100, resume=True)
+        policy = await client.begin_session(BeginSession(0, 0, 100, resume=True))
         assert (policy.session, policy.version) == (2, 1)
         calls: list[Any] = [
             waiting,
@@ -295,7 +296,7 @@ async def test_a_second_fresh_start_is_told_to_resume() -> None:
         await client.submit(make_group(ticket))
         await lease(client)
         await step(client, [ticket.id], 1)
-        refused = await refusal(client.begin_session(0, 100, resume=False))
+        refused = await refusal(client.begin_session(BeginSession(0, 0, 100, resume=False)))
         assert refused.reason == "run_exists"
         assert "--resume" in str(refused)
         assert "run.name" in str(refused)
@@ -373,7 +374,7 @@ async def test_f12_f14_drops_are_counted_and_free_their_permits() -> None:
         await client.ack("l", LeaseAck(1, dropped={ticket.id: OVER_AGE for ticket in tickets}))
         status = await client.status()
         assert status.drops == {OVER_AGE: 4}
-        assert status.depth.outstanding == 0
+        assert status.groups.outstanding == 0
         assert len(await take(client, 100)) == 4
 
 
@@ -391,7 +392,7 @@ async def test_f12_ages_and_the_depth_follow_what_the_learner_meets() -> None:
         status = await client.status()
         assert (status.staleness.max, status.staleness.max_ever, status.staleness.mean) == (1, 1, 0.5)
         assert (status.staleness.in_flight_mean, status.staleness.in_queue_mean) == (0.0, 0.5)
-        assert status.depth.target_steps == 2.25, "grew once; then the bound held workers back, not the depth"
+        assert status.depth_target == 2.25, "grew once; then the bound held workers back, not the depth"
         assert status.learner_wait_share == status.learner.wait_share == 0.25
         assert status.learner.reward_mean == 0.5
 
@@ -483,7 +484,7 @@ async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
             async with session.get(queue.url + routes.HEALTH) as response:
                 assert response.status == 200
         async with QueueClient(queue.url, token="secret") as client:
-            assert (await client.policy()).session == 0
+            assert (await client.position()).session == 0
 
 
 @pytest.mark.parametrize(
@@ -523,7 +524,7 @@ class FailingStore(SqliteStore):
 async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
     store = FailingStore(MEMORY)
     async with serving(make_config(), store) as queue, QueueClient(queue.url, patience_s=0.5) as client:
-        await client.begin_session(0, 100, resume=False)
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)
         stopped: list[str] = []
         queue.broker.on_failure = lambda: stopped.append("stop")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import Server, ServerState
-from rollout_queue.stall import Scene, judge
+from rollout_queue.observe.stall import Scene, judge
 
 SERVING = [Server("vllm-0", "u", ServerState.SERVING, 3)]
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ConfigError
-from rollout_worker.chat import ChatFormat, load_tokenizer, stop_ids
-from rollout_worker.tools import ToolBox
-from tests.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder, tiny_tokenizer
-from tests.rollout_worker.harness import END_OF_TURN, TOKENIZER, chat_format, multiply
+from rollout_worker.chat.template import ChatFormat, load_tokenizer, stop_ids
+from rollout_worker.task.tools import ToolBox
+from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder, tiny_tokenizer
+from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
 SCHEMAS = ToolBox([multiply]).schemas
 USER = {"role": "user", "content": "Multiply 2 by 3."}

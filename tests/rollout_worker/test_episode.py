@@ -12,10 +12,10 @@ from protocol.messages import VersionSpan
 from rollout_worker.budget import Limits
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.routing import Session
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled
-from rollout_worker.tools import ToolBox
-from tests.rollout_worker.harness import END_OF_TURN, TOKENIZER, chat_format, multiply
+from rollout_worker.task.tools import ToolBox
+from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
 MALFORMED = "<tool_call>multiply(2, 3)</tool_call>"
@@ -35,16 +35,16 @@ class ScriptedSampler:
     """Samples the given turns one after the other, cut to what is asked for. An exception in the script is raised."""
 
     def __init__(self, *turns):
-        self.fleet = self
+        self.pool = self
         self.turns = list(turns)
         self.requests = []
         self.sampled = []
         self.released = 0
 
-    def release(self, sessions):
-        self.released += len(sessions)
+    def release(self, affinities):
+        self.released += len(affinities)
 
-    async def sample(self, session, prompt, max_tokens, head=None):
+    async def sample(self, affinity, prompt, max_tokens, pending=None):
         self.requests.append((list(prompt), max_tokens))
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
         if isinstance(turn, Exception):
@@ -58,7 +58,7 @@ class ScriptedSampler:
         return Sampled(
             token_ids=kept,
             logprobs=[-version - place / 1000 for place in range(len(kept))],
-            spans=[VersionSpan(version, 0, len(kept))],
+            spans=[VersionSpan(version, 0, len(kept), 0)],
             finish_reason="stop" if kept == ids else "length",
         )
 
@@ -66,7 +66,7 @@ class ScriptedSampler:
 async def play(*turns, limits=ROOMY, tools=TOOLS, timeout_s=5.0):
     sampler = ScriptedSampler(*turns)
     runner = EpisodeRunner(CHAT, tools, sampler, limits, timeout_s)
-    return await runner.run(list(PROMPT), Session(), None), sampler
+    return await runner.run(list(PROMPT), Affinity(), None), sampler
 
 
 async def test_i4_f18_each_request_is_the_last_one_its_sample_and_the_tools_answer():
@@ -190,7 +190,7 @@ async def test_f6_a_timeout_before_the_first_turn_fails_the_episode():
 async def test_f15_a_failed_episode_lets_go_of_its_server():
     sampler = ScriptedSampler(EpisodeFailed("server", "down", retryable=True))
     with pytest.raises(EpisodeFailed):
-        await EpisodeRunner(CHAT, TOOLS, sampler, ROOMY, 5.0).run(list(PROMPT), Session(), None)
+        await EpisodeRunner(CHAT, TOOLS, sampler, ROOMY, 5.0).run(list(PROMPT), Affinity(), None)
     assert sampler.released == 1
 
 
@@ -198,5 +198,5 @@ async def test_timings_say_where_the_time_went():
     ticks = iter(range(100))
     sampler = ScriptedSampler(CALL, "6")
     runner = EpisodeRunner(CHAT, TOOLS, sampler, ROOMY, 5.0, clock=lambda: float(next(ticks)))
-    episode = await runner.run(list(PROMPT), Session(), None)
+    episode = await runner.run(list(PROMPT), Affinity(), None)
     assert episode.timings == {"generate": 2.0, "tools": 1.0, "total": 7.0}

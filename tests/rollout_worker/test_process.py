@@ -8,10 +8,10 @@ from aiohttp import web
 
 from protocol import codec, routes
 from protocol.messages import TicketFailure, TicketReply, WorkerReply
-from tests.fake_vllm import Fault, serving
-from tests.fake_vllm.tokenizer import save_model_folder
-from tests.rollout_worker.harness import fake, until
-from tests.rollout_worker.stand_in import serving_at, tickets_for
+from tests.kit.fake_vllm import Fault, serving
+from tests.kit.fake_vllm.tokenizer import save_model_folder
+from tests.kit.stand_in_queue import serving_at, tickets_for
+from tests.kit.worker import fake, until
 
 TASK = """
 from rollout_worker.task import Task
@@ -23,10 +23,10 @@ task = Task(dataset=[{"prompt": [{"role": "user", "content": "Multiply 2 by 3."}
 """
 MAIN = """
 import sys
-from protocol.config import RunFile
+from protocol.config import RunConfig
 from rollout_worker.worker import run
 
-run(RunFile.model_validate_json(sys.argv[1]), sys.argv[2], "w1")
+run(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], "w1")
 """
 
 

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.rewards import RewardBatch, RewardError, RewardFunctions
+from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions
 
 PROMPT = [{"role": "user", "content": "2 by 3"}]
 BATCH = RewardBatch(

@@ -7,12 +7,12 @@ import pytest
 from protocol.messages import ServerState, VersionSpan
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.fleet import Fleet
-from rollout_worker.inference.routing import Session
+from rollout_worker.inference.pool import ServerPool
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import Sampler, SamplerSettings
-from tests.fake_vllm import Fault, serving
-from tests.rollout_worker.harness import END_OF_TURN, fake
-from tests.rollout_worker.stand_in import serving_at
+from tests.kit.fake_vllm import Fault, serving
+from tests.kit.stand_in_queue import serving_at
+from tests.kit.worker import END_OF_TURN, fake
 
 PROMPT = [40, 41, 42]
 TURN = [50, 51, 52, 53, END_OF_TURN]
@@ -31,11 +31,11 @@ class Setup:
         self.stale = []
         self.told = asyncio.Event()
         self.slept = []
-        self.fleet = Fleet(self._report)
-        self.fleet.update(serving_at(*urls, version=7))
+        self.pool = ServerPool(self._report)
+        self.pool.update(serving_at(*urls, version=7))
         self.sampler = Sampler(
             client,
-            self.fleet,
+            self.pool,
             SamplerSettings("run", temperature=0.9, stop_token_ids=[END_OF_TURN], **settings),
             random.Random(0),
             self._sleep,
@@ -48,17 +48,17 @@ class Setup:
     async def _sleep(self, seconds):
         self.slept.append(seconds)
 
-    async def turn(self, session=None, max_tokens=16):
-        return await self.sampler.sample(session or Session(), PROMPT, max_tokens)
+    async def turn(self, affinity=None, max_tokens=16):
+        return await self.sampler.sample(affinity or Affinity(), PROMPT, max_tokens)
 
-    async def first_turns(self, sessions, max_tokens=16):
-        first = self.sampler.first_turn(sessions, PROMPT, max_tokens)
+    async def first_turns(self, affinities, max_tokens=16):
+        first = self.sampler.first_turn(affinities, PROMPT, max_tokens)
         async with asyncio.TaskGroup() as tasks:
             for fill in first.fills:
                 tasks.create_task(fill)
             turns = [
-                tasks.create_task(self.sampler.sample(session, PROMPT, max_tokens, head))
-                for session, head in zip(sessions, first.heads, strict=True)
+                tasks.create_task(self.sampler.sample(affinity, PROMPT, max_tokens, pending))
+                for affinity, pending in zip(affinities, first.pending, strict=True)
             ]
         return [turn.result() for turn in turns]
 
@@ -80,7 +80,7 @@ async def test_a_turn_is_asked_for_in_tokens_and_comes_back_as_sampled():
     async with setup() as s:
         turn = await s.turn()
     assert turn.token_ids == TURN
-    assert turn.spans == [VersionSpan(7, 0, 5)]
+    assert turn.spans == [VersionSpan(7, 0, 5, 0)]
     assert turn.finish_reason == "stop"
     (request,) = s.fakes[0].requests
     assert request["model"] == "policy"
@@ -118,10 +118,10 @@ async def test_the_salt_follows_the_version_that_samples_show():
 )
 async def test_a_failure_of_the_server_is_tried_again_on_another(fault):
     async with setup(fault, servers=2, timeout_s=0.3) as s:
-        session = Session()
-        turn = await s.turn(session)
+        affinity = Affinity()
+        turn = await s.turn(affinity)
     assert turn.token_ids == TURN
-    assert session.visited == ["vllm-0", "vllm-1"]
+    assert affinity.visited == ["vllm-0", "vllm-1"]
     assert s.sampler.retries == 1
     assert s.slept == []
 
@@ -199,7 +199,7 @@ async def test_f16_with_no_server_left_the_episode_waits_for_the_registry():
         (proven,) = serving_at(*s.urls, version=8)
         proven.changed_at = 2.0
         s.fleet.update([proven])
-        assert (await turn).spans == [VersionSpan(8, 0, 5)]
+        assert (await turn).spans == [VersionSpan(8, 0, 5, 0)]
 
 
 async def test_an_aborted_turn_goes_on_after_its_tokens():
@@ -209,31 +209,31 @@ async def test_an_aborted_turn_goes_on_after_its_tokens():
     assert second["token_ids"] == first["token_ids"] + TURN[:2]
     assert second["sampling_params"]["max_tokens"] == 14
     assert turn.token_ids == TURN
-    assert turn.spans == [VersionSpan(7, 0, 5)]
+    assert turn.spans == [VersionSpan(7, 0, 5, 0)]
     assert s.slept == []
 
 
 async def test_an_update_in_mid_turn_gives_two_spans():
     async with setup(Fault("version_change", after=2, label="8")) as s:
-        assert (await s.turn()).spans == [VersionSpan(7, 0, 2), VersionSpan(8, 2, 5)]
+        assert (await s.turn()).spans == [VersionSpan(7, 0, 2, 0), VersionSpan(8, 2, 5, 0)]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_groups_first_turn_is_one_request(stream):
     async with setup(servers=2, stream_first_turn=stream) as s:
-        sessions = [Session() for _ in range(4)]
-        turns = await s.first_turns(sessions)
+        affinities = [Affinity() for _ in range(4)]
+        turns = await s.first_turns(affinities)
     assert [turn.token_ids for turn in turns] == [TURN] * 4
     (request,) = s.fakes[0].requests
     assert request["sampling_params"]["n"] == 4
     assert request["stream"] == stream
-    assert {session.server for session in sessions} == {"vllm-0"}
+    assert {affinity.server for affinity in affinities} == {"vllm-0"}
 
 
 async def test_a_group_beyond_the_servers_limit_is_asked_for_in_parts():
     async with setup(max_choices=3) as s:
         s.fakes[0].engine.max_num_seqs = 3
-        turns = await s.first_turns([Session() for _ in range(7)])
+        turns = await s.first_turns([Affinity() for _ in range(7)])
     assert [turn.token_ids for turn in turns] == [TURN] * 7
     assert sorted(request["sampling_params"]["n"] for request in s.fakes[0].requests) == [1, 3, 3]
 
@@ -241,7 +241,7 @@ async def test_a_group_beyond_the_servers_limit_is_asked_for_in_parts():
 @pytest.mark.parametrize("kind", ["die", "stream_error"])
 async def test_a_stream_that_breaks_costs_only_what_was_unfinished(kind):
     async with setup(Fault(kind, after=2)) as s:
-        turns = await s.first_turns([Session() for _ in range(4)])
+        turns = await s.first_turns([Affinity() for _ in range(4)])
     assert [turn.token_ids for turn in turns] == [TURN] * 4
     assert [request["sampling_params"]["n"] for request in s.fakes[0].requests] == [4, 1, 1]
 
@@ -249,21 +249,21 @@ async def test_a_stream_that_breaks_costs_only_what_was_unfinished(kind):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_first_turn_that_is_rejected_fails_every_episode(stream):
     async with setup(Fault("status", status=400), stream_first_turn=stream) as s:
-        sessions = [Session(), Session()]
-        first = s.sampler.first_turn(sessions, PROMPT, 16)
+        affinities = [Affinity(), Affinity()]
+        first = s.sampler.first_turn(affinities, PROMPT, 16)
         await first.fills[0]
-        for session, head in zip(sessions, first.heads, strict=True):
+        for affinity, pending in zip(affinities, first.pending, strict=True):
             with pytest.raises(EpisodeFailed, match="HTTP 400"):
-                await s.sampler.sample(session, PROMPT, 16, head)
+                await s.sampler.sample(affinity, PROMPT, 16, pending)
     assert len(s.fakes[0].calls) == 1
 
 
 async def test_f22_a_finished_continuation_does_not_wait_for_its_siblings():
     async with setup() as s:
         s.fakes[0].engine.latency_s = lambda index: 0.0 if index == 0 else 30.0
-        first = s.sampler.first_turn([Session(), Session()], PROMPT, 16)
+        first = s.sampler.first_turn([Affinity(), Affinity()], PROMPT, 16)
         fill = asyncio.create_task(first.fills[0])
-        choice = await asyncio.wait_for(first.heads[0], 5)
+        choice = await asyncio.wait_for(first.pending[0], 5)
         assert choice.token_ids == TURN
-        assert not first.heads[1].done()
+        assert not first.pending[1].done()
         fill.cancel()

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError, TaskFile
+from protocol.config import ConfigError, TaskSection
 from rollout_worker.task import Task, load_task
-from tests.rollout_worker.harness import row, task
+from tests.kit.worker import row, task
 
 GOOD = """
 from rollout_worker.task import Task
@@ -72,7 +72,7 @@ def test_a_task_that_cannot_work_says_why(changes, message):
 
 def test_a_task_is_loaded_from_its_file(tmp_path):
     (tmp_path / "good.py").write_text(GOOD)
-    assert isinstance(load_task(TaskFile(path=f"{tmp_path}/good.py:task")), Task)
+    assert isinstance(load_task(TaskSection(path=f"{tmp_path}/good.py:task")), Task)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_a_task_file_that_cannot_be_used_is_one_message(tmp_path, source, name, 
     (tmp_path / "bad.py").write_text(source)
     path = f"{tmp_path}/bad.py:{name}"
     with pytest.raises(ConfigError, match=message) as caught:
-        load_task(TaskFile(path=path))
+        load_task(TaskSection(path=path))
     assert path in str(caught.value)
 
 
 def test_a_missing_task_file_is_one_message(tmp_path):
     with pytest.raises(ConfigError, match="there is no Python file"):
-        load_task(TaskFile(path=f"{tmp_path}/none.py:task"))
+        load_task(TaskSection(path=f"{tmp_path}/none.py:task"))

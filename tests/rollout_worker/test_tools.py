@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.tool_calls import MalformedCall, ToolCall
-from rollout_worker.tools import ToolBox
+from rollout_worker.chat.parsers.hermes import MalformedCall, ToolCall
+from rollout_worker.task.tools import ToolBox
 
 
 def look_up(key: str, depth: int | None = None, kind: Literal["a", "b"] = "a") -> str:

@@ -29,7 +29,7 @@ def choice(tokens=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), versions=(("4", 0, 3),
 
 def test_a_choice_is_read_as_it_came():
     sampled = sampled_of(choice(versions=[("4", 0, 1), ("5", 1, 3)]))
-    assert sampled == Sampled([5, 6, 7], [-0.1, -0.2, -0.3], [VersionSpan(4, 0, 1), VersionSpan(5, 1, 3)], "stop")
+    assert sampled == Sampled([5, 6, 7], [-0.1, -0.2, -0.3], [VersionSpan(4, 0, 1, 0), VersionSpan(5, 1, 3, 0)], "stop")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_parts_of_a_turn_join_without_gap_or_overlap(parts):
     """Each inner list gives the versions of one part's tokens."""
     turn = Sampled()
     for versions in parts:
-        spans = [VersionSpan(version, place, place + 1) for place, version in enumerate(versions)]
+        spans = [VersionSpan(version, place, place + 1, 0) for place, version in enumerate(versions)]
         turn.extend(Sampled(list(versions), [-0.1] * len(versions), spans, "abort"))
     flat = [version for versions in parts for version in versions]
     assert turn.token_ids == flat

@@ -10,12 +10,12 @@ from protocol.client import Refused, Unreachable
 from protocol.messages import Problem, Server, ServerState, TicketReply
 from rollout_worker.task import Task
 from rollout_worker.worker import work
-from tests.fake_vllm import Fault, serving
-from tests.fake_vllm.engine import logprob_of
-from tests.fake_vllm.policies import in_turn, multiplying, scripted
-from tests.fake_vllm.tokenizer import save_model_folder
-from tests.rollout_worker.harness import TOKENIZER, accuracy, config, fake, roll, row, task, until
-from tests.rollout_worker.stand_in import StandInQueue, serving_at, tickets_for
+from tests.kit.fake_vllm import Fault, serving
+from tests.kit.fake_vllm.engine import logprob_of
+from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
+from tests.kit.fake_vllm.tokenizer import save_model_folder
+from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
+from tests.kit.worker import TOKENIZER, accuracy, config, fake, roll, row, task, until
 
 
 def idle(worker):

@@ -14,8 +14,8 @@ import torch
 from weight_sync.probe import Probe
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo import GlooLink
-from weight_sync.transports.gloo_group import BAD_DIGEST, OK, GlooGroup, dist, local_host_towards
+from weight_sync.transports.gloo.group import BAD_DIGEST, OK, GlooGroup, dist, local_host_towards
+from weight_sync.transports.gloo.sender import GlooLink
 
 PROBE = Probe([1, 2], np.array([-1.0], dtype=np.float32))
 

@@ -17,13 +17,13 @@ import torch
 import uvicorn
 
 from protocol.client import QueueClient, QueueError
-from protocol.config import RunFile
+from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from rollout_queue.service import create_app
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
-from tests.fake_vllm import FakeVllm, Fault, serving
-from tests.weight_sync.sync_kit import Links, probe
-from weight_sync import control, publisher, waiting
+from tests.kit.fake_vllm import FakeVllm, Fault, serving
+from tests.kit.sync import Links, probe
+from weight_sync import cancellation, publisher, server_control
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.snapshot import Snapshot
 
@@ -63,8 +63,8 @@ class World:
         for index, url in enumerate(self.urls):
             await self.queue.put_server(Server(f"vllm-{index}", url))
 
-    def config(self, timeout_s: float = 0.5, start_timeout_s: float = 5.0) -> RunFile:
-        return RunFile.model_validate(
+    def config(self, timeout_s: float = 0.5, start_timeout_s: float = 5.0) -> RunConfig:
+        return RunConfig.model_validate(
             {
                 "model": {"path": "tiny"},
                 "task": {"path": "task.py:task"},
@@ -106,8 +106,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(publisher, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(publisher, "WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
-    monkeypatch.setattr(control, "RESUME_PAUSE_S", 0.01)
-    monkeypatch.setattr(waiting, "GRACE_S", 0.05)
+    monkeypatch.setattr(server_control, "RESUME_PAUSE_S", 0.01)
+    monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
     world = World(asyncio.new_event_loop())
     thread = threading.Thread(target=world.loop.run_forever, daemon=True)
     thread.start()

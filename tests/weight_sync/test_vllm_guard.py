@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from deploy import vllm_server
-from protocol.config import RunFile
+from protocol.config import RunConfig
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import Rejected
 from rollout_worker.inference.wire import GenerateRequest, SamplingParams
-from tests.fake_vllm import FakeEngine, FakeVllm, serving
-from weight_sync.vllm_guard import RequireToken
+from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
+from weight_sync.vllm.guard import RequireToken
 
 
-def run_file() -> RunFile:
-    return RunFile.model_validate({"model": {"path": "tiny"}, "task": {"path": "task.py:task"}})
+def run_file() -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "tiny"}, "task": {"path": "task.py:task"}})
 
 
 async def served(scope: Any, receive: Any, send: Any) -> None:
@@ -88,9 +88,9 @@ def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
     assert "--middleware" not in vllm_server.command(run_file(), 0)
     values = run_file().model_dump()
-    config = RunFile.model_validate({**values, "queue": {**values["queue"], "token": "s3cret"}})
+    config = RunConfig.model_validate({**values, "queue": {**values["queue"], "token": "s3cret"}})
     line = vllm_server.command(config, 0)
-    assert line[line.index("--middleware") + 1] == "weight_sync.vllm_guard.RequireToken"
+    assert line[line.index("--middleware") + 1] == "weight_sync.vllm.guard.RequireToken"
     assert not any("s3cret" in argument for argument in line)
     assert vllm_server.environment(config)["SLIPSTREAM_TOKEN"] == "s3cret"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")

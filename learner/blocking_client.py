@@ -1,0 +1,75 @@
+"""The queue for callers that are not async: a client on an event loop of its own, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from protocol.client import QueueClient
+
+T = TypeVar("T")
+
+# A shorter wait is not worth two calls.
+REPORT_WAIT_AFTER_S = 1.0
+
+
+class BlockingQueueClient:
+    """Owns the thread, the loop and the client's connection. A context manager, used from one thread."""
+
+    def __init__(self, client: QueueClient) -> None:
+        self.client = client
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="queue-link", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._wait(self.client.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._wait(self.client.__aexit__(None, None, None))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def call(self, request: Callable[[QueueClient], Awaitable[T]]) -> T:
+        """Do `request` on the link's loop and wait for it; what it raises is raised here."""
+
+        async def answer() -> T:
+            return await request(self.client)
+
+        return self._wait(answer())
+
+    @contextmanager
+    def waiting(self, session: int, what: str) -> Iterator[None]:
+        """Around a wait of the learner: should it last, the status page says what for (I7)."""
+        over = asyncio.Event()
+        report = asyncio.run_coroutine_threadsafe(self._report_wait(session, what, over), self.loop)
+        try:
+            yield
+        finally:
+            self.loop.call_soon_threadsafe(over.set)
+        report.result()
+
+    async def _report_wait(self, session: int, what: str, over: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(REPORT_WAIT_AFTER_S):
+                await over.wait()
+        except TimeoutError:
+            await self.client.waiting(session, what)
+            await over.wait()
+            await self.client.waiting(session, None)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        answer = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return answer.result()
+        except BaseException:
+            answer.cancel()  # a signal broke the wait; without this the call would be left hanging
+            raise

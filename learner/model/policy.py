@@ -1,0 +1,129 @@
+"""The policy: a transformers causal language model that scores packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.feed.packing import PackedRow, Sample, pack_row
+from learner.model import attention
+from learner.model.logprobs import LmHead, TokenScores, token_scores
+from protocol.config import ConfigError, ModelSection
+
+FULL_ATTENTION = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """temperature: that of the sampler; chunk_tokens: tokens whose logits exist at one time."""
+
+    temperature: float
+    chunk_tokens: int
+
+
+class Policy(torch.nn.Module):
+    """Scores the sampled tokens of a packed row; what `Accelerator.prepare` wraps.
+
+    Stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
+    """
+
+    def __init__(self, model: Any, implementation: str, scoring: Scoring) -> None:
+        super().__init__()
+        self.model = model.eval()
+        self._implementation = implementation
+        self._scoring = scoring
+
+    def forward(self, row: PackedRow) -> TokenScores:
+        """Log-probs and entropies at the sampler's temperature, each float32 [N], for the row's N sampled tokens."""
+        hidden = self._hidden(row)[row.positions]
+        return token_scores(self._head(self._scoring.temperature), hidden, row.targets)
+
+    @torch.no_grad()
+    def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
+        row = _plain_row(token_ids).to(self.device)
+        scores = token_scores(self._head(1.0), self._hidden(row)[row.positions], row.targets)
+        return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights under their Hugging Face names; a tied output layer appears once, as the embedding."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    @property
+    def device(self) -> torch.device:
+        parameter: torch.Tensor = next(self.model.parameters())
+        return parameter.device
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Raise `ConfigError` if the model makes logits in a way of its own (scaling, further layers).
+
+        Ours must agree with the model's on a short sequence: a model that multiplies its logits would otherwise
+        train on wrong log-probs without a sign.
+        """
+        row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
+        ours = self._head(1.0).logits(self._hidden(row))
+        theirs = self.model(**self._model_inputs(row)).logits[0].float()
+        if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
+            raise ConfigError(
+                f"model.path: {type(self.model).__name__} makes its logits in a way that the learner does not know "
+                f"(they differ by {float((ours - theirs).abs().max()):.3g}): choose a model whose logits are "
+                f"lm_head(hidden), with final_logit_softcapping at most"
+            )
+
+    def _hidden(self, row: PackedRow) -> torch.Tensor:
+        """[T, h]"""
+        output = self.model.base_model(**self._model_inputs(row))
+        return cast(torch.Tensor, output.last_hidden_state[0])
+
+    def _model_inputs(self, row: PackedRow) -> dict[str, Any]:
+        return {
+            "input_ids": row.input_ids,
+            "position_ids": row.position_ids,
+            "use_cache": False,
+            **attention.model_arguments(self._implementation, row),
+        }
+
+    def _head(self, temperature: float) -> LmHead:
+        output = self.model.get_output_embeddings()
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        return LmHead(output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.chunk_tokens)
+
+
+def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
+    """The policy with the weights at `path`; raises `ConfigError` for a model that cannot be trained here."""
+    try:
+        network = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, model.dtype), attn_implementation=model.attention
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.path = {path}, model.attention = {model.attention}: the model cannot be loaded: {error}"
+        ) from error
+    layer_types = getattr(network.config, "layer_types", None) or []
+    unknown = sorted(set(layer_types) - set(FULL_ATTENTION))
+    if unknown:
+        raise ConfigError(
+            f"model.path = {path}: layers of type {', '.join(unknown)} would mix the sequences of a packed row; "
+            f"choose a model with attention layers only"
+        )
+    policy = Policy(network, model.attention, scoring)
+    policy.check_head()
+    return policy
+
+
+def _plain_row(token_ids: list[int]) -> PackedRow:
+    ids = np.array(token_ids, dtype=np.int32)
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return pack_row([Sample(ids, np.ones(len(ids), dtype=np.bool_), zeros, zeros, 0.0)])

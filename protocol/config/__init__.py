@@ -1,0 +1,39 @@
+"""The run file: one TOML file, read by `load` into a `RunConfig` (`schema` has its settings, `text` its faults)."""
+
+from protocol.config.load import ConfigError, load, parse_overrides
+from protocol.config.schema import (
+    LOOPBACK,
+    ChatSection,
+    DeploySection,
+    LearnerSection,
+    ModelSection,
+    QueueSection,
+    RolloutSection,
+    RunConfig,
+    RunSection,
+    TaskSection,
+    VllmSection,
+    WeightSyncSection,
+    WorkerSection,
+)
+from protocol.config.text import to_toml
+
+__all__ = [
+    "LOOPBACK",
+    "ChatSection",
+    "ConfigError",
+    "DeploySection",
+    "LearnerSection",
+    "ModelSection",
+    "QueueSection",
+    "RolloutSection",
+    "RunConfig",
+    "RunSection",
+    "TaskSection",
+    "VllmSection",
+    "WeightSyncSection",
+    "WorkerSection",
+    "load",
+    "parse_overrides",
+    "to_toml",
+]

@@ -1,0 +1,112 @@
+"""The run file: one TOML file, read with its overrides into a `RunConfig` (its settings stand in `run_file`).
+
+Paths: `run.dir` is taken from the working directory; `task.path` and `model.path` from the folder of the run
+file. Any field may be given as `--section.key value` on every command; such paths are taken from the working
+directory. A loaded run file holds the task's and a local model's path as absolute ones.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from protocol.config import text as config_text
+from protocol.config.schema import RunConfig
+
+_OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+class ConfigError(ValueError):
+    """A run file that cannot be used. Its text names the value and the remedy."""
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """The run file at `path` with `--section.key value` overrides; raises `ConfigError`."""
+    path = Path(path)
+    values = _read(path)
+    given = parse_overrides(overrides or [])
+    tables: dict[str, Any] = {}
+    for (section, key), value in given.items():
+        tables.setdefault(section, {})[key] = value
+    _anchor(values, path.parent)
+    _anchor(tables, Path())
+    for section, table in tables.items():
+        if not isinstance(values.setdefault(section, {}), dict):
+            raise ConfigError(f"{path}: {section} must be a table, written [{section}]")
+        values[section].update(table)
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(config_text.explain(path, error, given, RunConfig)) from None
+    _check_files(config)
+    return config
+
+
+def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
+    """`--section.key value` and `--section.key=value`; values as in TOML, else text. Raises `ConfigError`."""
+    found: dict[tuple[str, str], Any] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        match = _OPTION.fullmatch(argument)
+        if not match:
+            raise ConfigError(f"{argument}: not understood; settings are given as --section.key value")
+        section, key, text = match.groups()
+        if text is None:
+            text = next(rest, None)
+            if text is None or _OPTION.fullmatch(text):
+                raise ConfigError(f"{argument}: a value is missing; write {argument} value")
+        found[section, key] = _override(section, key, text)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such run file; give the path of a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def _override(section: str, key: str, text: str) -> Any:
+    """The value that `text` writes in TOML, or the text itself where it writes none or the setting is a text."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    value = document.pop("value")
+    field = config_text.find_field(RunConfig, section, key)
+    wants_text = field is not None and field.annotation in (str, str | None, Path)
+    return text if document or (wants_text and not isinstance(value, str)) else value
+
+
+def _anchor(values: dict[str, Any], folder: Path) -> None:
+    """Make the task's and a local model's path absolute, taken from `folder`; a hub name stays as it is."""
+    for section in ("task", "model"):
+        table = values.get(section)
+        if not isinstance(table, dict) or not isinstance(table.get("path"), str):
+            continue
+        anchored = folder / Path(table["path"]).expanduser()
+        # "models/tiny" could be a hub name, but not where a folder "models" lies beside the run file.
+        in_known_folder = anchored.parent != folder and anchored.parent.is_dir()
+        if section == "task" or not _HUB_NAME.fullmatch(table["path"]) or anchored.exists() or in_known_folder:
+            table["path"] = str(anchored.absolute())
+
+
+def _check_files(config: RunConfig) -> None:
+    model, task = Path(config.model.path), config.task.file
+    if model.is_absolute() and not model.is_dir():
+        raise ConfigError(f"model.path = {model}: there is no such folder; give an existing model folder or a hub name")
+    if model.is_absolute() and not (model / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {model}: the folder holds no config.json; save a model there with save_pretrained"
+        )
+    if not task.is_file():
+        raise ConfigError(f"task.path = {config.task.path}: there is no file {task}; write it as path/to/file.py:name")

@@ -1,0 +1,152 @@
+"""A run file as people read it: as TOML with a comment on every setting, and its faults in one line each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from itertools import zip_longest
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from protocol.config.schema import REMOVED, REMOVED_VALUES
+
+MASK = "***"
+SECRETS = ("token",)
+
+WIDTH = 100
+COMMENT_COLUMN = 32
+
+# What pydantic's error codes mean to someone who writes TOML; {} are filled from the error's context.
+_MEANINGS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number such as 0.5",
+    "finite_number": "must be finite",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "string_pattern_mismatch": "does not have the right form",
+    "path_type": "must be a path",
+    "list_type": "must be a list, written [first, second]",
+    "tuple_type": "must be a list, written [first, second]",
+    "missing": "has too few entries",
+    "too_long": "has too many entries",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+}
+
+
+def to_toml(config: BaseModel) -> str:
+    """The resolved run file as TOML, each setting with its description; a token is printed as `***`.
+
+    `protocol.config.load` reads the text back to an equal run file where it held no token.
+    """
+    tables = []
+    for section, table in config:
+        lines = [f"[{section}]"]
+        for key, value in table:
+            setting = f"# {key} =" if value is None else f"{key} = {_shown(key, value)}"
+            lines += _commented(setting, str(type(table).model_fields[key].description))
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
+def _commented(setting: str, comment: str) -> list[str]:
+    """A setting with its comment beside it; above it where the setting is too long for that."""
+    if len(setting) >= COMMENT_COLUMN:
+        return [*("# " + line for line in wrap(comment, WIDTH - 2)), setting]
+    beside = wrap(comment, WIDTH - COMMENT_COLUMN - 2)
+    return [f"{left:{COMMENT_COLUMN}}# {line}" for left, line in zip_longest([setting], beside, fillvalue="")]
+
+
+def toml_value(value: object) -> str:
+    """One value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | Path):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def explain(
+    path: Path, error: ValidationError, overridden: Collection[tuple[str, str]], schema: type[BaseModel]
+) -> str:
+    """One line a fault: where it is, the value, what is wrong and what the setting means."""
+    lines = [_explain_one(path, fault, overridden, schema) for fault in error.errors(include_url=False)]
+    return "\n".join(dict.fromkeys(lines))
+
+
+def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | None:
+    """The field `section.key` of a run file, None if there is none."""
+    table = _section(schema, section)
+    return table.model_fields.get(key) if table else None
+
+
+def _explain_one(
+    path: Path, fault: ErrorDetails, overridden: Collection[tuple[str, str]], schema: type[BaseModel]
+) -> str:
+    kind = fault["type"]
+    location = [str(part) for part in fault["loc"]]
+    section, key, *inner = location + [""] * (2 - len(location))
+    source = "command line" if _is_overridden(section, key, overridden) else str(path)
+    name = f"{section}.{key}" + "".join(f"[{index}]" for index in inner)
+    field = find_field(schema, section, key)
+    table = _section(schema, section)
+    if not section:
+        return f"{source}: {_meaning(fault)}"
+    if table is None:
+        return f"{source}: [{section}] is not a section; the sections are: {', '.join(schema.model_fields)}"
+    if not key and kind == "missing":
+        needed = [f"{name} = {info.description}" for name, info in table.model_fields.items() if info.is_required()]
+        return f"{source}: the section [{section}] is missing; it needs {', '.join(needed)}"
+    if not key:
+        return f"{source}: {section} = {_shown('', fault['input'])}: must be a table, written [{section}]"
+    if field is None and (remedy := REMOVED.get((section, key))):
+        return f"{source}: {section}.{key} is no longer a setting: {remedy}"
+    if field is None:
+        return f"{source}: {section}.{key} is not a setting; [{section}] has: {', '.join(table.model_fields)}"
+    if kind == "missing" and not inner:
+        return f"{source}: {name} is missing ({field.description})"
+    meaning = _former(section, key, fault["input"]) or _meaning(fault)
+    return f"{source}: {name} = {_shown(key, fault['input'])}: {meaning} ({field.description})"
+
+
+def _former(section: str, key: str, value: Any) -> str | None:
+    """The remedy for a value that an earlier release took."""
+    remedy = REMOVED_VALUES.get((section, key, value)) if isinstance(value, str) else None
+    return f"is no longer a value: {remedy}" if remedy else None
+
+
+def _section(schema: type[BaseModel], section: str) -> type[BaseModel] | None:
+    field = schema.model_fields.get(section)
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _is_overridden(section: str, key: str, overridden: Collection[tuple[str, str]]) -> bool:
+    if key:
+        return (section, key) in overridden
+    return any(section == given for given, _ in overridden)
+
+
+def _meaning(fault: ErrorDetails) -> str:
+    meaning = _MEANINGS.get(fault["type"])
+    if meaning is None:
+        return fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return meaning.format_map(fault.get("ctx", {}))
+
+
+def _shown(key: str, value: Any) -> str:
+    return toml_value(MASK if key in SECRETS else value)

@@ -1,0 +1,102 @@
+"""Every reason code of Slipstream: why something was refused, rejected, dropped, masked or failed.
+
+Codes are stable: they are labels of metrics, keys of counters and what clients branch on. A code is written here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+# Why the queue refuses a request.
+STORE_FAILED = "store_failed"
+NOT_READY = "not_ready"
+UNAUTHORIZED = "unauthorized"
+UNDECODABLE = "decode"
+TOO_LARGE = "too_large"
+MAX_TICKETS = "max_tickets"
+WORKER_MISMATCH = "worker_mismatch"
+SERVER_MISMATCH = "server_mismatch"
+TICKET_UNKNOWN = "ticket_unknown"
+TICKET_ENDED = "ticket_ended"
+FULL = "full"
+RUN_FINISHED = "run_finished"
+RUN_EXISTS = "run_exists"
+SESSION_SUPERSEDED = "session_superseded"
+LEASE_LAPSED = "lease_lapsed"
+NOT_LEASED = "not_leased"
+ACK_AMBIGUOUS = "ack_ambiguous"
+STEP_MISSING = "step_missing"
+STEP_UNKNOWN = "step_unknown"
+VERSION_CONFLICT = "version_conflict"
+VERSION_MISSING = "version_missing"
+SERVER_UNKNOWN = "server_unknown"
+TRANSITION_FORBIDDEN = "transition_forbidden"
+
+# Why the queue rejects a group at the door; UNDECODABLE and TOO_LARGE are among them too.
+SCHEMA_VERSION = "schema_version"
+TICKET_MISMATCH = "ticket_mismatch"
+GROUP_SIZE = "group_size"
+NO_SAMPLED_TOKENS = "no_sampled_tokens"
+REWARD_NOT_FINITE = "reward_not_finite"
+METRIC_NOT_FINITE = "metric_not_finite"
+LENGTH_MISMATCH = "length_mismatch"
+TOKEN_ID_NEGATIVE = "token_id_negative"
+LOGPROB_MISSING = "logprob_missing"
+LOGPROB_NOT_FINITE = "logprob_not_finite"
+LOGPROB_POSITIVE = "logprob_positive"
+SPAN_COVER = "span_cover"
+SPAN_VERSION_UNKNOWN = "span_version_unknown"
+SPAN_SERVER_UNKNOWN = "span_server_unknown"
+VERSION_FROM_FUTURE = "version_from_future"
+UNVERIFIED_SERVER = "unverified_server"
+
+# Why a ticket ends without being trained, or is issued again. `failed`, `rejected` and RUN_FINISHED are among them too.
+EXPIRED = "expired"
+ROLLED_BACK = "rolled_back"
+OLD_LAYOUT = "old_layout"
+OVERAGE = "overage"
+ZERO_VARIANCE = "zero_variance"
+NO_TOKENS = "no_tokens"
+
+# Why a sampled token does not train; OVERAGE is one too.
+NO_CONTEXT = "no_context"
+
+# Why an episode or a ticket failed at the worker.
+ROW = "row"
+PROMPT = "prompt"
+REWARD = "reward"
+NO_REWARD = "no_reward"
+TIMEOUT = "timeout"
+SERVER = "server"
+REQUEST_REJECTED = "rejected"
+INTERNAL = "internal"
+LOST = "lost"
+WORKER_STOPPED = "worker_stopped"
+TICKET_KIND = "ticket_kind"
+
+# Why an answer of vLLM cannot be trained on.
+UNREADABLE = "unreadable"
+FINISH_REASON = "finish_reason"
+MISSING_LOGPROBS = "missing_logprobs"
+BAD_LOGPROBS = "bad_logprobs"
+MISSING_VERSIONS = "missing_versions"
+BAD_VERSIONS = "bad_versions"
+
+
+def failed(reason: str) -> str:
+    """The end of a ticket that a worker gave back for `reason`."""
+    return f"failed:{reason}"
+
+
+def rejected(reason: str) -> str:
+    """The end of a ticket whose group was rejected at the door for `reason`."""
+    return f"rejected:{reason}"
+
+
+def refused(reason: str) -> str:
+    """A worker's count of groups that the queue refused for `reason`."""
+    return f"refused:{reason}"
+
+
+def http(status: int) -> str:
+    """The reason of an HTTP error that has no code of ours, such as an unknown route."""
+    return f"http_{status}"

@@ -1,0 +1,142 @@
+"""What the queue remembers, in memory and on disk alike: one record a ticket, one for the run.
+
+Records are immutable. A decision is a list of new records; the broker writes it to the store in one transaction and
+only then applies it to the ledger, so that memory never runs ahead of the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Self
+
+import msgspec
+
+from protocol.messages import Server
+
+
+class TicketState(StrEnum):
+    """Where a ticket is. The last three are ends; `TRAINED` ends once a checkpoint holds its step."""
+
+    ISSUED = "issued"
+    READY = "ready"
+    LEASED = "leased"
+    TRAINED = "trained"
+    FORGOTTEN = "forgotten"
+    DROPPED = "dropped"
+    REISSUED = "reissued"
+
+
+OUTSTANDING = frozenset({TicketState.ISSUED, TicketState.READY, TicketState.LEASED})
+LIVE = OUTSTANDING | {TicketState.TRAINED}
+HOLDS_PAYLOAD = frozenset({TicketState.READY, TicketState.LEASED, TicketState.TRAINED})
+
+# TRAINED and FORGOTTEN move back only when a learner resumes from before their step.
+_NEXT: Mapping[TicketState, frozenset[TicketState]] = {
+    TicketState.ISSUED: frozenset({TicketState.READY, TicketState.DROPPED, TicketState.REISSUED}),
+    TicketState.READY: frozenset({TicketState.LEASED, TicketState.TRAINED, TicketState.DROPPED}),
+    TicketState.LEASED: frozenset({TicketState.READY, TicketState.TRAINED, TicketState.DROPPED}),
+    TicketState.TRAINED: frozenset({TicketState.FORGOTTEN, TicketState.READY, TicketState.REISSUED}),
+    TicketState.FORGOTTEN: frozenset({TicketState.REISSUED}),
+    TicketState.DROPPED: frozenset(),
+    TicketState.REISSUED: frozenset(),
+}
+
+
+class TicketRecord(msgspec.Struct, frozen=True):
+    """One ticket and, once it arrived, the group produced for it.
+
+    `serial`: tickets issued before it in this run, a clock that restarts do not turn back. `failures`: attempts at this
+    row that failed. `version`: the learner's at issue; `arrival_version`: the learner's when the group came in.
+    `oldest_version`, `newest_version`: of the group's tokens. `step`, `trained_version`: of the optimiser step that
+    trained it. `bytes` is 0 until a group was accepted, and stays afterwards.
+    """
+
+    index: int
+    attempt: int
+    serial: int
+    worker_id: str
+    version: int
+    state: TicketState = TicketState.ISSUED
+    failures: int = 0
+    reason: str | None = None
+    lease_id: str | None = None
+    bytes: int = 0
+    tokens: int = 0
+    oldest_version: int = 0
+    newest_version: int = 0
+    arrival_version: int = 0
+    servers: tuple[str, ...] = ()
+    step: int | None = None
+    trained_version: int | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.index}.{self.attempt}"
+
+    @property
+    def was_accepted(self) -> bool:
+        return self.bytes > 0
+
+    def to(self, state: TicketState, **changes: Any) -> Self:
+        """This record in another state; a move that the ledger does not know is a bug and raises."""
+        if state not in _NEXT[self.state]:
+            raise AssertionError(f"ticket {self.id} cannot go from {self.state} to {state}")
+        return msgspec.structs.replace(self, state=state, **changes)
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """The learner's side of the run. `session` counts learner starts and fences the earlier ones."""
+
+    version: int = 0
+    step: int = 0
+    total_steps: int = 0
+    session: int = 0
+    checkpoint_step: int | None = None
+    finished: bool = False
+    staleness_max: int = 0
+
+
+class Distrust(msgspec.Struct, frozen=True):
+    """Tokens of `version` or newer from one server are not to be trained on, for tickets up to `until_serial`.
+
+    None: until further notice. A version label alone cannot tell: the same version may be pushed again, rightly.
+    """
+
+    version: int
+    until_serial: int | None = None
+
+
+class ServerRecord(msgspec.Struct, frozen=True):
+    """A server of the fleet and what it sampled while it failed its proof."""
+
+    server: Server
+    distrust: tuple[Distrust, ...] = ()
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Records that replace the ones before them, all together or not at all."""
+
+    tickets: tuple[TicketRecord, ...] = ()
+    run: RunState | None = None
+    server: ServerRecord | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.tickets) or self.run is not None or self.server is not None
+
+
+class StoreContents(msgspec.Struct):
+    """What a store holds when the queue starts.
+
+    `live`: tickets that have not ended; `to_reissue`: the ended ones whose row waits to be issued again; `counts`:
+    tickets by state; `drops`: dropped ones by reason; `tokens_sampled`: over all groups ever accepted.
+    """
+
+    run: RunState = RunState()
+    live: list[TicketRecord] = []
+    to_reissue: list[TicketRecord] = []
+    next_index: int = 0
+    counts: dict[TicketState, int] = {}
+    drops: dict[str, int] = {}
+    tokens_sampled: int = 0
+    servers: list[ServerRecord] = []

@@ -1,0 +1,116 @@
+"""What the status page tells beyond the ledger: rates, waits, ages, the newest reports of learner and workers.
+
+Kept in memory alone: after a restart of the queue it fills again within a minute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import msgspec
+
+from protocol.messages import LearnerReport, WorkerReport
+from protocol.status import LearnerStatus, WorkerStatus
+from rollout_queue.ledger.records import RunState
+from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow
+from rollout_queue.observe.rates import RateMeter, Waits
+
+LEARNER, FEEDER = "learner", "learner's feeder"
+WORKER_KEPT_S = 3600.0
+
+
+class _Heard(msgspec.Struct):
+    report: WorkerReport
+    at: float
+
+
+class Observations:
+    """Times are the broker's clock, seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.started = self.progress_at = now
+        self.rates = RateMeter(now)
+        self.waits = Waits()
+        self.staleness = StalenessWindow()
+        self.rejections: Counter[str] = Counter()
+        self._learner_at: float | None = None
+        self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)
+        self._learner_waited_s = self._learner_s = 0.0
+        self._workers: dict[str, _Heard] = {}
+
+    def learner_seen(self, now: float) -> None:
+        self._learner_at = now
+
+    def learner_reports(self, report: LearnerReport) -> None:
+        self._reports.append(report)
+        self._learner_waited_s += report.wait_s
+        self._learner_s += report.step_s
+
+    def worker_reports(self, report: WorkerReport, now: float) -> None:
+        self._workers[report.worker_id] = _Heard(report, now)
+        self._workers = {name: heard for name, heard in self._workers.items() if now - heard.at < WORKER_KEPT_S}
+
+    def worker_seen(self, worker_id: str, now: float) -> None:
+        """A sign of life that carries no figures."""
+        self._workers.setdefault(worker_id, _Heard(WorkerReport(worker_id, []), now)).at = now
+
+    def learner_seen_s_ago(self, now: float) -> float | None:
+        return None if self._learner_at is None else now - self._learner_at
+
+    def worker_seen_s_ago(self, now: float) -> float | None:
+        """Since the worker heard last, of all."""
+        return min((now - heard.at for heard in self._workers.values()), default=None)
+
+    @property
+    def learner_wait_share(self) -> float | None:
+        """Part of its time that the learner waited for groups, since the queue's start."""
+        return self._learner_waited_s / self._learner_s if self._learner_s else None
+
+    @property
+    def worker_wait_share(self) -> float | None:
+        """Part of all workers' capacity that stood idle for want of tickets."""
+        reports = [heard.report for heard in self._workers.values()]
+        capacity_s = sum(report.elapsed_s * report.capacity for report in reports)
+        return sum(report.waited_s * report.capacity for report in reports) / capacity_s if capacity_s else None
+
+    @property
+    def worker_cpu_ms_per_episode(self) -> float | None:
+        reports = [heard.report for heard in self._workers.values()]
+        episodes = sum(report.episodes_done for report in reports)
+        return 1000 * sum(report.cpu_s for report in reports) / episodes if episodes else None
+
+    def learner(self, run: RunState, now: float) -> LearnerStatus:
+        newest = self._reports[-1] if self._reports else None
+        step_s = sum(report.step_s for report in self._reports)
+        return LearnerStatus(
+            session=run.session,
+            step=run.step,
+            version=run.version,
+            reward_mean=newest.reward_mean if newest else None,
+            step_s=newest.step_s if newest else None,
+            wait_share=sum(report.wait_s for report in self._reports) / step_s if step_s else None,
+            seen_s_ago=self.learner_seen_s_ago(now),
+        )
+
+    def workers(self, now: float) -> list[WorkerStatus]:
+        return [_worker_status(heard.report, now - heard.at) for heard in self._workers.values()]
+
+
+def _worker_status(report: WorkerReport, seen_s_ago: float) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=report.worker_id,
+        host=report.host,
+        pid=report.pid,
+        capacity=report.capacity,
+        episodes_in_flight=report.episodes_in_flight,
+        episodes_done=report.episodes_done,
+        episodes_failed=report.episodes_failed,
+        tokens_sampled=report.tokens_sampled,
+        tool_calls=report.tool_calls,
+        tool_failures=report.tool_failures,
+        requests_retried=report.requests_retried,
+        wait_share=report.waited_s / report.elapsed_s if report.elapsed_s else 0.0,
+        cpu_ms_per_episode=1000 * report.cpu_s / report.episodes_done if report.episodes_done else None,
+        seen_s_ago=seen_s_ago,
+        failures=report.failures,
+    )

@@ -1,0 +1,119 @@
+"""Tools: their schemas, the check of a call's arguments, and the calls themselves.
+
+Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and a count; never an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from protocol.config import ConfigError
+from rollout_worker import user_code
+from rollout_worker.chat.parsers.hermes import MalformedCall, ToolCall
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The tool message that answers a call."""
+
+    name: str
+    content: str
+    failed: bool
+
+    def message(self) -> dict[str, str]:
+        return {"role": "tool", "name": self.name, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    function: Callable[..., Any]
+    validator: Draft202012Validator
+
+
+class ToolBox:
+    """The tools of a task. Raises `ConfigError` for a function that no schema can be made of."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.schemas = [_schema(function) for function in functions]
+        self._timeout_s = timeout_s
+        self._tools: dict[str, _Tool] = {}
+        for function, schema in zip(functions, self.schemas, strict=True):
+            name = schema["function"]["name"]
+            if name in self._tools:
+                raise ConfigError(f"Task(tools=...): two tools are named {name!r}; rename one")
+            self._tools[name] = _Tool(function, Draft202012Validator(_strict(schema["function"]["parameters"])))
+
+    async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
+        """The results of a turn's calls, in their order; the calls run side by side."""
+        if len(calls) == 1:
+            return [await self._run(calls[0])]
+        return list(await asyncio.gather(*(self._run(call) for call in calls)))
+
+    async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:
+        if isinstance(call, MalformedCall):
+            return _failure("tool_call", call.reason)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return _failure(call.name, f"there is no tool {call.name!r}; the tools are: {known}")
+        problem = next(tool.validator.iter_errors(call.arguments), None)
+        if problem is not None:
+            where = "".join(f"{part}: " for part in problem.absolute_path)
+            return _failure(call.name, f"bad arguments: {where}{problem.message}")
+        try:
+            result = await user_code.call(tool.function, self._timeout_s, **call.arguments)
+            return ToolResult(call.name, _as_text(result), failed=False)
+        except user_code.UserCodeError as error:
+            return _failure(call.name, str(error))
+
+
+def _failure(name: str, reason: str) -> ToolResult:
+    return ToolResult(name, json.dumps({"error": reason}, ensure_ascii=False), failed=True)
+
+
+def _as_text(result: object) -> str:
+    """Text as it is, lists and dicts as JSON where they allow it, all else as Python writes it."""
+    if isinstance(result, str):
+        return result
+    if isinstance(result, dict | list):
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError):
+            return str(result)
+    return str(result)
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_json_schema(function)  # type: ignore[no-any-return]
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(
+            f"Task(tools=...): the tool {name!r} cannot be described to the policy: {error}; give every parameter a "
+            f"type hint, and the function a Google-style docstring with a line for each under 'Args:'"
+        ) from None
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(
+            f"Task(tools=...): {function!r} is no function that a tool can be made of ({error}); give a function"
+        ) from None
+
+
+def _strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """A function's parameters as JSON Schema proper: unknown names refused, `nullable` spelled out."""
+    properties = {name: _with_null(value) for name, value in schema.get("properties", {}).items()}
+    return {**schema, "properties": properties, "additionalProperties": False}
+
+
+def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """transformers marks optional types with OpenAPI's `nullable`, which JSON Schema does not know."""
+    return {"anyOf": [schema, {"type": "null"}]} if schema.get("nullable") else schema

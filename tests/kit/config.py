@@ -1,0 +1,41 @@
+"""The one run file of the tests, small in every way; presets make it fit one process's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from protocol.config import RunConfig
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+_BASE: Sections = {
+    "model": {"path": "tiny"},
+    "task": {"path": "task.py:task"},
+    "rollout": {"group_size": 2},
+    "queue": {"max_staleness": 4},
+    "learner": {"groups_per_step": 2},
+}
+
+# Episodes against the fake vLLM, whose requests must not hang for long.
+WORKER: Sections = {
+    "rollout": {"max_turn_tokens": 64, "max_episode_tokens": 256},
+    "worker": {"request_timeout_s": 5.0},
+    "vllm": {"max_model_len": 1024},
+}
+
+# Rows of at most 64 tokens, for the tiny model.
+LEARNER: Sections = {
+    "rollout": {"max_turn_tokens": 16},
+    "learner": {"token_budget": 64},
+    "vllm": {"max_model_len": 64},
+}
+
+
+def config(*presets: Sections, **sections: Mapping[str, Any]) -> RunConfig:
+    """A run file with B = 2, K = 4 and groups of 2; `presets` and then `sections` override single settings."""
+    values: dict[str, dict[str, Any]] = {}
+    for layer in (_BASE, *presets, sections):
+        for name, section in layer.items():
+            values[name] = {**values.get(name, {}), **section}
+    return RunConfig.model_validate(values)

@@ -1,0 +1,125 @@
+"""The fake's engine: sampling by script, pausing, the weight-update life cycle and the version label."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.kit.fake_vllm.policies import Policy
+
+BASE_WEIGHTS = "default"
+
+
+class EngineError(Exception):
+    """A call that vLLM's engine would refuse: HTTP 500."""
+
+
+def logprob_of(token: int, position: int) -> float:
+    """The log-prob that the fake gives a token: never 0, and telling of its place."""
+    return -(1 + token % 7) / 8 - position / 1024
+
+
+def _empty(token_ids: list[int], index: int) -> list[int]:
+    raise EngineError("the fake was given no policy")
+
+
+@dataclass
+class Sample:
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass
+class FakeEngine:
+    """What vLLM's engine keeps. `hooks` are called with the body of the control route of that name."""
+
+    policy: Policy = _empty
+    stop_token_ids: list[int] = field(default_factory=list)
+    max_model_len: int = 4096
+    max_num_seqs: int = 64
+    latency_s: Callable[[int], float] | float = 0.0
+    weight_version: str = BASE_WEIGHTS
+    probe_logprob: Callable[[int, int], float] = logprob_of
+    hooks: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    transfer_ready: bool = False
+    updating: bool = False
+    running: int = 0
+    generated_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._go_on = asyncio.Event()
+        self._go_on.set()
+
+    @property
+    def paused(self) -> bool:
+        return not self._go_on.is_set()
+
+    def pause(self) -> None:
+        self._go_on.clear()
+
+    def resume(self) -> None:
+        self._go_on.set()
+
+    async def until_resumed(self) -> None:
+        await self._go_on.wait()
+
+    async def sample(self, token_ids: list[int], index: int, max_tokens: int, stops: list[int]) -> Sample:
+        """One continuation. Waits while paused, as vLLM queues requests, and for the latency of this index."""
+        self.running += 1
+        try:
+            latency = self.latency_s(index) if callable(self.latency_s) else self.latency_s
+            if latency:
+                await asyncio.sleep(latency)
+            await self.until_resumed()
+        finally:
+            self.running -= 1
+        sampled = self.policy(token_ids, index)
+        ends = {*stops, *self.stop_token_ids}
+        stop = next((place + 1 for place, token in enumerate(sampled) if token in ends), None)
+        length = min(max_tokens, len(sampled) if stop is None else stop)
+        sampled = sampled[:length]
+        self.generated_tokens += length
+        logprobs = [logprob_of(token, place) for place, token in enumerate(sampled)]
+        return Sample(sampled, logprobs, "stop" if stop == length else "length")
+
+    def init_transfer(self) -> None:
+        self.transfer_ready = True
+
+    def shutdown_transfer(self) -> None:
+        if self.updating:
+            raise EngineError("Cannot shut down weight transfer while a weight update is active")
+        self.transfer_ready = False
+
+    def start_update(self) -> None:
+        self._require_transfer()
+        if self.updating:
+            raise EngineError("A weight update is already active")
+        self.updating = True
+
+    def update(self) -> None:
+        self._require_transfer()
+        if not self.updating:
+            raise EngineError("No weight update is active; call start_weight_update first")
+
+    def drop_update(self) -> None:
+        """What vLLM does with an update whose `/update_weights` fails."""
+        self.updating = False
+
+    def finish_update(self, version: str | None) -> None:
+        self.update()
+        self.updating = False
+        if version is not None:
+            self.weight_version = version
+
+    def restart(self) -> None:
+        """As a new process: base weights, no transfer engine, not paused."""
+        self.weight_version = BASE_WEIGHTS
+        self.transfer_ready = self.updating = False
+        self.resume()
+
+    def _require_transfer(self) -> None:
+        if not self.transfer_ready:
+            raise EngineError("Weight transfer engine is not initialized")

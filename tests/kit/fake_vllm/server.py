@@ -1,0 +1,277 @@
+"""The fake's HTTP side: vLLM's routes, status codes and error bodies, and the faults."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from tests.kit.fake_vllm import replies
+from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
+from tests.kit.fake_vllm.faults import Fault, Faults
+
+FAULT = web.RequestKey("fault", Fault | None)  # type: ignore[arg-type, var-annotated]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FakeVllm:
+    """A server with `engine` behind it. `requests` holds the generate requests' bodies, `calls` every route asked."""
+
+    def __init__(
+        self,
+        engine: FakeEngine | None = None,
+        dev_mode: bool = True,
+        scale_out: bool = True,
+        token: str | None = None,
+    ) -> None:
+        self.engine = engine or FakeEngine()
+        self.faults = Faults()
+        self.requests: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self._scale_out = scale_out
+        self._token = token
+        self.app = web.Application(middlewares=[self._middleware], client_max_size=1 << 30)
+        self.app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/v1/completions", self._completions),
+                web.post("/_fault", self._add_fault),
+                web.delete("/_fault", self._clear_faults),
+            ]
+        )
+        if dev_mode:
+            self.app.add_routes(
+                [
+                    web.post("/pause", self._pause),
+                    web.post("/resume", self._resume),
+                    web.get("/is_paused", self._is_paused),
+                    web.post("/init_weight_transfer_engine", self._init_transfer),
+                    web.post("/shutdown_weight_transfer_engine", self._shutdown_transfer),
+                    web.post("/start_weight_update", self._start_update),
+                    web.post("/update_weights", self._update_weights),
+                    web.post("/finish_weight_update", self._finish_update),
+                    web.post("/update_weight_version", self._update_version),
+                    web.get("/weight_info", self._weight_info),
+                    web.get("/get_world_size", self._world_size),
+                ]
+            )
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.calls.append(request.path)
+        if self._token and request.headers.get("Authorization") != f"Bearer {self._token}":
+            return _refusal(401, "Unauthorized", "Unauthorized")
+        fault = self.faults.take(request.path)
+        request[FAULT] = fault
+        if fault is not None:
+            if fault.kind == "hang":
+                await asyncio.Event().wait()
+            if fault.kind == "slow":
+                await asyncio.sleep(fault.seconds)
+            if fault.kind == "status":
+                return _refusal(fault.status, "a fault was asked for", "InternalServerError")
+            if fault.kind == "drop":
+                return _cut(request)
+        try:
+            return await handler(request)
+        except EngineError as error:
+            return _refusal(500, str(error), "InternalServerError")
+        except web.HTTPException as error:
+            return _refusal(error.status, error.reason, error.reason)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if not self._scale_out:
+            message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            return _refusal(403, message, "PermissionDeniedError")
+        body = await request.json()
+        self.requests.append(body)
+        prompt, params = body["token_ids"], body["sampling_params"]
+        if problem := self._problem(body):
+            return problem
+        if params.get("prompt_logprobs") is not None:
+            await self.engine.until_resumed()
+            return web.json_response(replies.answer("probe", [], len(prompt), self._scored(prompt)))
+        n, limit = params.get("n", 1), min(params["max_tokens"], self.engine.max_model_len - len(prompt))
+        stops = params.get("stop_token_ids") or []
+        tasks = [asyncio.create_task(self._finished(prompt, index, limit, stops)) for index in range(n)]
+        try:
+            if body.get("stream"):
+                return await self._stream(request, body, tasks)
+            fault = request[FAULT]
+            samples = await asyncio.gather(*tasks)
+            version = self.engine.weight_version
+            choices = [replies.choice(sample, index, version, fault) for index, sample in samples]
+            if fault and fault.kind == "die":
+                return _cut(request)
+            return web.json_response(replies.answer(body["request_id"], choices, len(prompt)))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _problem(self, body: dict[str, Any]) -> web.Response | None:
+        size, n = len(body["token_ids"]), body["sampling_params"].get("n", 1)
+        if body.get("model", "policy") != "policy":
+            message = f"The model `{body['model']}` does not exist. Valid aliases: policy."
+            return _refusal(404, message, "NotFoundError", "model")
+        if n > self.engine.max_num_seqs:
+            message = f"sampling_params.n must be at most the server's max_num_seqs ({self.engine.max_num_seqs})"
+            return _refusal(400, message, "BadRequestError")
+        if size + body["sampling_params"]["max_tokens"] > self.engine.max_model_len:
+            message = f"This model's maximum context length is {self.engine.max_model_len} tokens."
+            return _refusal(400, message, "BadRequestError", "input_tokens")
+        return None
+
+    async def _finished(self, prompt: list[int], index: int, limit: int, stops: list[int]) -> tuple[int, Sample]:
+        return index, await self.engine.sample(prompt, index, limit, stops)
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], tasks: list[asyncio.Task[tuple[int, Sample]]]
+    ) -> web.StreamResponse:
+        """Each choice as it is finished."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        fault = request[FAULT]
+        interval = body["sampling_params"].get("stream_interval") or 1
+        for sent, finished in enumerate(asyncio.as_completed(tasks)):
+            index, sample = await finished
+            if fault and fault.kind == "die" and sent == fault.after:
+                return _cut(request)
+            if fault and fault.kind == "stream_error" and sent == fault.after:
+                await response.write(replies.event(replies.error(fault.status, "the engine died", "GenerationError")))
+                break
+            whole = replies.choice(sample, index, self.engine.weight_version, fault)
+            for event in replies.chunks(body["request_id"], whole, interval):
+                await response.write(event)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        scored = self._scored(prompt) if body.get("prompt_logprobs") is not None else None
+        return web.json_response(replies.completion(prompt, scored))
+
+    def _scored(self, prompt: list[int]) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs` of an answer: nothing for the first token."""
+        return [None] + [
+            {str(token): {"logprob": self.engine.probe_logprob(token, place), "rank": 1, "decoded_token": ""}}
+            for place, token in enumerate(prompt[1:], start=1)
+        ]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        engine = self.engine
+        return web.Response(
+            text=f'vllm:num_requests_running{{model_name="policy"}} {engine.running}\n'
+            f'vllm:generation_tokens_total{{model_name="policy"}} {engine.generated_tokens}\n'
+        )
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        if request.query.get("mode", "abort") not in ("abort", "wait", "keep"):
+            return web.json_response({"error": "Invalid mode"}, status=400)
+        await self._hook("pause", dict(request.query))
+        self.engine.pause()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._hook("resume", None)
+        self.engine.resume()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.engine.paused})
+
+    async def _init_transfer(self, request: web.Request) -> web.Response:
+        await self._hook("init_weight_transfer_engine", await _embedded(request, "init_info"))
+        self.engine.init_transfer()
+        return web.json_response({"message": "Weight transfer initialized"})
+
+    async def _shutdown_transfer(self, request: web.Request) -> web.Response:
+        self.engine.shutdown_transfer()
+        return web.json_response({"message": "Weight transfer shut down"})
+
+    async def _start_update(self, request: web.Request) -> web.Response:
+        self.engine.start_update()
+        await self._hook("start_weight_update", None)
+        return web.json_response({"message": "Weight update started"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        info = await _embedded(request, "update_info")
+        self.engine.update()
+        if not info:
+            self.engine.drop_update()
+            raise EngineError("Invalid update_info for the engine")
+        await self._hook("update_weights", info)
+        return web.json_response({"message": "Weights updated"})
+
+    async def _finish_update(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else {}
+        await self._hook("finish_weight_update", body)
+        self.engine.finish_update(body.get("weight_version"))
+        return web.json_response({"message": "Weight update finished"})
+
+    async def _update_version(self, request: web.Request) -> web.Response:
+        self.engine.weight_version = await _embedded(request, "new_version")
+        return web.json_response({"success": True, "new_version": self.engine.weight_version})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.engine.weight_version})
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def _hook(self, name: str, body: Any) -> None:
+        if hook := self.engine.hooks.get(name):
+            result = hook(body)
+            if inspect.isawaitable(result):
+                await result
+
+    async def _add_fault(self, request: web.Request) -> web.Response:
+        self.faults.append(Fault(**await request.json()))
+        return web.json_response([asdict(fault) for fault in self.faults])
+
+    async def _clear_faults(self, request: web.Request) -> web.Response:
+        self.faults.clear()
+        return web.json_response([])
+
+
+@asynccontextmanager
+async def serving(fake: FakeVllm, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve `fake` on this event loop; gives its URL."""
+    # vLLM's keep-alive; requests that hang are cut off at the end.
+    runner = web.AppRunner(fake.app, keepalive_timeout=5.0, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    try:
+        yield f"http://{host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def _embedded(request: web.Request, key: str) -> Any:
+    """The value of a body that FastAPI would take with `Body(embed=True)`: the key is a must."""
+    body = await request.json() if request.can_read_body else {}
+    if key not in body:
+        raise web.HTTPBadRequest(reason=f"body.{key}: Field required")
+    return body[key]
+
+
+def _refusal(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
+    return web.json_response(replies.error(status, message, kind, param), status=status)
+
+
+def _cut(request: web.Request) -> web.Response:
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()

@@ -1,0 +1,131 @@
+"""A whole worker against fake servers and the stand-in queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.config import RunConfig
+from protocol.messages import Rollout
+from rollout_worker.chat.template import ChatFormat
+from rollout_worker.inference.client import InferenceClient
+from rollout_worker.task import Task
+from rollout_worker.task.tools import ToolBox
+from rollout_worker.ticket_loop import Worker
+from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault, serving
+from tests.kit.fake_vllm.policies import Policy, multiplying, scripted
+from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
+from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
+
+TOKENIZER = tiny_tokenizer()
+END_OF_TURN = TOKENIZER.eos_token_id
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+    """
+    return a * b
+
+
+def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **columns: Any) -> list[float]:
+    return [float(turns[-1]["content"] == str(right)) for turns, right in zip(completions, answer, strict=True)]
+
+
+def row(a: int = 12, b: int = 34, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": f"Multiply {a} by {b}."}], "answer": a * b, **columns}
+
+
+def task(**changes: Any) -> Task:
+    return Task(**{"dataset": [row()], "tools": [multiply], "rewards": [accuracy], **changes})
+
+
+def fake(policy: Policy | None = None, faults: Sequence[Fault] = (), version: int = 7, **engine: Any) -> FakeVllm:
+    """A server that multiplies with its tool, at weights `version`."""
+    server = FakeVllm(
+        FakeEngine(
+            policy=policy or scripted(TOKENIZER, multiplying),
+            stop_token_ids=[END_OF_TURN],
+            weight_version=str(version),
+            **engine,
+        )
+    )
+    server.faults.extend(faults)
+    return server
+
+
+def chat_format(tools: Sequence[dict[str, Any]] = ()) -> ChatFormat:
+    return ChatFormat(TOKENIZER, [END_OF_TURN], tools, "the tiny model")
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    """A run file for tests; sections are merged into these defaults."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"path": "tiny"},
+        "task": {"path": f"{Path(__file__).name}:task"},
+        "rollout": {"group_size": 2, "max_turn_tokens": 64, "max_episode_tokens": 256},
+        "worker": {"request_timeout_s": 5.0},
+        "vllm": {"max_model_len": 1024},
+    }
+    return RunConfig.model_validate(
+        {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
+    )
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class Run:
+    worker: Worker
+    queue: StandInQueue
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.queue.groups for rollout in group.rollouts]
+
+
+async def roll(
+    the_task: Task,
+    *fakes: FakeVllm,
+    tickets: int = 1,
+    settings: RunConfig | None = None,
+    version: int = 7,
+    queue: StandInQueue | None = None,
+    stop_when: Callable[[Worker], bool] | None = None,
+    **options: Any,
+) -> Run:
+    """Run a worker until it has worked off `tickets`, or `stop_when` holds of it and it is told to stop.
+
+    `options` are the worker's.
+    """
+    settings = settings or config()
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(server)) for server in fakes]
+        if queue is None:
+            issued = tickets_for(tickets, settings.rollout.group_size, version)
+            queue = StandInQueue([], deque(issued))
+        queue.servers = queue.servers or serving_at(*urls, version=version)
+        client = await stack.enter_async_context(InferenceClient(settings.worker.request_timeout_s))
+        tools = ToolBox(the_task.tools, settings.worker.tool_timeout_s)
+        chat = chat_format(tools.schemas)
+        worker = Worker(settings, the_task, queue, "w0", chat, tools, client, **options)
+        stop = asyncio.Event()
+        running = asyncio.create_task(worker.run(stop))
+        if stop_when is not None:
+            await until(lambda: stop_when(worker) or running.done())
+            stop.set()
+        await running
+    return Run(worker, queue)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.feed.step_draft import Draft, LeasedGroup
+from tests.kit.learner import group, run_file
+
+VERSIONS = st.lists(st.none() | st.integers(0, 6), min_size=2, max_size=10)
+
+
+def _draft(version: int = 0, **learner: Any) -> Draft:
+    return Draft(run_file(learner=learner, queue={"max_staleness": 2}), 1, version, "1-1")
+
+
+def test_refill_wants_groups_until_enough_stand() -> None:
+    draft = _draft(groups_per_step=2)
+    assert draft.wanted == 2
+    assert draft.add([LeasedGroup(group("flat", [1, 1]), 0), LeasedGroup(group("a", [0, 1]), 0)]) == {
+        "flat": "zero_variance"
+    }
+    assert draft.wanted == 1
+    assert draft.add([LeasedGroup(group("b", [0, 1]), 0)]) == {}
+    assert draft.wanted == 0
+    assert draft.finish().ticket_ids == ["a", "b"]
+
+
+def test_drop_consumes_exactly_groups_per_step() -> None:
+    draft = _draft(groups_per_step=2, zero_variance="drop")
+    draft.add([LeasedGroup(group("flat", [1, 1]), 0)])
+    assert draft.wanted == 1
+    draft.add([LeasedGroup(group("a", [0, 1]), 0)])
+    assert draft.wanted == 0
+    assert draft.finish().ticket_ids == ["a"]
+
+
+def test_f14_drop_takes_further_groups_when_nothing_is_trainable() -> None:
+    draft = _draft(groups_per_step=2, zero_variance="drop")
+    draft.add([LeasedGroup(group("f1", [1, 1]), 0), LeasedGroup(group("f2", [0, 0]), 0)])
+    assert draft.wanted == 2
+
+
+def test_keep_trains_groups_without_variance_at_advantage_zero() -> None:
+    draft = _draft(groups_per_step=1, zero_variance="keep")
+    assert draft.add([LeasedGroup(group("flat", [1, 1]), 0)]) == {}
+    batch = draft.finish()
+    assert batch.tally.tokens_trained == 4
+    assert not batch.rows[0].advantages.any()
+
+
+def test_a_group_that_is_too_old_is_dropped_as_overage_even_without_variance() -> None:
+    draft = _draft(version=9)
+    assert draft.add([LeasedGroup(group("old", [1, 1]), 0), LeasedGroup(group("older", [0, 1]), 0)]) == {
+        "old": "overage",
+        "older": "overage",
+    }
+
+
+def test_a_group_that_comes_twice_is_taken_once() -> None:
+    draft = _draft(groups_per_step=2)
+    arrival = LeasedGroup(group("a", [0, 1]), 0)
+    draft.add([arrival])
+    draft.add([arrival])
+    assert draft.wanted == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from([(0, 0), (0, 1)]), VERSIONS), min_size=1, max_size=6))
+def test_i1_i2_i4_every_group_and_token_ends_somewhere_and_none_too_old(
+    arrivals: list[tuple[tuple[float, ...], list[int | None]]],
+) -> None:
+    draft = _draft(version=6)
+    groups = {f"t{i}": group(f"t{i}", rewards, versions) for i, (rewards, versions) in enumerate(arrivals)}
+    dropped = draft.add([LeasedGroup(item, 6) for item in groups.values()])
+    assert sorted([*dropped, *draft.ticket_ids]) == sorted(groups)
+    if not draft.ticket_ids:
+        return
+    batch = draft.finish()
+    tally = batch.tally
+    assert tally.staleness_max <= 2
+    assert tally.tokens_sampled == sum(item.sampled_tokens for item in groups.values())
+    assert tally.tokens_sampled == (
+        tally.tokens_trained + sum(tally.tokens_masked.values()) + sum(tally.tokens_dropped.values())
+    )
+    assert sum(row.weights.sum() for row in batch.rows) == tally.tokens_trained
+    assert len(tally.rewards) == 2 * len(groups)
+
+
+def test_staleness_is_split_at_the_arrival() -> None:
+    draft = _draft(version=5)
+    draft.add([LeasedGroup(group("a", [0, 1], [None, 3, 4]), 4)])
+    tally = draft.finish().tally
+    assert (tally.in_flight, tally.in_queue) == ([1], [1])
+    assert tally.two_span_rollouts == 2
+
+
+def test_each_token_carries_its_rollout_s_advantage() -> None:
+    draft = _draft(groups_per_step=1, advantage_epsilon=1e-9)
+    draft.add([LeasedGroup(group("a", [0, 1]), 0)])
+    row = draft.finish().rows[0]
+    np.testing.assert_allclose(row.advantages, [-(0.5**0.5)] * 2 + [0.5**0.5] * 2, rtol=1e-6)
+
+
+def test_a_sequence_beyond_the_token_budget_is_named() -> None:
+    draft = _draft()
+    draft.add([LeasedGroup(group("long", [0, 1], [None] + [0] * 70), 0)])
+    with pytest.raises(ValueError, match=r"71 tokens does not fit learner.token_budget = 64"):
+        draft.finish()

@@ -1,0 +1,146 @@
+"""The door lets in what keeps every rule, and names the rule that anything else breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import codec
+from protocol.messages import Group, Segment, Ticket, VersionSpan
+from rollout_queue.ledger import validation
+from rollout_queue.ledger.records import TicketRecord
+from tests.kit.queue import make_group, make_segment
+
+RECORD = TicketRecord(index=3, attempt=1, serial=9, worker_id="w", version=4)
+TICKET = Ticket("3.1", 3, 2, 0, 4, 60.0)
+LEARNER_VERSION = 5
+
+
+def segment(**changes: Any) -> Callable[[Group], None]:
+    def change(group: Group) -> None:
+        group.rollouts[1].segments[0] = msgspec.structs.replace(group.rollouts[1].segments[0], **changes)
+
+    return change
+
+
+def logprob(position: int, value: float) -> Callable[[Group], None]:
+    values = make_segment([4, 4, 4]).logprobs.copy()
+    values[position] = value
+    return segment(logprobs=values)
+
+
+def rollout(**changes: Any) -> Callable[[Group], None]:
+    def change(group: Group) -> None:
+        group.rollouts[0] = msgspec.structs.replace(group.rollouts[0], **changes)
+
+    return change
+
+
+def group(**changes: Any) -> Callable[[Group], None]:
+    def change(group: Group) -> None:
+        for name, value in changes.items():
+            setattr(group, name, value)
+
+    return change
+
+
+def spans(*triples: tuple[int, int, int]) -> Callable[[Group], None]:
+    return segment(version_spans=[VersionSpan(*triple, 0) for triple in triples])
+
+
+def ids(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=np.int32)
+
+
+# The segment that is changed: 2 prompt tokens, then 3 sampled ones of version 4.
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("ticket_mismatch", group(ticket_id="3.0")),
+        ("ticket_mismatch", group(index=4)),
+        ("ticket_mismatch", group(epoch=-1)),
+        ("group_size", lambda g: g.rollouts.append(g.rollouts[0])),
+        ("group_size", lambda g: g.rollouts.pop()),
+        ("length_mismatch", segment(token_ids=ids(1, 2, 3, 4))),
+        ("length_mismatch", segment(logprobs=np.zeros(6, dtype=np.float32))),
+        ("token_id_negative", segment(token_ids=ids(1, 2, -3, 4, 5))),
+        ("span_cover", spans((4, 2, 4))),
+        ("span_cover", spans((4, 1, 5))),
+        ("span_cover", spans((4, 2, 4), (4, 3, 5))),
+        ("span_cover", spans((4, 4, 5), (4, 2, 4))),
+        ("span_cover", spans((4, 2, 2**60))),
+        ("span_cover", spans((4, -3, 5))),
+        ("span_cover", spans()),
+        ("span_version_unknown", spans((-1, 2, 5))),
+        ("version_from_future", spans((4, 2, 4), (6, 4, 5))),
+        ("logprob_missing", logprob(3, float("nan"))),
+        ("logprob_positive", logprob(3, 1e-4)),
+        ("logprob_not_finite", logprob(4, float("-inf"))),
+        ("logprob_not_finite", logprob(0, float("nan"))),
+        ("reward_not_finite", rollout(reward=float("nan"))),
+        ("reward_not_finite", rollout(reward_components={"accuracy": float("inf")})),
+        ("no_sampled_tokens", group(rollouts=[make_group(TICKET, []).rollouts[0]] * 2)),
+    ],
+)
+def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Callable[[Group], None]) -> None:
+    broken = make_group(TICKET)
+    change(broken)
+    with pytest.raises(validation.Rejection) as rejection:
+        validation.check(validation.decode(codec.encode(broken)), RECORD, 2, LEARNER_VERSION)
+    assert rejection.value.reason == reason
+
+
+@pytest.mark.parametrize("change", [lambda g: None, logprob(2, 0.0), rollout(reward_components={"accuracy": None})])
+def test_a_sound_group_is_let_in(change: Callable[[Group], None]) -> None:
+    sound = make_group(TICKET, [4, 5, 5])
+    change(sound)
+    validation.check(validation.decode(codec.encode(sound)), RECORD, 2, LEARNER_VERSION)
+
+
+def test_another_schema_version_is_named_before_anything_else() -> None:
+    with pytest.raises(validation.Rejection) as rejection:
+        validation.decode(codec.encode({"schema_version": 99, "whatever": 1}))
+    assert rejection.value.reason == "schema_version"
+
+
+@given(st.binary(max_size=200))
+def test_i8_bytes_that_are_no_group_are_rejected(data: bytes) -> None:
+    with pytest.raises(validation.Rejection):
+        validation.decode(data)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(-1, 13), st.integers(-1, 13)), max_size=4),
+)
+def test_i4_spans_are_let_in_only_if_they_give_each_sampled_token_one_version(
+    mask: list[bool], triples: list[tuple[int, int, int]]
+) -> None:
+    made = Segment(
+        np.zeros(len(mask), dtype=np.int32),
+        np.array(mask),
+        np.zeros(len(mask), dtype=np.float32),
+        [VersionSpan(*triple, 0) for triple in triples],
+    )
+    candidate = make_group(TICKET)
+    candidate.rollouts[0].segments[0] = made
+    in_order = all(a[2] <= b[1] for a, b in pairwise(triples))
+    cover = [sum(start <= i < end for _, start, end in triples) for i in range(len(mask))]
+    bounded = all(0 <= start < end <= len(mask) for _, start, end in triples)
+    sound = (
+        in_order and bounded and cover == [int(m) for m in mask] and all(v <= LEARNER_VERSION for v, _, _ in triples)
+    )
+    if sound:
+        validation.check(candidate, RECORD, 2, LEARNER_VERSION)
+        assert (made.token_versions() >= 0).tolist() == mask
+    else:
+        with pytest.raises(validation.Rejection):
+            validation.check(candidate, RECORD, 2, LEARNER_VERSION)

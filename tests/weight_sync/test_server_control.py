@@ -1,0 +1,86 @@
+"""vLLM's control routes: what a call says when it fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kit.fake_vllm import FakeVllm, Fault, serving
+from weight_sync.server_control import ControlError, ServerControl
+
+
+async def test_an_error_names_server_route_and_cause() -> None:
+    fake = FakeVllm()
+    fake.faults.append(Fault("status", route="/start_weight_update", status=503))
+    async with serving(fake) as url, ServerControl(url, 5) as control:
+        with pytest.raises(ControlError, match=f"{url}/start_weight_update: HTTP 503: .*a fault was asked for"):
+            await control.start_update()
+
+
+async def test_f5_a_call_without_an_answer_ends_in_time() -> None:
+    fake = FakeVllm()
+    fake.faults.append(Fault("hang", route="/pause"))
+    async with serving(fake) as url, ServerControl(url, 0.1) as control:
+        with pytest.raises(ControlError, match=rf"{url}/pause.*: no answer within 0\.1 s"):
+            await control.pause(clear_cache=False)
+
+
+async def test_a_server_without_the_rl_routes_is_told_what_it_lacks() -> None:
+    async with serving(FakeVllm(dev_mode=False)) as url, ServerControl(url, 5) as control:
+        with pytest.raises(
+            ControlError, match=f"{url}/weight_info: HTTP 404: .*VLLM_SERVER_DEV_MODE=1.*slipstream vllm"
+        ):
+            await control.weight_label()
+
+
+async def test_a_server_without_the_generate_route_is_told_what_it_lacks() -> None:
+    async with serving(FakeVllm(scale_out=False)) as url, ServerControl(url, 5) as control:
+        with pytest.raises(ControlError, match=r"HTTP 403: .*--enable-scale-out"):
+            await control.score([1, 2])
+
+
+async def test_i8_the_token_is_sent_and_a_missing_one_is_named() -> None:
+    async with serving(FakeVllm(token="secret")) as url:
+        async with ServerControl(url, 5, token="secret") as control:
+            assert await control.weight_label() == "default"
+        async with ServerControl(url, 5) as control:
+            with pytest.raises(ControlError, match=r"/weight_info: HTTP 401: .*set SLIPSTREAM_TOKEN"):
+                await control.weight_label()
+
+
+async def test_nobody_at_the_address_is_an_error_with_the_setting_that_bounds_the_wait() -> None:
+    async with serving(FakeVllm()) as url:
+        pass
+    async with ServerControl(url, 5) as control:
+        with pytest.raises(
+            ControlError, match=rf"{url}: not up after vllm\.start_timeout_s = 0\.2 s \(.*/get_world_size"
+        ):
+            await control.wait_until_up(0.2)
+
+
+async def test_an_answer_of_another_kind_of_server_is_an_error() -> None:
+    from aiohttp import web
+
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text="{", content_type="application/json")
+
+    async def empty(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    fake = FakeVllm(dev_mode=False)
+    fake.app.add_routes([web.get("/weight_info", page), web.get("/get_world_size", empty)])
+    async with serving(fake) as url, ServerControl(url, 5) as control:
+        with pytest.raises(ControlError, match="/weight_info: Expecting"):
+            await control.weight_label()
+        with pytest.raises(ControlError, match=r"/get_world_size: the answer \{\} holds no world_size"):
+            await control.world_size()
+
+
+async def test_an_open_update_can_be_abandoned() -> None:
+    fake = FakeVllm()
+    async with serving(fake) as url, ServerControl(url, 5) as control:
+        await control.init_transfer({})
+        await control.start_update()
+        with pytest.raises(ControlError):
+            await control.abandon_update()
+        await control.shutdown_transfer()
+        assert not fake.engine.transfer_ready

@@ -1,0 +1,332 @@
+"""One version onto one server: what each failure leaves behind, against a fake vLLM and links that send nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.kit.fake_vllm import FakeVllm, Fault, serving
+from tests.kit.sync import Links, control_calls, snapshot
+from weight_sync import cancellation
+from weight_sync import server_control as control_module
+from weight_sync.server_control import ControlError, ServerControl
+from weight_sync.server_sync import ProbeMismatch, ServerPublication
+from weight_sync.snapshot import Snapshot
+from weight_sync.transports.base import TransferError
+
+FIRST_SWAP = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update", "/resume"]
+
+
+@dataclass
+class Setting:
+    fake: FakeVllm
+    links: Links
+    control: ServerControl
+    server: ServerPublication
+
+
+@asynccontextmanager
+async def against(fake: FakeVllm, timeout_s: float = 0.3) -> AsyncIterator[Setting]:
+    links = Links()
+    async with serving(fake) as url, ServerControl(url, timeout_s) as control:
+        yield Setting(fake, links, control, ServerPublication(control, links, tolerance=1e-3))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "RESUME_PAUSE_S", 0.01)
+    monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
+
+
+async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> None:
+    async with against(FakeVllm()) as s:
+        finished: list[Any] = []
+        s.fake.engine.hooks["finish_weight_update"] = finished.append
+        outcome = await s.server.publish(snapshot(1))
+        assert control_calls(s.fake) == [
+            *("/shutdown_weight_transfer_engine", "/resume", "/init_weight_transfer_engine"),
+            *(*FIRST_SWAP, "/inference/v1/generate"),
+        ]
+        assert finished == [{"weight_version": "1"}]
+        assert s.links.workers == [1]
+        assert s.links.made[0].sent == [1]
+        assert outcome.probe_max_abs_diff < 1e-6
+        assert outcome.pause_s > 0
+        assert not s.fake.engine.paused
+
+
+async def test_a_second_version_uses_the_same_link() -> None:
+    async with against(FakeVllm()) as s:
+        await s.server.publish(snapshot(1))
+        s.fake.calls.clear()
+        await s.server.publish(snapshot(2))
+        assert control_calls(s.fake) == [*FIRST_SWAP, "/inference/v1/generate"]
+        assert [link.sent for link in s.links.made] == [[1, 2]]
+
+
+async def test_nothing_is_paused_during_the_transfer_but_all_is_during_the_swap() -> None:
+    async with against(FakeVllm()) as s:
+        paused: dict[str, bool] = {}
+        s.links.during_send = lambda _: paused.update(send=s.fake.engine.paused)
+        s.fake.engine.hooks["finish_weight_update"] = lambda _: paused.update(finish=s.fake.engine.paused)
+        await s.server.publish(snapshot(1))
+        assert paused == {"send": False, "finish": True}
+
+
+async def test_f3_generation_is_frozen_never_aborted() -> None:
+    async with against(FakeVllm()) as s:
+        pauses: list[dict[str, str]] = []
+        s.fake.engine.hooks["pause"] = pauses.append
+        for version in (1, 2):
+            await s.server.publish(snapshot(version))
+        assert [pause["mode"] for pause in pauses] == ["keep", "keep"]
+        assert not any("abort" in path for path in s.fake.calls)
+
+
+async def test_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_failure_only() -> None:
+    async with against(FakeVllm()) as s:
+        pauses: list[str] = []
+        s.fake.engine.hooks["pause"] = lambda query: pauses.append(query["clear_cache"])
+        await s.server.publish(snapshot(1))
+        await s.server.publish(snapshot(2))
+        with pytest.raises(ProbeMismatch):
+            await s.server.publish(snapshot(3, shift=0.5))
+        # What was cached as version 3 are the keys and values of other weights.
+        await s.server.publish(snapshot(3))
+        assert pauses == ["true", "false", "false", "true"]
+
+
+def raising(snapshot: Snapshot) -> None:
+    raise TransferError("the wire was cut")
+
+
+def drop_finish(s: Setting) -> None:
+    s.fake.faults.append(Fault("drop", route="/finish_weight_update"))
+
+
+def fail_finish(s: Setting) -> None:
+    s.fake.faults.append(Fault("status", route="/finish_weight_update"))
+
+
+def hang_finish(s: Setting) -> None:
+    s.fake.faults.append(Fault("hang", route="/finish_weight_update"))
+
+
+def hang_update(s: Setting) -> None:
+    s.fake.faults.append(Fault("hang", route="/update_weights"))
+
+
+def hang_pause(s: Setting) -> None:
+    s.fake.faults.append(Fault("hang", route="/pause"))
+
+
+def fail_send(s: Setting) -> None:
+    s.links.during_send = raising
+
+
+def fail_start(s: Setting) -> None:
+    s.fake.faults.append(Fault("status", route="/start_weight_update"))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error", "match"),
+    [
+        (fail_finish, ControlError, "/finish_weight_update: HTTP 500"),
+        (drop_finish, ControlError, "/finish_weight_update: "),
+        (hang_finish, ControlError, r"/finish_weight_update: no answer within 0.3 s"),
+        (hang_update, ControlError, r"/update_weights: no answer within 0.3 s"),
+        (hang_pause, ControlError, r"/pause\S*: no answer within 0.3 s"),
+        (fail_start, ControlError, "/start_weight_update: HTTP 500"),
+        (fail_send, TransferError, "the wire was cut"),
+    ],
+)
+@pytest.mark.parametrize("earlier", [[], [1]], ids=["first", "second"])
+async def test_f2_f4_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publication_works(
+    earlier: list[int], break_it: Callable[[Setting], None], error: type[Exception], match: str
+) -> None:
+    async with against(FakeVllm()) as s:
+        for version in earlier:
+            await s.server.publish(snapshot(version))
+        break_it(s)
+        began = time.monotonic()
+        with pytest.raises(error, match=match):
+            await s.server.publish(snapshot(5))
+        assert time.monotonic() - began < 3
+        assert not s.fake.engine.paused
+        assert s.fake.engine.weight_version == (str(earlier[-1]) if earlier else "default")
+        assert s.links.made[-1].closed
+        links = len(s.links.made)
+
+        s.links.during_send = lambda _: None
+        assert (await s.server.publish(snapshot(5))).probe_max_abs_diff < 1e-6
+        assert len(s.links.made) == links + 1
+        assert s.fake.engine.weight_version == "5"
+
+
+async def test_f26_a_transfer_that_fails_is_an_error_and_no_other_way_is_tried() -> None:
+    async with against(FakeVllm()) as s:
+        s.links.during_send = raising
+        with pytest.raises(TransferError, match="the wire was cut"):
+            await s.server.publish(snapshot(1))
+        assert len(s.links.made) == 1
+        assert "/pause" not in s.fake.calls
+        assert "/finish_weight_update" not in s.fake.calls
+
+
+async def test_f26_a_link_that_cannot_be_made_is_an_error() -> None:
+    def none(workers: int) -> Any:
+        raise TransferError("weight_sync.host = 192.0.2.1: cannot listen there")
+
+    async with serving(FakeVllm()) as url, ServerControl(url, 1) as control:
+        with pytest.raises(TransferError, match=r"weight_sync\.host"):
+            await ServerPublication(control, none, 1e-3).publish(snapshot(1))
+
+
+async def test_other_weights_than_were_sent_are_an_error_of_the_probe() -> None:
+    async with against(FakeVllm()) as s:
+        with pytest.raises(ProbeMismatch, match=r"version 1 differ by 0\.5 .*probe_tolerance = 0\.001"):
+            await s.server.publish(snapshot(1, shift=0.5))
+        assert not s.fake.engine.paused
+        assert (await s.server.publish(snapshot(1))).probe_max_abs_diff < 1e-6
+
+
+async def test_a_probe_that_is_not_a_number_is_a_mismatch() -> None:
+    async with against(FakeVllm()) as s:
+        s.fake.engine.probe_logprob = lambda token, place: float("nan")
+        with pytest.raises(ProbeMismatch, match="differ by inf"):
+            await s.server.publish(snapshot(1))
+
+
+async def test_a_probe_without_log_probs_is_an_error() -> None:
+    async with against(FakeVllm()) as s:
+        s.fake._scored = lambda prompt: []  # type: ignore[method-assign]
+        with pytest.raises(ControlError, match="holds no prompt log-probs"):
+            await s.server.publish(snapshot(1))
+        assert not s.fake.engine.paused
+
+
+@pytest.mark.parametrize("cancels", [1, 3])
+async def test_i6_a_cancellation_in_the_middle_of_the_pause_resumes_the_server_first(cancels: int) -> None:
+    async with against(FakeVllm(), timeout_s=5) as s:
+        swapping, resuming, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def hang(_: Any) -> None:
+            swapping.set()
+            await asyncio.Event().wait()
+
+        async def slow_resume(_: Any) -> None:
+            resuming.set()
+            await go_on.wait()
+
+        s.fake.engine.hooks["finish_weight_update"] = hang
+        publishing = asyncio.create_task(s.server.publish(snapshot(1)))
+        await swapping.wait()
+        assert s.fake.engine.paused
+        s.fake.engine.hooks["resume"] = slow_resume
+        publishing.cancel()
+        await resuming.wait()
+        for _ in range(cancels - 1):
+            publishing.cancel()
+            await asyncio.sleep(0.02)
+        assert not publishing.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert not s.fake.engine.paused
+
+
+async def test_i6_a_cancellation_in_the_middle_of_a_transfer_that_hangs_does_not_wait_for_it() -> None:
+    async with against(FakeVllm(), timeout_s=5) as s:
+        sending, release = threading.Event(), threading.Event()
+
+        def hang(_: Snapshot) -> None:
+            sending.set()
+            release.wait(10)
+
+        s.links.during_send = hang
+        publishing = asyncio.create_task(s.server.publish(snapshot(1)))
+        await asyncio.to_thread(sending.wait, 5)
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(publishing, 2)
+        s.links.during_send = lambda _: None
+        await s.server.publish(snapshot(1))
+        release.set()
+
+
+@pytest.mark.parametrize("kind", ["status", "drop", "hang"])
+async def test_i6_a_resume_that_fails_is_tried_again(kind: Any) -> None:
+    async with against(FakeVllm()) as s:
+        await s.server.publish(snapshot(1))
+        s.fake.faults.append(Fault(kind, times=2, route="/resume"))
+        await s.server.publish(snapshot(2))
+        assert not s.fake.engine.paused
+
+
+async def test_i6_a_resume_that_never_works_is_an_error_in_time_and_the_next_publication_heals_it() -> None:
+    async with against(FakeVllm()) as s:
+        await s.server.publish(snapshot(1))
+        s.fake.faults.append(Fault("hang", times=None, route="/resume"))
+        began = time.monotonic()
+        with pytest.raises(ControlError, match=r"/resume: no answer within 0.3 s; after 3 attempts .* still be paused"):
+            await s.server.publish(snapshot(2))
+        assert time.monotonic() - began < 3
+        assert s.fake.engine.paused
+        s.fake.faults.clear()
+        await s.server.publish(snapshot(2))
+        assert not s.fake.engine.paused
+
+
+async def test_f5_a_server_that_hangs_at_every_call_is_an_error_in_time() -> None:
+    fake = FakeVllm()
+    async with against(fake) as s:
+        await s.server.publish(snapshot(1))
+        for route in {*fake.calls, "/shutdown_weight_transfer_engine"}:
+            fake.faults.append(Fault("hang", times=None, route=route))
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(ControlError, match="no answer within"):
+                await s.server.publish(snapshot(2))
+        assert time.monotonic() - began < 3
+
+
+async def test_f16_a_server_that_restarted_is_met_and_synced_anew() -> None:
+    async with against(FakeVllm()) as s:
+        await s.server.publish(snapshot(1))
+        s.fake.engine.restart()
+        s.fake.calls.clear()
+        await s.server.publish(snapshot(2))
+        assert "/init_weight_transfer_engine" in s.fake.calls
+        assert [link.sent for link in s.links.made] == [[1], [2]]
+        assert s.links.made[0].closed
+        assert s.fake.engine.weight_version == "2"
+
+
+@pytest.mark.parametrize("label", ["default", "7"])
+async def test_i6_what_a_learner_that_died_left_is_cleared_by_its_successor(label: str) -> None:
+    """Also where it died in its first publication, when the server still has the label of its start."""
+    fake = FakeVllm()
+    engine = fake.engine
+    engine.weight_version = label
+    engine.init_transfer()
+    engine.start_update()
+    engine.pause()
+    async with against(fake) as s:
+        await s.server.publish(snapshot(8))
+        assert engine.weight_version == "8"
+        assert not engine.paused
+        assert not engine.updating
+
+
+async def test_leaving_closes_the_link() -> None:
+    async with against(FakeVllm()) as s:
+        await s.server.publish(snapshot(1))
+        await s.server.disconnect()
+        assert s.links.made[0].closed

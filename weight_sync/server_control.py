@@ -1,0 +1,175 @@
+"""vLLM's RL routes, each call with a time-out (F4, F5): vLLM sets none, and a wedged engine never answers."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
+RESUME_ATTEMPTS = 3
+RESUME_TIMEOUT_S = 10.0
+# A server that does not answer for so long is taken for one that is still starting.
+LOOK_TIMEOUT_S = 5.0
+RESUME_PAUSE_S = 0.5
+
+
+class ControlError(RuntimeError):
+    """A control call failed or did not end in time. The text names server, route and cause."""
+
+
+class ServerControl:
+    """Control plane of one vLLM server. Use it as a context manager.
+
+    `timeout_s` bounds each call; `token` is what the server's `weight_sync.vllm.guard` wants, if it runs one.
+    """
+
+    def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # vLLM hangs up on an idle connection, and after a 500, without saying so: none is used twice.
+        self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(force_close=True))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def wait_until_up(self, timeout_s: float) -> None:
+        """Until the server answers at all; vLLM takes half a minute to start, more for a large model.
+
+        Raises `ControlError` when it does not within `timeout_s`.
+        """
+        last: Exception | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        await self._call("GET", "/get_world_size")
+                        return
+                    except ControlError as error:
+                        last = error
+                        await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({last})") from None
+
+    async def is_up(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                await self._call("GET", "/get_world_size")
+        except (ControlError, TimeoutError):
+            return False
+        return True
+
+    async def world_size(self) -> int:
+        return int(await self._read("/get_world_size", "world_size"))
+
+    async def weight_label(self) -> str:
+        """The version label that the engine holds; "default" after a start, whatever was published before."""
+        return str(await self._read("/weight_info", "weight_version"))
+
+    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    async def shutdown_transfer(self) -> None:
+        await self._call("POST", "/shutdown_weight_transfer_engine")
+
+    async def start_update(self) -> None:
+        await self._call("POST", "/start_weight_update")
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        await self._call("POST", "/update_weights", {"update_info": update_info})
+
+    async def abandon_update(self) -> None:
+        """End an open update without touching the model; always raises `ControlError`.
+
+        vLLM has no call for it, but drops an update whose `/update_weights` fails, as it does without a manifest.
+        """
+        await self._call("POST", "/update_weights", {"update_info": {}})
+
+    async def finish_update(self, label: str) -> None:
+        """Swap the staged weights in and label them."""
+        await self._call("POST", "/finish_weight_update", {"weight_version": label})
+
+    async def pause(self, clear_cache: bool) -> None:
+        """Freeze generation where it stands. Running requests keep their keys and values, unless `clear_cache`."""
+        await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
+
+    async def resume(self) -> None:
+        """Let generation go on. Tried a few times within half a minute: a server that stays paused is a dead one."""
+        for attempt in range(1, RESUME_ATTEMPTS + 1):
+            try:
+                await self._call("POST", "/resume", timeout_s=min(self._timeout_s, RESUME_TIMEOUT_S))
+                return
+            except ControlError as error:
+                if attempt == RESUME_ATTEMPTS:
+                    raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
+                await asyncio.sleep(RESUME_PAUSE_S)
+
+    async def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve."""
+        reply = await self._call(
+            "POST",
+            "/inference/v1/generate",
+            {
+                "token_ids": token_ids,
+                "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
+                "output_mode": "tokens",
+            },
+        )
+        try:
+            entries = reply["prompt_logprobs"][1:]
+            return np.array(
+                [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)],
+                dtype=np.float32,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}: the probe's answer holds no prompt log-probs ({error!r})") from error
+
+    async def _read(self, path: str, field: str) -> Any:
+        reply = await self._call("GET", path)
+        try:
+            return reply[field]
+        except (KeyError, TypeError) as error:
+            raise ControlError(f"{self.url}{path}: the answer {reply!r:.200} holds no {field}") from error
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Any:
+        if self._session is None:
+            raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                if response.status >= 400:
+                    text = (await response.text())[:500]
+                    raise ControlError(
+                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
+                    )
+                return await response.json()
+        except TimeoutError as error:
+            raise ControlError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+
+
+def _hint(path: str, status: int) -> str:
+    if status == 401:
+        return "; set SLIPSTREAM_TOKEN to the server's"
+    if status == 404:
+        return "; the server needs VLLM_SERVER_DEV_MODE=1: start it with slipstream vllm run.toml"
+    if status == 403 and path.startswith("/inference"):
+        return "; the server needs --enable-scale-out: start it with slipstream vllm run.toml"
+    return ""

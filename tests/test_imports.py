@@ -20,8 +20,9 @@ MAY_IMPORT = {
     "weight_sync": {"protocol"},
     "learner": {"protocol", "weight_sync"},
     "deploy": {"protocol", "rollout_queue", "rollout_worker", "weight_sync", "learner"},
+    "slipstream": {"protocol", "rollout_worker", "deploy"},
 }
-TORCH_FREE = ("protocol", "rollout_queue", "rollout_worker")
+TORCH_FREE = ("protocol", "rollout_queue", "rollout_worker", "slipstream")
 PICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 # The object collectives of torch.distributed and accelerate pickle.
 PICKLING_CALLS = {
@@ -140,7 +141,7 @@ def test_the_pickling_rule_lets_safe_loads_pass() -> None:
     assert list(pickling(ast.parse(source), Path("file.py"))) == []
 
 
-@pytest.mark.parametrize("module", ["protocol.config", "protocol.client", "rollout_queue.service"])
+@pytest.mark.parametrize("module", ["protocol.config", "protocol.client", "rollout_queue.service", "slipstream"])
 def test_a_process_that_needs_no_torch_loads_none(module: str) -> None:
     """In a fresh interpreter: neither the module nor anything that it imports loads torch."""
     code = f"import sys, {module}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"

@@ -341,10 +341,10 @@ async def test_a_cancelled_call_ends_at_once() -> None:
 async def test_an_answer_that_makes_no_sense_is_told(body: bytes) -> None:
     async with running(says(body)) as queue, QueueClient(queue.url) as client:
         with pytest.raises(
-            QueueError, match=r"/v1/policy gave an answer that is not a RunPosition.*is it a Slipstream"
+            QueueError, match=r"/v1/policy answered with something that is not a RunPosition.*is it a Slipstream"
         ):
             await client.position()
-        with pytest.raises(QueueError, match=r"/v1/leases gave an answer that is not a LeaseReply"):
+        with pytest.raises(QueueError, match=r"/v1/leases answered with something that is not a LeaseReply"):
             await client.lease(LeaseRequest(1, "lease", 1))
 
 

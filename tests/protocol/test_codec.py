@@ -32,11 +32,6 @@ CONTROL = [
 
 integers = st.integers(-(2**63), 2**63 - 1)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
-chat_values = st.recursive(
-    st.none() | st.booleans() | integers | numbers | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=4,
-)
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -76,7 +71,8 @@ rollouts = st.builds(
     tool_calls=integers,
     tool_failures=integers,
     timings=values_of(dict[str, float]),
-    messages=st.none() | st.lists(st.dictionaries(st.text(max_size=8), chat_values, max_size=3), max_size=3),
+    metrics=values_of(dict[str, float]),
+    messages=st.none() | st.binary(max_size=40),
 )
 groups = st.builds(
     Group,
@@ -111,7 +107,7 @@ def a_group(tokens: int = 5, size: int = 2) -> Group:
         np.full(tokens, -0.5, dtype=np.float32),
         [VersionSpan(3, 0, 2, 0), VersionSpan(4, 2, tokens, 0)],
     )
-    rollout = Rollout([segment], 1.0, "stop", {"accuracy": 1.0}, messages=[{"role": "user", "content": "2 x 3?"}])
+    rollout = Rollout([segment], 1.0, "stop", {"accuracy": 1.0}, messages=b'[{"role": "assistant", "content": "6"}]')
     return Group("ticket", 7, 0, [rollout] * size, "worker", ["vllm-0"], 1.0, 2.0)
 
 

@@ -104,7 +104,7 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
         ("learner.betas = [0.9, 0.9, 0.9]", "learner.betas = [0.9, 0.9, 0.9]: has too many entries"),
         ("learner.betas = 0.9", "learner.betas = 0.9: must be a list"),
         ('worker.keep_messages = "yes"', 'worker.keep_messages = "yes": must be true or false'),
-        ('vllm.servers = ["localhost:8000"]', "'localhost:8000' is no URL; write it as http://host:port"),
+        ('vllm.servers = ["localhost:8000"]', "'localhost:8000' is not a URL; write it as http://host:port"),
         ('vllm.args = ["--swap-space", 4]', "vllm.args[1] = 4: must be text"),
         ("run.dir = 3", "run.dir = 3: must be a path"),
         ('run.name = "my run"', 'run.name = "my run": does not have the right form'),
@@ -135,6 +135,25 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
 )
 def test_a_wrong_shape_is_told_with_what_belongs_there(folder: Path, text: str, says: str) -> None:
     assert says in fault_of(folder, text)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            'learner.correction = "none"',
+            "learner.correction is no longer a setting: there is no choice of correction; delete the line",
+        ),
+        (
+            'learner.objective = "grpo"',
+            'learner.objective = "grpo": is no longer a value: write advantage = "grpo" and objective = "ppo_clip", or',
+        ),
+    ],
+)
+def test_a_removed_or_renamed_setting_is_told_with_its_remedy(folder: Path, line: str, says: str) -> None:
+    assert says in fault_of(folder, f"{line}\n{MINIMAL}")
+    section, key = line.split(" ")[0].split(".")
+    assert "command line: " + says[:20] in fault(folder / "run.toml", [f"--{section}.{key}", "grpo"])
 
 
 def test_every_fault_is_told_at_once(folder: Path) -> None:

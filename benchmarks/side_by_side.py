@@ -2,7 +2,7 @@
 
     python benchmarks/side_by_side.py OLD NEW [--seeds 0 1 2] [--steps 60] [--first 6]
 
-Each seed is run by OLD and then by NEW, on the same machine with the same tiny policy (built first where it is missing),
+Each seed is run by OLD and then by NEW, on the same machine with the same tiny policy (built where it is missing),
 each with the virtual environment in its own `.venv`. Prints JSON: for each run the seconds a step from step `--first`
 on (start-up effects left out), reward, staleness and drops; and the ratio NEW / OLD of each pair's seconds a step.
 """

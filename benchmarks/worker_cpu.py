@@ -12,66 +12,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from pathlib import Path
 
 import uvloop
 
-from protocol.config import RunConfig
-from rollout_worker.chat.template import ChatFormat
+from rollout_worker.chat import build_chat_format
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.task import Task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
+from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
+from tests.kit.worker import row, task
 
 WARM_UP_GROUPS = 8
 
 
-def multiply(a: int, b: int) -> int:
-    """Multiply two integers.
-
-    Args:
-        a: The first factor.
-        b: The second factor.
-    """
-    return a * b
-
-
-def accuracy(completions: list[list[dict[str, str]]], answer: list[int], **columns: object) -> list[float]:
-    return [float(str(right) in turns[-1]["content"]) for turns, right in zip(completions, answer, strict=True)]
-
-
-def task() -> Task:
-    rows = [
-        {"prompt": [{"role": "user", "content": f"Multiply {a} by {a + 7}."}], "answer": a * (a + 7)}
-        for a in range(100, 1000)
-    ]
-    return Task(dataset=rows, tools=[multiply], rewards=[accuracy])
-
-
-def config(folder: Path, group_size: int) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "task": {"path": f"{__file__}:task"},
-            "rollout": {"group_size": group_size, "max_turn_tokens": 64, "max_episode_tokens": 256},
-            "vllm": {"max_model_len": 1024, "max_num_seqs": 1024},
-        }
-    )
-
-
 async def measure(folder: Path, url: str, groups: int, group_size: int, stream: bool) -> dict[str, float | int | bool]:
-    run = config(folder, group_size)
-    the_task = task()
-    tools = ToolBox(the_task.tools)
-    chat = ChatFormat.load(run.model.path, tools.schemas)
+    run_config = config(
+        WORKER,
+        model={"path": str(folder)},
+        rollout={"group_size": group_size},
+        worker={"request_timeout_s": 60.0},
+        vllm={"max_num_seqs": 1024},
+    )
+    the_task = task(dataset=[row(a, a + 7) for a in range(100, 1000)])
+    tools = ToolBox(the_task.tools, run_config.worker.tool_timeout_s)
+    chat = build_chat_format(run_config, tools.schemas)
     spent = []
-    async with InferenceClient(60.0) as client:
+    async with InferenceClient(run_config.worker.request_timeout_s) as client:
         for count in (WARM_UP_GROUPS, groups):
-            queue = StandInQueue(serving_at(url, version=1), deque(tickets_for(count, group_size)))
-            worker = Worker(run, the_task, queue, "bench", chat, tools, client, stream_first_turn=stream)
+            queue = StandInQueue(tickets_for(count, group_size), serving_at(url, version=1))
+            worker = Worker(run_config, the_task, queue, "bench", chat, tools, client, stream_first_turn=stream)
             wall, cpu = time.perf_counter(), time.process_time()
             await worker.run(asyncio.Event())
             spent = [time.process_time() - cpu, time.perf_counter() - wall]

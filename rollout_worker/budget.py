@@ -1,14 +1,16 @@
-"""The context budget: how many tokens a turn may sample, and what an episode ends as when there are none."""
+"""The context budget: how many tokens a turn may sample, and what an episode ends as when there are none left."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from protocol.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class TurnBudget:
-    """`tokens` that the next turn may sample, at most 0 where the episode is over; `ends_as`: the finish reason of an
+    """`tokens` that the next turn may sample, 0 or less if the episode is over; `ends_as`: the finish reason of an
     episode that used them up."""
 
     tokens: int
@@ -17,12 +19,17 @@ class TurnBudget:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All in tokens; a turn and an episode count what they sample, the context counts everything."""
+    """All but the last in tokens; a turn and an episode count what they sample, the context counts everything."""
 
     max_turn_tokens: int
     max_episode_tokens: int
     max_model_len: int
     max_turns: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        rollout = config.rollout
+        return cls(rollout.max_turn_tokens, rollout.max_episode_tokens, config.vllm.max_model_len, rollout.max_turns)
 
     def turn(self, sampled: int, context: int) -> TurnBudget:
         """The next turn's budget, with `sampled` tokens of the episode and `context` tokens in all so far."""

@@ -1,4 +1,4 @@
-"""How many episodes a worker may run, and how much of that stood idle for want of tickets."""
+"""How many episodes a worker may run, and how much of that was idle because there were no tickets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 class Capacity:
-    """Permits for `total` episodes, taken a group at a time."""
+    """Permits for `total` episodes, taken a group at a time. `clock`: seconds, monotonic."""
 
     def __init__(self, total: int, clock: Callable[[], float]) -> None:
         self.total = total
         self.free = total
         self._clock = clock
         self._changed = asyncio.Event()
-        self._wanting = False
+        self._asking = False
         self._idle_s = 0.0
         self._noted_at = clock()
 
@@ -25,7 +25,7 @@ class Capacity:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that capacity stood idle while tickets were asked for, times the share of it that was idle."""
+        """Seconds that the worker asked for tickets, each times the share of its capacity that was free."""
         self._note()
         return self._idle_s
 
@@ -45,18 +45,18 @@ class Capacity:
         self._changed.set()
 
     @contextmanager
-    def wanting(self) -> Iterator[None]:
-        """While tickets are asked for, free permits are idle for want of them."""
+    def asking(self) -> Iterator[None]:
+        """While the worker asks for tickets, its free permits count as idle."""
         self._note()
-        self._wanting = True
+        self._asking = True
         try:
             yield
         finally:
             self._note()
-            self._wanting = False
+            self._asking = False
 
     def _note(self) -> None:
         now = self._clock()
-        if self._wanting:
+        if self._asking:
             self._idle_s += (now - self._noted_at) * max(self.free, 0) / self.total
         self._noted_at = now

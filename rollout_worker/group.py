@@ -8,18 +8,19 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
-from protocol.messages import Group, Rollout, Ticket
+from protocol import reasons
+from protocol.messages import Group, Ticket, WorkerReport
+from rollout_worker.chat.base import ChatFormat, Message, PromptError
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity
+from rollout_worker.inference.pool import Affinity
 from rollout_worker.inference.sampler import PendingChoice
-from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, Score
+from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions
 from rollout_worker.task.task import Row, Task
+from rollout_worker.task.tools import ToolBox
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ MIN_ROLLOUTS = 2
 
 
 class TicketFailed(Exception):
-    """No group came of the ticket. `reason` is counted; `retryable` false means that another try would fail alike."""
+    """The ticket gave no group. `reason`: a code of `protocol.reasons`; `retryable` false: another try would fail
+    alike."""
 
     def __init__(self, reason: str, detail: str, retryable: bool) -> None:
         super().__init__(detail)
@@ -35,60 +37,40 @@ class TicketFailed(Exception):
         self.retryable = retryable
 
 
-@dataclass(slots=True)
-class Counters:
-    """What a worker has done, since its start; `failures` counts by reason."""
-
-    episodes_done: int = 0
-    episodes_failed: int = 0
-    tokens_sampled: int = 0
-    tool_calls: int = 0
-    tool_failures: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-
-    def count(self, outcome: Episode | EpisodeFailed) -> None:
-        if isinstance(outcome, EpisodeFailed):
-            self.episodes_failed += 1
-            self.failures[outcome.reason] += 1
-            return
-        self.episodes_done += 1
-        self.tokens_sampled += outcome.sampled_tokens
-        self.tool_calls += outcome.tool_calls
-        self.tool_failures += outcome.tool_failures
-
-
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Makes groups of tickets. `wall_clock` gives seconds since the epoch."""
+    """Makes groups of tickets, and counts episodes into `counters`. `wall_clock` gives seconds since the epoch."""
 
     task: Task
     rewards: RewardFunctions
+    chat: ChatFormat
+    tools: ToolBox
     episodes: EpisodeRunner
-    counters: Counters
-    worker_id: str
+    counters: WorkerReport
     keep_messages: bool
     wall_clock: Callable[[], float] = time.time
 
     async def run(self, ticket: Ticket) -> Group:
         """The group of a ticket. Raises `TicketFailed`."""
+        if ticket.kind != "train":
+            detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows 'train' only"
+            raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at = self.wall_clock()
         row = self._row(ticket)
-        prompt = row.columns["prompt"]
-        prompt_ids = await self._prompt_ids(prompt)
-        affinities = [Affinity() for _ in range(ticket.group_size)]
-        outcomes = await self._run_episodes(prompt_ids, affinities)
-        for outcome in outcomes:
-            self.counters.count(outcome)
-        episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
-        _require(len(episodes), [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)])
-        rollouts = await self._rewarded(row, prompt, episodes)
+        prompt_ids = await self._prompt_ids(row.columns["prompt"])
+        outcomes = await self._run_episodes(prompt_ids, ticket.group_size)
+        rewarded = await self._rewarded(row, self._counted(outcomes))
+        server_names = sorted({span.server for episode in rewarded for span in episode.spans})
+        for episode in rewarded:
+            episode.rollout.segments = [episode.segment(server_names)]
+            episode.rollout.messages = _as_json(episode.messages) if self.keep_messages else None
         return Group(
             ticket_id=ticket.id,
             index=ticket.index,
             epoch=row.epoch,
-            rollouts=rollouts,
-            worker_id=self.worker_id,
-            server_names=sorted({name for affinity in affinities for name in affinity.visited}),
+            rollouts=[episode.rollout for episode in rewarded],
+            worker_id=self.counters.worker_id,
+            server_names=server_names,
             started_at=started_at,
             finished_at=self.wall_clock(),
         )
@@ -100,48 +82,77 @@ class GroupRunner:
                 raise ValueError("its prompt is empty")
             return row
         except Exception as error:  # the data set is the user's
-            raise TicketFailed("row", f"row of index {ticket.index}: {error!r}", retryable=False) from error
+            raise TicketFailed(reasons.ROW, f"row of index {ticket.index}: {error!r}", retryable=False) from error
 
     async def _prompt_ids(self, prompt: Any) -> list[int]:
         try:
-            ids = await self.episodes.chat.prompt_ids(prompt)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise TicketFailed("prompt", f"the prompt cannot be rendered: {error!r}", retryable=False) from error
+            ids = await self.chat.prompt_ids(prompt)
+        except PromptError as error:
+            detail = f"the prompt cannot be rendered: {error}"
+            raise TicketFailed(reasons.PROMPT, detail, retryable=False) from error
         limit = self.episodes.limits.max_model_len
         if not 0 < len(ids) < limit:
-            raise TicketFailed("prompt", f"the prompt has {len(ids)} tokens, the context {limit}", retryable=False)
+            detail = f"the prompt has {len(ids)} tokens, the context {limit}"
+            raise TicketFailed(reasons.PROMPT, detail, retryable=False)
         return ids
 
-    async def _run_episodes(self, prompt: list[int], affinities: list[Affinity]) -> list[Episode | EpisodeFailed]:
-        first = self.episodes.sampler.first_turn(affinities, prompt, self.episodes.limits.turn(0, len(prompt)).tokens)
+    async def _run_episodes(self, prompt_ids: list[int], count: int) -> list[Episode | EpisodeFailed]:
+        sampler, limits = self.episodes.sampler, self.episodes.limits
+        affinities = [Affinity() for _ in range(count)]
+        first = sampler.first_turn(affinities, prompt_ids, limits.turn(0, len(prompt_ids)).tokens)
         try:
             async with asyncio.TaskGroup() as tasks:
                 fills = [tasks.create_task(fill) for fill in first.fills]
                 runs = [
-                    tasks.create_task(self._run_episode(prompt, affinity, pending))
+                    tasks.create_task(self._run_episode(prompt_ids, affinity, pending))
                     for affinity, pending in zip(affinities, first.pending, strict=True)
                 ]
                 await asyncio.wait(runs)
                 for fill in fills:
                     fill.cancel()
         finally:
-            self.episodes.sampler.pool.release(affinities)  # an episode that was cancelled before it began did not
+            sampler.pool.release(affinities)  # an episode that was cancelled before it began did not
         return [run.result() for run in runs]
 
     async def _run_episode(
-        self, prompt: list[int], affinity: Affinity, pending: PendingChoice
+        self, prompt_ids: list[int], affinity: Affinity, pending: PendingChoice
     ) -> Episode | EpisodeFailed:
         """A failure is returned, not raised: it must not end the siblings."""
         try:
-            return await self.episodes.run(prompt, affinity, pending)
+            return await self.episodes.run(prompt_ids, self.chat, self.tools, affinity, pending)
         except EpisodeFailed as failure:
             return failure
         except Exception as error:
-            logger.exception("an episode failed in a way that is not foreseen")
-            return EpisodeFailed("internal", repr(error), retryable=True)
+            logger.exception("an episode failed unexpectedly")
+            return EpisodeFailed(reasons.INTERNAL, repr(error), retryable=True)
 
-    async def _rewarded(self, row: Row, prompt: Any, episodes: list[Episode]) -> list[Rollout]:
+    def _counted(self, outcomes: list[Episode | EpisodeFailed]) -> list[Episode]:
+        """The episodes that did not fail, with all counted. Raises `TicketFailed` if too few are left."""
+        episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
+        self.counters.episodes_done += len(episodes)
+        self.counters.episodes_failed += len(failures)
+        for episode in episodes:
+            self.counters.tokens_sampled += episode.sampled_tokens
+            self.counters.tool_calls += episode.rollout.tool_calls
+            self.counters.tool_failures += episode.rollout.tool_failures
+        for failure in failures:
+            self.counters.failures[failure.reason] += 1
+        if len(episodes) < MIN_ROLLOUTS:
+            # An advantage needs rollouts to compare: the ticket fails, for the commonest reason.
+            reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
+            detail = next(str(failure) for failure in failures if failure.reason == reason)
+            raise TicketFailed(
+                reason,
+                f"{len(failures)} of {len(outcomes)} episodes failed: {detail}",
+                retryable=any(failure.retryable for failure in failures),
+            )
+        return episodes
+
+    async def _rewarded(self, row: Row, episodes: list[Episode]) -> list[Episode]:
+        """The episodes that have a reward, which their rollouts now hold."""
         started = self.episodes.clock()
+        prompt = row.columns["prompt"]
         batch = RewardBatch(
             prompt=prompt,
             completions=[episode.text if isinstance(prompt, str) else episode.messages for episode in episodes],
@@ -151,42 +162,27 @@ class GroupRunner:
         try:
             scores = await self.rewards.score(batch)
         except RewardError as error:
-            raise TicketFailed("reward", str(error), retryable=True) from error
+            raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
         seconds = self.episodes.clock() - started
-        rollouts = [
-            self._rollout(episode, score, score.reward, seconds)
-            for episode, score in zip(episodes, scores, strict=True)
-            if score.reward is not None
-        ]
-        unrewarded = len(episodes) - len(rollouts)
-        if unrewarded:
-            self.counters.failures["no_reward"] += unrewarded
-        failure = EpisodeFailed("no_reward", "every reward function gave None", retryable=True)
-        _require(len(rollouts), [failure] * unrewarded)
-        return rollouts
-
-    def _rollout(self, episode: Episode, score: Score, reward: float, reward_s: float) -> Rollout:
-        return Rollout(
-            segments=[episode.segment()],
-            reward=reward,
-            finish_reason=episode.finish_reason,
-            reward_components=score.components,
-            turns=episode.turns,
-            tool_calls=episode.tool_calls,
-            tool_failures=episode.tool_failures,
-            timings={**episode.timings, "reward": reward_s},
-            messages=json.dumps(episode.messages).encode() if self.keep_messages else None,
-        )
+        rewarded = []
+        for episode, score in zip(episodes, scores, strict=True):
+            if score.reward is None:
+                self.counters.failures[reasons.NO_REWARD] += 1
+                continue
+            episode.rollout.reward, episode.rollout.reward_components = score.reward, score.components
+            episode.rollout.timings["reward"] = seconds
+            rewarded.append(episode)
+        if len(rewarded) < MIN_ROLLOUTS:
+            missing = len(episodes) - len(rewarded)
+            detail = f"every reward function gave None for {missing} of {len(episodes)} episodes"
+            raise TicketFailed(reasons.NO_REWARD, detail, retryable=True)
+        return rewarded
 
 
-def _require(rollouts: int, failures: list[EpisodeFailed]) -> None:
-    """An advantage needs rollouts to compare: with fewer than two the ticket has failed, for the commonest reason."""
-    if rollouts >= MIN_ROLLOUTS:
-        return
-    reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
-    detail = next(str(failure) for failure in failures if failure.reason == reason)
-    raise TicketFailed(
-        reason,
-        f"{len(failures)} of {rollouts + len(failures)} episodes failed: {detail}",
-        retryable=any(failure.retryable for failure in failures),
-    )
+def _as_json(messages: list[Message]) -> bytes | None:
+    """UTF-8 JSON; None if it cannot be written: messages hold sampled text, and rewards may change them."""
+    try:
+        return json.dumps(messages, default=str).encode()
+    except Exception:  # str() of a user's object may raise anything
+        logger.exception("an episode's messages cannot be written as JSON, and are not kept")
+        return None

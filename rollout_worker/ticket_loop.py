@@ -7,10 +7,13 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from protocol import reasons
 from protocol.client import QueueError, Refused, RunFinished
 from protocol.config import RunConfig
 from protocol.messages import (
@@ -25,12 +28,12 @@ from protocol.messages import (
 )
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity
-from rollout_worker.chat.template import ChatFormat
+from rollout_worker.chat.base import ChatFormat
 from rollout_worker.episode import EpisodeRunner
-from rollout_worker.group import Counters, GroupRunner, TicketFailed
+from rollout_worker.group import GroupRunner, TicketFailed
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.sampler import Sampler, SamplerSettings
+from rollout_worker.inference.sampler import Sampler
 from rollout_worker.task import Task
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.tools import ToolBox
@@ -39,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 30.0
 _HEARTBEAT_S = 10.0
-# Until a server serves there is nothing to do, and the news of it comes with a heartbeat.
+# Until a server serves there is nothing to do, and a heartbeat brings the news.
 _IDLE_HEARTBEAT_S = 1.0
 _GIVE_BACK_S = 5.0
 _FAILURES_BEFORE_PAUSE = 3
@@ -73,7 +76,14 @@ class Worker:
         cpu_clock: Callable[[], float] = time.process_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.counters = Counters()
+        self.counters = WorkerReport(
+            worker_id,
+            ticket_ids=[],
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            capacity=config.worker.episodes,
+            failures=Counter(),
+        )
         self.capacity = Capacity(config.worker.episodes, clock)
         self._config = config
         self._queue = queue
@@ -81,33 +91,25 @@ class Worker:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._sleep = sleep
-        self._started = _Started(clock(), cpu_clock())
+        self._started_at, self._cpu_at_start = clock(), cpu_clock()
         self._pool = ServerPool(self._report_server)
-        self._sampler = Sampler(
-            client, self._pool, _sampler_settings(config, chat.stop_token_ids, stream_first_turn), sleep=sleep
-        )
-        limits = Limits(
-            max_turn_tokens=config.rollout.max_turn_tokens,
-            max_episode_tokens=config.rollout.max_episode_tokens,
-            max_model_len=config.vllm.max_model_len,
-            max_turns=config.rollout.max_turns,
-        )
+        self._sampler = Sampler(client, self._pool, config, chat.stop_token_ids, stream_first_turn, sleep=sleep)
         self._groups = GroupRunner(
             task=task,
             rewards=RewardFunctions(task.rewards, task.reward_weights, config.worker.reward_timeout_s),
-            episodes=EpisodeRunner(chat, tools, self._sampler, limits, config.worker.episode_timeout_s, clock),
+            chat=chat,
+            tools=tools,
+            episodes=EpisodeRunner(self._sampler, Limits.of(config), config.worker.episode_timeout_s, clock),
             counters=self.counters,
-            worker_id=worker_id,
             keep_messages=config.worker.keep_messages,
         )
         self._running: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
         self._failed_in_a_row = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until the run is finished, or `stop` is set: then tickets are given back. Raises `QueueError`."""
-        self._started = _Started(self._clock(), self._cpu_clock())
         unfinished: list[str] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -120,18 +122,34 @@ class Worker:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        await self._give_back(unfinished)
+        await self._give_back_all(unfinished)
+
+    def report(self) -> WorkerReport:
+        """What a heartbeat says now."""
+        return msgspec.structs.replace(
+            self.counters,
+            ticket_ids=list(self._running),
+            episodes_in_flight=self.capacity.in_flight,
+            requests_retried=self._sampler.retries,
+            waited_s=self.capacity.waited_s,
+            elapsed_s=self._clock() - self._started_at,
+            cpu_s=self._cpu_clock() - self._cpu_at_start,
+            failures=dict(self.counters.failures),
+        )
 
     async def _take_tickets(self, tasks: asyncio.TaskGroup) -> None:
         """Ask for as many tickets as there is room for, until the run is finished."""
         group_size = self._config.rollout.group_size
         while True:
             await self._pool.wait_serving()
-            await self._pause_after_failures()
+            if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
+                # Rows are tried a few times only: where nothing succeeds, do not run through them.
+                doublings = min(self._failed_in_a_row - _FAILURES_BEFORE_PAUSE, 10)
+                await self._sleep(min(_PAUSE_MAX_S, 0.25 * 2**doublings))
             await self.capacity.wait_for(group_size)
             room = self.capacity.free // group_size
             request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
-            with self.capacity.wanting():
+            with self.capacity.asking():
                 try:
                     reply = await self._queue.tickets(request)
                 except RunFinished:
@@ -145,7 +163,7 @@ class Worker:
         """Start a ticket's work. Its permits are taken here, so that the next request does not count on them, and
         come back however the work ends, even before its first line."""
         self.capacity.take(ticket.group_size)
-        task = tasks.create_task(self._work_off(ticket))
+        task = tasks.create_task(self._work(ticket))
         self._running[ticket.id] = task
 
         def end(_: asyncio.Task[None]) -> None:
@@ -154,15 +172,15 @@ class Worker:
 
         task.add_done_callback(end)
 
-    async def _work_off(self, ticket: Ticket) -> None:
+    async def _work(self, ticket: Ticket) -> None:
         """From ticket to submitted group; whatever fails is counted and the ticket given back."""
         try:
             group = await self._groups.run(ticket)
         except TicketFailed as failure:
-            await self._fail(ticket.id, failure)
+            await self._fail(ticket, failure)
         except Exception as error:
-            logger.exception("ticket %s failed in a way that is not foreseen", ticket.id)
-            await self._fail(ticket.id, TicketFailed("internal", repr(error), retryable=True))
+            logger.exception("ticket %s failed unexpectedly", ticket.id)
+            await self._fail(ticket, TicketFailed(reasons.INTERNAL, repr(error), retryable=True))
         else:
             await self._submit(group)
 
@@ -171,30 +189,26 @@ class Worker:
             await self._queue.submit(group)
             self._failed_in_a_row = 0
         except Refused as refusal:
+            # The queue has ended the ticket itself.
             if refusal.status == 410:
-                self.counters.failures["lost"] += 1
+                self.counters.failures[reasons.LOST] += 1
                 return
-            # The queue has ended the ticket by itself.
-            self._count_failure(TicketFailed(f"refused:{refusal.reason}", str(refusal), retryable=True))
+            self._failed_in_a_row += 1
+            self._count_failure(reasons.refused(refusal.reason), refusal)
 
-    async def _fail(self, ticket_id: str, failure: TicketFailed) -> None:
-        self._count_failure(failure)
-        await self._give_back_one(ticket_id, TicketFailure(self._id, failure.reason, str(failure), failure.retryable))
-
-    def _count_failure(self, failure: TicketFailed) -> None:
-        self.counters.failures[f"ticket:{failure.reason}"] += 1
+    async def _fail(self, ticket: Ticket, failure: TicketFailed) -> None:
         self._failed_in_a_row += failure.retryable
-        if failure.reason not in self._told:
-            self._told.add(failure.reason)
-            logger.warning("a ticket failed (%s): %s; further ones are only counted", failure.reason, failure)
+        self._count_failure(reasons.failed(failure.reason), failure)
+        await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, str(failure), failure.retryable))
 
-    async def _pause_after_failures(self) -> None:
-        """Rows are tried a few times only: where nothing succeeds, do not run through them."""
-        if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
-            await self._sleep(min(_PAUSE_MAX_S, 0.25 * 2 ** min(self._failed_in_a_row - _FAILURES_BEFORE_PAUSE, 10)))
+    def _count_failure(self, reason: str, failure: Exception) -> None:
+        self.counters.failures[reason] += 1
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("a ticket failed (%s): %s; further ones are only counted", reason, failure)
 
     async def _send_heartbeats(self) -> None:
-        """Renew tickets and learn of the fleet, until the run is finished."""
+        """Renew tickets and hear of the servers, until the run is finished."""
         usual = min(_HEARTBEAT_S, self._config.queue.ticket_timeout_s / 3)
         while True:
             self._news.clear()
@@ -205,7 +219,7 @@ class Worker:
             for ticket_id in reply.lost_tickets:
                 task = self._running.get(ticket_id)
                 if task is not None and not task.cancelling():
-                    self.counters.failures["lost"] += 1
+                    self.counters.failures[reasons.LOST] += 1
                     task.cancel()
             pause = usual if self._pool.serving else min(usual, _IDLE_HEARTBEAT_S)
             try:
@@ -221,56 +235,17 @@ class Worker:
             logger.warning("the queue does not take %s as %s: %s", server.name, server.state, refusal)
         self._news.set()
 
-    async def _give_back(self, ticket_ids: list[str]) -> None:
-        """Let others have the tickets at once; if the queue does not answer, they lapse by themselves."""
-        failure = TicketFailure(self._id, "worker_stopped", "the worker was told to stop")
+    async def _give_back_all(self, ticket_ids: list[str]) -> None:
+        """Let others have the tickets at once; if the queue does not answer, they expire."""
+        failure = TicketFailure(self._id, reasons.WORKER_STOPPED, "the worker was told to stop")
         try:
             async with asyncio.timeout(_GIVE_BACK_S):
-                await asyncio.gather(*(self._give_back_one(ticket_id, failure) for ticket_id in ticket_ids))
+                await asyncio.gather(*(self._give_back(ticket_id, failure) for ticket_id in ticket_ids))
         except (TimeoutError, QueueError) as error:
             logger.warning("%d tickets could not be given back: %s", len(ticket_ids), error or "no answer")
 
-    async def _give_back_one(self, ticket_id: str, failure: TicketFailure) -> None:
+    async def _give_back(self, ticket_id: str, failure: TicketFailure) -> None:
         try:
             await self._queue.fail_ticket(ticket_id, failure)
         except Refused as refusal:
             logger.info("ticket %s was no longer ours: %s", ticket_id, refusal)
-
-    def report(self) -> WorkerReport:
-        """What a heartbeat says now."""
-        counters = self.counters
-        return WorkerReport(
-            worker_id=self._id,
-            ticket_ids=list(self._running),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            capacity=self.capacity.total,
-            episodes_in_flight=self.capacity.in_flight,
-            episodes_done=counters.episodes_done,
-            episodes_failed=counters.episodes_failed,
-            tokens_sampled=counters.tokens_sampled,
-            tool_calls=counters.tool_calls,
-            tool_failures=counters.tool_failures,
-            requests_retried=self._sampler.retries,
-            waited_s=self.capacity.waited_s,
-            elapsed_s=self._clock() - self._started.at,
-            cpu_s=self._cpu_clock() - self._started.cpu,
-            failures=dict(counters.failures),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    at: float
-    cpu: float
-
-
-def _sampler_settings(config: RunConfig, stops: list[int], stream_first_turn: bool) -> SamplerSettings:
-    return SamplerSettings(
-        run_name=config.run.name,
-        temperature=config.rollout.temperature,
-        stop_token_ids=stops,
-        attempts=config.worker.request_attempts,
-        max_choices=config.vllm.max_num_seqs,
-        stream_first_turn=stream_first_turn,
-    )

@@ -1,7 +1,7 @@
-"""Calling the user's functions: sync ones in a thread, async ones on the loop, each bounded in time.
+"""Calling the user's functions: sync ones in a thread, async ones on the loop, each with a time-out.
 
-Threads are daemons of their own rather than a pool's, so that a function that never returns neither takes a
-slot from others nor keeps the process from ending.
+Every call gets a daemon thread of its own rather than one of a pool, so that a function that never returns neither
+takes a slot from others nor keeps the process from ending.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class UserCodeError(Exception):
 
 
 async def call(function: Callable[..., Any], timeout_s: float, /, **arguments: Any) -> Any:
-    """What `function(**arguments)` returns; raises `UserCodeError`, whatever it raises or however long it takes."""
+    """What `function(**arguments)` returns. Raises `UserCodeError` if it raises anything, or is not done in time."""
     task = asyncio.ensure_future(_run(function, arguments))
     try:
         # Not asyncio.timeout: it would wait for a coroutine that swallows its cancellation.
@@ -38,9 +38,10 @@ async def call(function: Callable[..., Any], timeout_s: float, /, **arguments: A
 
 
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """What `function(**arguments)` returns or raises, run in a thread. A cancelled call's thread goes on unheard."""
+    """What `function(**arguments)` returns or raises, run in a thread. If cancelled, the thread goes on alone."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
+    name = getattr(function, "__name__", type(function).__name__)
 
     def body() -> None:
         result, error = None, None
@@ -51,7 +52,7 @@ async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop may be gone by now
             loop.call_soon_threadsafe(_settle, future, result, error)
 
-    threading.Thread(target=body, daemon=True, name=f"user:{_name(function)}").start()
+    threading.Thread(target=body, daemon=True, name=f"user:{name}").start()
     return await future
 
 
@@ -66,7 +67,7 @@ async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """`error` as one that a task may carry: asyncio lets SystemExit and its like end the whole loop."""
+    """`error` as one that a task may hold: asyncio lets SystemExit and the like end the whole loop."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"{type(error).__name__}({error})")
@@ -79,7 +80,3 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -1,4 +1,4 @@
-"""The worker's entry points: as a process, and as a coroutine on a loop that is there already."""
+"""The worker's entry points: as a process, and as a coroutine on a loop that runs already."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import uvloop
 
 from protocol.client import QueueClient
 from protocol.config import RunConfig
-from rollout_worker.chat.template import ChatFormat
-from rollout_worker.group import Counters
+from protocol.messages import WorkerReport
+from rollout_worker.chat import build_chat_format
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
 from rollout_worker.task.tools import ToolBox
@@ -26,18 +26,19 @@ logger = logging.getLogger(__name__)
 def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None = None) -> None:
     """Work until the run is finished, or SIGTERM or SIGINT comes. Raises `ConfigError` and `QueueError`."""
     task = load_task(config.task)
+    own_name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(config, task, queue_url or config.queue.url, worker_id or _own_name()))
+        runner.run(_run(config, task, queue_url or config.queue.url, worker_id or own_name))
 
 
-async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> Counters:
-    """The worker itself, on the running loop, until the run is finished or `stop` is set; then its counters."""
+async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> WorkerReport:
+    """The worker itself, on the running loop, until the run is finished or `stop` is set; then its last report."""
     tools = ToolBox(task.tools, config.worker.tool_timeout_s)
-    chat = ChatFormat.load(config.model.path, tools.schemas)
+    chat = build_chat_format(config, tools.schemas)
     async with InferenceClient(config.worker.request_timeout_s, config.token) as client:
         worker = Worker(config, task, queue, worker_id, chat, tools, client)
         await worker.run(stop)
-    return worker.counters
+    return worker.report()
 
 
 async def _run(config: RunConfig, task: Task, queue_url: str, worker_id: str) -> None:
@@ -46,9 +47,5 @@ async def _run(config: RunConfig, task: Task, queue_url: str, worker_id: str) ->
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     logger.info("worker %s: up to %d episodes for the queue at %s", worker_id, config.worker.episodes, queue_url)
     async with QueueClient(queue_url, config.token) as queue:
-        done = await work(config, task, queue, worker_id, stop)
-    logger.info("worker %s: %d episodes done, %d failed", worker_id, done.episodes_done, done.episodes_failed)
-
-
-def _own_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        report = await work(config, task, queue, worker_id, stop)
+    logger.info("worker %s: %d episodes done, %d failed", worker_id, report.episodes_done, report.episodes_failed)

@@ -1,9 +1,8 @@
-"""Between messages and token ids: the first prompt, what is appended after a turn, and a turn's text.
+"""The tokenizer's own chat template, with Hermes tool calls.
 
-Only two things are ever tokenised: a prompt, and the suffix that a template puts between the end of a turn and the
-next one (tool messages and the generation prompt). The suffix is found by rendering a dummy conversation, so that no
-sampled token is rendered or tokenised again. That is sound only if a template leaves what came before as it is,
-which is checked at the start.
+Only two things are tokenised: a prompt, and the suffix that the template puts between the end of a turn and the next
+one. The suffix is found by rendering a dummy conversation, so that no sampled token is rendered or tokenised again.
+That is sound only if the template leaves what came before as it is, which is checked at the start.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from protocol.config import ConfigError
+from protocol.config import ConfigError, RunConfig
 from rollout_worker import user_code
+from rollout_worker.chat.base import Message, ParsedTurn, PromptError
+from rollout_worker.chat.parsers import hermes
 
 _USER = {"role": "user", "content": "dummy question"}
-_TURN = "dummy turn"
-_TOOL = "dummy result"
+_TURN = {"role": "assistant", "content": "dummy turn"}
+_TOOL = {"role": "tool", "name": "dummy", "content": "dummy result"}
 
-# Longer texts are tokenised in a thread; this much takes about 1 ms.
+# Longer texts are tokenised in a thread; one of this length takes about 1 ms.
 _INLINE_CHARACTERS = 2048
 
 
@@ -52,19 +53,23 @@ def stop_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
         ids.update(given if isinstance(given, list) else [] if given is None else [given])
     if not ids:
         raise ConfigError(
-            f"model.path = {path}: neither tokenizer nor generation_config.json has an eos token; set one"
+            f"model.path = {path}: neither the tokenizer nor generation_config.json has an eos token; set one"
         )
     return sorted(ids)
 
 
-class ChatFormat:
+class TemplateFormat:
     """One model's chat template and tokenizer. Raises `ConfigError` for a template that cannot be appended to.
 
-    tools: JSON schemas; name: where the template is from, for messages.
+    tools: JSON schemas; origin: where the template is from, for messages.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, stop_token_ids: list[int], tools: Sequence[dict[str, Any]], name: str
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stop_token_ids: list[int],
+        tools: Sequence[dict[str, Any]],
+        origin: str,
     ) -> None:
         self.stop_token_ids = stop_token_ids
         self._stops = frozenset(stop_token_ids)
@@ -73,41 +78,43 @@ class ChatFormat:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._tools = list(tools) or None
-        self._name = name
+        self._origin = origin
         self._end_of_turn = self._checked_end_of_turn() if tools else ""
 
     @classmethod
-    def load(cls, path: str, tools: Sequence[dict[str, Any]]) -> ChatFormat:
-        """That of a model folder or hub name, for a task with these tools; raises `ConfigError`."""
+    def load(cls, config: RunConfig, tools: Sequence[dict[str, Any]]) -> TemplateFormat:
+        """That of the run's model, for tools with these schemas; raises `ConfigError`."""
+        path = config.model.path
         tokenizer = load_tokenizer(path)
         return cls(tokenizer, stop_ids(path, tokenizer), tools, f"model.path = {path}")
 
-    async def prompt_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Ids of a first prompt: messages through the template, text as it is with the tokenizer's special tokens."""
-        if isinstance(prompt, str):
-            return await self._encode(prompt, add_special_tokens=True)
-        return await self._encode(self._render(prompt))
+    async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Messages through the template; text as it is, with the tokenizer's special tokens."""
+        try:
+            if isinstance(prompt, str):
+                return await self._encode(prompt, add_special_tokens=True)
+            return await self._encode(self._render(prompt))
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise PromptError(repr(error)) from error
 
-    async def suffix_ids(self, tool_messages: Sequence[dict[str, str]]) -> list[int]:
-        """Ids between the end of a turn and the next: what the template makes of the tool messages."""
-        return await self._encode(self._after_turn([_USER, _turn(_TURN), *tool_messages]))
+    async def suffix_ids(
+        self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
+    ) -> list[int]:
+        """What the template makes of the messages; the same after every turn."""
+        text = self._render([_USER, _TURN, *messages])
+        end_of_turn = text.index(_TURN["content"]) + len(_TURN["content"]) + len(self._end_of_turn)
+        return await self._encode(text[end_of_turn:])
 
-    def text(self, token_ids: list[int]) -> str:
-        """A turn's text without the token that ended it; other special tokens stay, as calls may be made of them."""
-        ended = bool(token_ids) and token_ids[-1] in self._stops
-        return self._backend.decode(  # type: ignore[no-any-return]
-            token_ids[:-1] if ended else token_ids, skip_special_tokens=False
-        )
+    def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
+        """Special tokens stay in the text, apart from the one that ended the turn: calls may be made of them."""
+        ended = bool(turn_ids) and turn_ids[-1] in self._stops
+        text: str = self._backend.decode(turn_ids[:-1] if ended else turn_ids, skip_special_tokens=False)
+        return hermes.parse(text) if self._tools else ParsedTurn(text, text, [])
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _render(self, messages: Sequence[Message]) -> str:
         return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
             list(messages), tools=self._tools, tokenize=False, add_generation_prompt=True
         )
-
-    def _after_turn(self, messages: Sequence[dict[str, Any]]) -> str:
-        text = self._render(messages)
-        end = text.index(_TURN) + len(_TURN) + len(self._end_of_turn)
-        return text[end:]
 
     async def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         if len(text) < _INLINE_CHARACTERS:
@@ -121,19 +128,21 @@ class ChatFormat:
     def _checked_end_of_turn(self) -> str:
         """The template's text from the end of a turn's content to its stop token, found while checking that every
         rendering starts with the rendering of the conversation so far."""
-        first, second = [_USER, _turn(_TURN), _tool(_TOOL)], [_turn("other turn"), _tool("other result")]
+        more = [{**_TURN, "content": "other turn"}, {**_TOOL, "content": "other result"}]
         try:
-            prompt, once, twice = (self._render(m) for m in ([_USER], first, [*first, *second]))
+            prompt, once, twice = (
+                self._render(messages) for messages in ([_USER], [_USER, _TURN, _TOOL], [_USER, _TURN, _TOOL, *more])
+            )
         except TemplateError as error:
             raise self._unfit(f"it refuses a tool message ({error})") from None
-        if not once.startswith(prompt + _TURN):
-            raise self._unfit("it renders a turn otherwise than where it asks for one")
-        rest = once[len(prompt) + len(_TURN) :]
+        if not once.startswith(prompt + _TURN["content"]):
+            raise self._unfit("it renders a turn differently from what it asks for")
+        rest = once[len(prompt) + len(_TURN["content"]) :]
         stops = [self._tokenizer.convert_ids_to_tokens(stop) for stop in self.stop_token_ids]
         ends = [rest.index(stop) + len(stop) for stop in stops if stop and stop in rest]
         if not ends:
             raise self._unfit(f"it ends a turn with none of the stop tokens {stops}")
-        if _TOOL not in rest[min(ends) :]:
+        if _TOOL["content"] not in rest[min(ends) :]:
             raise self._unfit("it leaves out tool messages")
         if not twice.startswith(once):
             raise self._unfit("it changes the earlier conversation when messages are added")
@@ -141,14 +150,6 @@ class ChatFormat:
 
     def _unfit(self, why: str) -> ConfigError:
         return ConfigError(
-            f"the chat template of {self._name} cannot be used with tools: {why}; use a template that only ever "
+            f"the chat template of {self._origin} cannot be used with tools: {why}; use a template that only ever "
             f"appends, or a task without tools"
         )
-
-
-def _turn(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
-
-
-def _tool(content: str) -> dict[str, str]:
-    return {"role": "tool", "name": "dummy", "content": content}

@@ -1,1 +1,1 @@
-"""Sampling from the fleet of vLLM servers: wire format, HTTP, routing and retries."""
+"""Sampling turns from the vLLM servers: wire format, HTTP, choice of server and retries."""

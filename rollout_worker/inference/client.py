@@ -1,4 +1,4 @@
-"""HTTP to vLLM's generate route: one affinity, typed decoding, server-sent events."""
+"""HTTP to vLLM's generate route: kept connections, typed decoding, server-sent events."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Self
 import aiohttp
 import msgspec
 
+from protocol import reasons
 from rollout_worker.inference.errors import BadSample, ServerFailed, error_of
 from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
 
@@ -44,9 +45,9 @@ class InferenceClient:
             await self._session.close()
 
     async def generate(self, url: str, request: GenerateRequest) -> AsyncGenerator[Choice, None]:
-        """The choices, each as soon as it is finished where `request.stream` is set, else all at the end.
+        """The choices: each as soon as it is finished if `request.stream` is set, else all at the end.
 
-        Raises `Rejected`, `ServerFailed`, or `BadSample` for an answer that cannot be read.
+        Raises `Rejected`, `ServerFailed`, or `BadSample` for an answer that cannot be decoded.
         """
         async with self._post(url, msgspec.json.encode(request)) as response:
             if not request.stream:
@@ -72,7 +73,7 @@ class InferenceClient:
             try:
                 response = await self._session.post(url + GENERATE, data=body)
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-                # A kept connection that the server closed just now: sampling is safe to repeat, so ask once more.
+                # The server has just closed a kept connection: sampling is safe to repeat, so ask once more.
                 response = await self._session.post(url + GENERATE, data=body)
             async with response:
                 if response.status != 200:
@@ -110,7 +111,7 @@ def _decode(data: bytes) -> Reply:
     try:
         reply = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadSample("unreadable", f"the answer is not as vLLM's: {error}") from error
+        raise BadSample(reasons.UNREADABLE, f"the answer does not look like vLLM's: {error}") from error
     if reply.error is not None:
         raise error_of(reply.error.code, reply.error.message)
     return reply

@@ -1,10 +1,10 @@
-"""What can go wrong with a sample, by what is to be done about it."""
+"""What can go wrong with a sample, one class for each way to react."""
 
 from __future__ import annotations
 
 
 class Rejected(Exception):
-    """A 4xx: the request is wrong, and would be on every server. Never tried again."""
+    """A 4xx: the request is wrong, on every server. Never tried again."""
 
 
 class ServerFailed(Exception):
@@ -12,7 +12,7 @@ class ServerFailed(Exception):
 
 
 class BadSample(Exception):
-    """An answer that cannot be trained on, such as one without log-probs. Never mended, never tried again."""
+    """An answer that cannot be trained on, such as one without log-probs. Never repaired, never tried again."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -20,7 +20,7 @@ class BadSample(Exception):
 
 
 class UnknownWeights(Exception):
-    """Tokens of weights that carry no version of ours: the server was restarted, or never updated."""
+    """Tokens of weights whose label is not a version of ours: the server was restarted, or never updated."""
 
     def __init__(self, label: str) -> None:
         super().__init__(f"weights labelled {label!r}")
@@ -28,7 +28,8 @@ class UnknownWeights(Exception):
 
 
 class EpisodeFailed(Exception):
-    """An episode cannot go on. `reason` is counted; `retryable` false means that another try would fail alike."""
+    """An episode cannot go on. `reason`: a code of `protocol.reasons`; `retryable` false: another try would fail
+    alike."""
 
     def __init__(self, reason: str, detail: str, retryable: bool) -> None:
         super().__init__(detail)
@@ -37,6 +38,6 @@ class EpisodeFailed(Exception):
 
 
 def error_of(status: int, message: str) -> Rejected | ServerFailed:
-    """The error that an HTTP status stands for."""
+    """The error for an HTTP status other than 200."""
     kind = Rejected if 400 <= status < 500 else ServerFailed
     return kind(f"HTTP {status}: {message[:500]}")

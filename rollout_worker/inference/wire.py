@@ -1,18 +1,19 @@
-"""vLLM's `/inference/v1/generate`, 0.32: only the fields that are needed, and the check of what comes back."""
+"""vLLM 0.32's `/inference/v1/generate`: only the fields that are needed, and the check of what comes back."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
-from protocol.messages import VersionSpan
+from protocol import reasons
 from rollout_worker.inference.errors import BadSample, UnknownWeights
 
 # vLLM puts this in place of a log-prob that is missing, NaN or minus infinity.
 _NO_LOGPROB = -9999.0
-# A float32 log-softmax of a sure token may come out this far above 0.
+# The float32 log-prob of a certain token may come out this far above 0.
 _ROUNDING = 1e-4
 
 
@@ -76,24 +77,37 @@ class Reply(msgspec.Struct):
     error: ErrorInfo | None = None
 
 
+class SampledSpan(NamedTuple):
+    """Tokens `[start, end)` were sampled by policy `version` on the server of this name."""
+
+    version: int
+    start: int
+    end: int
+    server: str
+
+    def moved(self, by: int) -> SampledSpan:
+        return SampledSpan(self.version, self.start + by, self.end + by, self.server)
+
+
 @dataclass(slots=True)
 class Sampled:
-    """Sampled ids with their log-probs, float [n], and version spans over [0, n). `finish_reason`: stop, length or
-    abort, where the server gave up on the request and more is to come."""
+    """Sampled ids, int [n], with their log-probs, float [n], and spans that cover [0, n). `finish_reason`: stop,
+    length, or abort where the server gave the request up and more is to come."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
+    spans: list[SampledSpan] = field(default_factory=list)
     finish_reason: str = "abort"
 
     def extend(self, other: Sampled) -> None:
         """Append what was sampled after this."""
         start = len(self.token_ids)
         for span in other.spans:
-            if self.spans and self.spans[-1].version == span.version:
-                self.spans[-1] = VersionSpan(span.version, self.spans[-1].start, span.end + start, 0)
+            last = self.spans[-1] if self.spans else None
+            if last is not None and (last.version, last.server) == (span.version, span.server):
+                self.spans[-1] = last._replace(end=span.end + start)
             else:
-                self.spans.append(VersionSpan(span.version, span.start + start, span.end + start, 0))
+                self.spans.append(span.moved(start))
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.finish_reason = other.finish_reason
@@ -113,18 +127,21 @@ def join(part: Choice, more: Choice) -> Choice:
     )
 
 
-def sampled_of(choice: Choice) -> Sampled:
-    """What a finished choice holds. Raises `BadSample`, or `UnknownWeights` for a label that is no version."""
+def sampled_of(choice: Choice, server: str) -> Sampled:
+    """What a finished choice of the server of this name holds.
+
+    Raises `BadSample`, or `UnknownWeights` for a label that is not a version of ours.
+    """
     token_ids = choice.token_ids or []
     if choice.finish_reason not in ("stop", "length", "abort"):
-        raise BadSample("finish_reason", f"finish_reason is {choice.finish_reason!r}")
+        raise BadSample(reasons.FINISH_REASON, f"finish_reason is {choice.finish_reason!r}")
     if not token_ids:
         if choice.finish_reason == "abort":
             return Sampled()
-        raise BadSample("no_tokens", f"no token was sampled, finish_reason is {choice.finish_reason!r}")
+        raise BadSample(reasons.NO_TOKENS, f"no token was sampled, finish_reason is {choice.finish_reason!r}")
     return Sampled(
         token_ids=token_ids,
-        spans=_spans(choice.weight_versions, len(token_ids)),
+        spans=_spans(choice.weight_versions, len(token_ids), server),
         logprobs=_logprobs(choice.logprobs, len(token_ids)),
         finish_reason=choice.finish_reason,
     )
@@ -134,24 +151,24 @@ def _logprobs(logprobs: Logprobs | None, size: int) -> list[float]:
     content = logprobs.content if logprobs is not None else None
     if content is None or len(content) != size:
         given = "no" if content is None else str(len(content))
-        raise BadSample("missing_logprobs", f"{given} log-probs for {size} tokens")
+        raise BadSample(reasons.MISSING_LOGPROBS, f"{given} log-probs for {size} tokens")
     values = [entry.logprob for entry in content]
     for value in values:
         if value is None or math.isnan(value) or not _NO_LOGPROB < value <= _ROUNDING:
-            raise BadSample("bad_logprobs", f"a log-prob is {value}")
+            raise BadSample(reasons.BAD_LOGPROBS, f"a log-prob is {value}")
     return [min(value, 0.0) for value in values if value is not None]
 
 
-def _spans(versions: list[WeightVersion] | None, size: int) -> list[VersionSpan]:
+def _spans(versions: list[WeightVersion] | None, size: int, server: str) -> list[SampledSpan]:
     if not versions:
-        raise BadSample("missing_versions", f"no weight_versions for {size} tokens")
+        raise BadSample(reasons.MISSING_VERSIONS, f"no weight_versions for {size} tokens")
     position = 0
     for span in versions:
         if not span.version.isdecimal():
             raise UnknownWeights(span.version)
         if span.start != position or span.end < span.start:
-            raise BadSample("bad_versions", f"weight_versions do not cover the {size} tokens: {versions}")
+            raise BadSample(reasons.BAD_VERSIONS, f"weight_versions do not cover the {size} tokens: {versions}")
         position = span.end
     if position != size:
-        raise BadSample("bad_versions", f"weight_versions end at {position} of {size} tokens")
-    return [VersionSpan(int(span.version), span.start, span.end, 0) for span in versions if span.end > span.start]
+        raise BadSample(reasons.BAD_VERSIONS, f"weight_versions end at {position} of {size} tokens")
+    return [SampledSpan(int(span.version), span.start, span.end, server) for span in versions if span.end > span.start]

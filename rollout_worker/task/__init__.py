@@ -1,4 +1,4 @@
-"""What the user writes: a task with its data set, tools and rewards."""
+"""What the user writes: a task with its data set, tools and reward functions."""
 
 from rollout_worker.task.task import Task, load_task
 

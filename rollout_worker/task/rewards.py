@@ -16,15 +16,15 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 class RewardError(Exception):
-    """A reward function failed, or gave back something that is no list of rewards."""
+    """A reward function failed, or did not return a list of rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """What rewards are computed from: `completions` and `completion_ids` have one entry per rollout.
+    """What rewards are computed from; `completions` and `completion_ids` have one entry per rollout.
 
     A completion is a list of messages where the prompt is one, else text; its ids are all that followed the
-    prompt, tool messages included. `columns` are those of the one row that the group is about.
+    prompt, tool messages included. `columns` are those of the group's row.
     """
 
     prompt: Any
@@ -45,14 +45,14 @@ class RewardBatch:
 
 @dataclass(slots=True)
 class Score:
-    """A rollout's reward: the weighted sum of the components that are not None; None where all are."""
+    """A rollout's reward: the weighted sum of the components that are not None; None if all are."""
 
     components: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
 
 
 class RewardFunctions:
-    """A task's rewards and their weights. Raises `ConfigError` where they do not fit together."""
+    """A task's reward functions and their weights. Raises `ConfigError` if they do not fit together."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RewardFunctions:
                     f"Task(rewards=...): {name} cannot be called with {', '.join(arguments)} ({error}); write it as "
                     f"def {name}(completions, **kwargs)"
                 ) from None
-            except ValueError:  # a builtin has no signature to read
+            except ValueError:  # a builtin without a signature
                 continue
 
     async def score(self, batch: RewardBatch) -> list[Score]:
@@ -123,9 +123,9 @@ def _checked(name: str, values: Any, size: int) -> list[float | None]:
     try:
         rewards = [None if value is None else float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise RewardError(f"{name} returned {values!r:.200}, which is no list of numbers: {error}") from None
+        raise RewardError(f"{name} returned {values!r:.200}, which is not a list of numbers: {error}") from None
     if len(rewards) != size:
         raise RewardError(f"{name} returned {len(rewards)} rewards for {size} completions")
     if bad := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
-        raise RewardError(f"{name} returned {bad[0]}; a reward is a finite number, or None where there is none")
+        raise RewardError(f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward")
     return rewards

@@ -29,12 +29,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learnt.
+    """What the policy is to learn.
 
     dataset: rows with a `prompt` column (messages, or text) and whatever columns the rewards read; a list of
     mappings, a `datasets.Dataset`, or any sequence of mappings. tools: sync or async functions with type hints
     and a Google-style docstring. rewards: `f(completions, prompts, completion_ids, **columns)` giving one float or
-    None per rollout, sync or async. reward_weights: one per reward, 1 by default.
+    None per rollout, sync or async. reward_weights: one per reward, 1 by default. environment_factory and
+    eval_dataset are refused until they are supported. Raises `ConfigError`.
     """
 
     dataset: Sequence[Mapping[str, Any]]
@@ -47,12 +48,14 @@ class Task:
     def __post_init__(self) -> None:
         if self.environment_factory is not None:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
+        if self.eval_dataset is not None:
+            raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
         first = _first_row(self.dataset, bool(self.tools))
         RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
         ToolBox(self.tools)
 
     def row_for(self, index: int, seed: int) -> Row:
-        """The row of a ticket's running `index`: shuffled anew each epoch, the same on every worker."""
+        """The row of a ticket's running `index`: reshuffled every epoch, the same on every worker."""
         epoch, position = divmod(index, len(self.dataset))
         return Row(epoch, self.dataset[int(_permutation(len(self.dataset), seed, epoch)[position])])
 
@@ -62,7 +65,7 @@ def load_task(task_file: TaskSection) -> Task:
     module = _import(task_file)
     if not hasattr(module, task_file.object_name):
         tasks = [name for name, value in vars(module).items() if isinstance(value, Task)]
-        found = f"it has {', '.join(tasks)}" if tasks else "it has no Task at all"
+        found = f"it has {', '.join(tasks)}" if tasks else "it has no Task"
         raise ConfigError(
             f"task.path = {task_file.path}: {task_file.file} defines no {task_file.object_name!r}, {found}; "
             f"define it there or name another object after the colon"
@@ -71,7 +74,7 @@ def load_task(task_file: TaskSection) -> Task:
     if not isinstance(task, Task):
         raise ConfigError(
             f"task.path = {task_file.path}: {task_file.object_name} is a {type(task).__name__}, not a Task; "
-            f"write {task_file.object_name} = rollout_worker.task.Task(dataset=..., rewards=[...])"
+            f"write {task_file.object_name} = slipstream.Task(dataset=..., rewards=[...])"
         )
     return task
 
@@ -110,7 +113,9 @@ def _first_row(dataset: Sequence[Mapping[str, Any]], has_tools: bool) -> Mapping
         columns = sorted(row) if isinstance(row, Mapping) else type(row).__name__
         raise ConfigError(f"Task(dataset=...): the first row has no 'prompt' column, it has {columns}; add one")
     if taken := [name for name in RESERVED_COLUMNS if name in row]:
-        raise ConfigError(f"Task(dataset=...): the column {taken[0]!r} is given to rewards already; rename it")
+        raise ConfigError(
+            f"Task(dataset=...): the column {taken[0]!r} is a name that reward functions already get; rename it"
+        )
     prompt = row["prompt"]
     if isinstance(prompt, str):
         if has_tools:
@@ -127,5 +132,5 @@ def _first_row(dataset: Sequence[Mapping[str, Any]], has_tools: bool) -> Mapping
 
 @lru_cache(maxsize=4)
 def _permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of one epoch, int64 [rows]. PCG64 gives the same one on every machine."""
+    """The order of one epoch, int64 [rows]. PCG64 gives the same on every machine."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)

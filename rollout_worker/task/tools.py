@@ -1,6 +1,6 @@
 """Tools: their schemas, the check of a call's arguments, and the calls themselves.
 
-Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and a count; never an exception.
+Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and is counted; it never raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from protocol.config import ConfigError
 from rollout_worker import user_code
-from rollout_worker.chat.parsers.hermes import MalformedCall, ToolCall
+from rollout_worker.chat.base import MalformedCall, ToolCall
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -41,7 +41,7 @@ class _Tool:
 
 
 class ToolBox:
-    """The tools of a task. Raises `ConfigError` for a function that no schema can be made of."""
+    """The tools of an episode. Raises `ConfigError` for a function from which no schema can be made."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.schemas = [_schema(function) for function in functions]
@@ -54,7 +54,7 @@ class ToolBox:
             self._tools[name] = _Tool(function, Draft202012Validator(_strict(schema["function"]["parameters"])))
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
-        """The results of a turn's calls, in their order; the calls run side by side."""
+        """The results of a turn's calls, in order; the calls run side by side."""
         if len(calls) == 1:
             return [await self._run(calls[0])]
         return list(await asyncio.gather(*(self._run(call) for call in calls)))
@@ -82,7 +82,7 @@ def _failure(name: str, reason: str) -> ToolResult:
 
 
 def _as_text(result: object) -> str:
-    """Text as it is, lists and dicts as JSON where they allow it, all else as Python writes it."""
+    """Text as it is, lists and dicts as JSON where possible, all else as Python writes it."""
     if isinstance(result, str):
         return result
     if isinstance(result, dict | list):
@@ -104,12 +104,12 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         ) from None
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(
-            f"Task(tools=...): {function!r} is no function that a tool can be made of ({error}); give a function"
+            f"Task(tools=...): {function!r} cannot be made into a tool ({error}); give a function with type hints"
         ) from None
 
 
 def _strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """A function's parameters as JSON Schema proper: unknown names refused, `nullable` spelled out."""
+    """A function's parameters as strict JSON Schema: unknown names refused, `nullable` spelled out."""
     properties = {name: _with_null(value) for name, value in schema.get("properties", {}).items()}
     return {**schema, "properties": properties, "additionalProperties": False}
 

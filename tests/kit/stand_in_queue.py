@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from protocol.client import RunFinished
 from protocol.messages import (
@@ -25,28 +25,25 @@ def serving_at(*urls: str, version: int = 0) -> list[Server]:
     return [Server(f"vllm-{i}", url, ServerState.SERVING, version, changed_at=1.0) for i, url in enumerate(urls)]
 
 
-def tickets_for(count: int, group_size: int, version: int = 0) -> list[Ticket]:
+def tickets_for(count: int, group_size: int = 2, version: int = 0) -> list[Ticket]:
     return [Ticket(f"t{i}", i, group_size, seed=0, version=version, expires_in_s=60.0) for i in range(count)]
 
 
-@dataclass
 class StandInQueue:
     """Finishes the run once every ticket has ended, unless `keep_open`. Set `lost` to name tickets as superseded."""
 
-    servers: list[Server]
-    tickets_left: deque[Ticket] = field(default_factory=deque)
-    keep_open: bool = False
-    groups: list[Group] = field(default_factory=list)
-    failures: dict[str, TicketFailure] = field(default_factory=dict)
-    reports: list[WorkerReport] = field(default_factory=list)
-    put: list[Server] = field(default_factory=list)
-    requests: list[TicketRequest] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    submit_error: Exception | None = None
-    issued: int = 0
-
-    def __post_init__(self) -> None:
-        self.tickets_left = deque(self.tickets_left)
+    def __init__(self, tickets: Iterable[Ticket] = (), servers: Sequence[Server] = (), keep_open: bool = False) -> None:
+        self.tickets_left = deque(tickets)
+        self.servers = list(servers)
+        self.keep_open = keep_open
+        self.groups: list[Group] = []
+        self.failures: dict[str, TicketFailure] = {}
+        self.reports: list[WorkerReport] = []
+        self.put: list[Server] = []
+        self.requests: list[TicketRequest] = []
+        self.lost: list[str] = []
+        self.submit_error: Exception | None = None
+        self.issued = 0
         self.changed = asyncio.Event()
 
     @property

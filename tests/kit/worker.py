@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from protocol.config import RunConfig
 from protocol.messages import Rollout
-from rollout_worker.chat.template import ChatFormat
+from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
+from tests import kit
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault, serving
 from tests.kit.fake_vllm.policies import Policy, multiplying, scripted
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
 
 TOKENIZER = tiny_tokenizer()
-END_OF_TURN = TOKENIZER.eos_token_id
+END_OF_TURN: int = TOKENIZER.eos_token_id
 
 
 def multiply(a: int, b: int) -> int:
@@ -62,25 +61,11 @@ def fake(policy: Policy | None = None, faults: Sequence[Fault] = (), version: in
     return server
 
 
-def chat_format(tools: Sequence[dict[str, Any]] = ()) -> ChatFormat:
-    return ChatFormat(TOKENIZER, [END_OF_TURN], tools, "the tiny model")
+def chat_format(tools: Sequence[dict[str, Any]] = ()) -> TemplateFormat:
+    return TemplateFormat(TOKENIZER, [END_OF_TURN], tools, "the tiny model")
 
 
-def config(**sections: dict[str, Any]) -> RunConfig:
-    """A run file for tests; sections are merged into these defaults."""
-    defaults: dict[str, dict[str, Any]] = {
-        "model": {"path": "tiny"},
-        "task": {"path": f"{Path(__file__).name}:task"},
-        "rollout": {"group_size": 2, "max_turn_tokens": 64, "max_episode_tokens": 256},
-        "worker": {"request_timeout_s": 5.0},
-        "vllm": {"max_model_len": 1024},
-    }
-    return RunConfig.model_validate(
-        {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
-    )
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -101,27 +86,24 @@ async def roll(
     the_task: Task,
     *fakes: FakeVllm,
     tickets: int = 1,
-    settings: RunConfig | None = None,
+    config: RunConfig | None = None,
     version: int = 7,
     queue: StandInQueue | None = None,
     stop_when: Callable[[Worker], bool] | None = None,
     **options: Any,
 ) -> Run:
-    """Run a worker until it has worked off `tickets`, or `stop_when` holds of it and it is told to stop.
+    """Run a worker until it is done with `tickets`, or is told to stop because `stop_when` holds of it.
 
     `options` are the worker's.
     """
-    settings = settings or config()
+    config = config or kit.config(kit.WORKER)
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(server)) for server in fakes]
-        if queue is None:
-            issued = tickets_for(tickets, settings.rollout.group_size, version)
-            queue = StandInQueue([], deque(issued))
+        queue = queue or StandInQueue(tickets_for(tickets, config.rollout.group_size, version))
         queue.servers = queue.servers or serving_at(*urls, version=version)
-        client = await stack.enter_async_context(InferenceClient(settings.worker.request_timeout_s))
-        tools = ToolBox(the_task.tools, settings.worker.tool_timeout_s)
-        chat = chat_format(tools.schemas)
-        worker = Worker(settings, the_task, queue, "w0", chat, tools, client, **options)
+        client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
+        tools = ToolBox(the_task.tools, config.worker.tool_timeout_s)
+        worker = Worker(config, the_task, queue, "w0", chat_format(tools.schemas), tools, client, **options)
         stop = asyncio.Event()
         running = asyncio.create_task(worker.run(stop))
         if stop_when is not None:

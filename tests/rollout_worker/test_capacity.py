@@ -12,12 +12,12 @@ class Clock:
         return self.now
 
 
-def test_waiting_counts_only_idle_permits_and_only_while_tickets_are_wanted():
+def test_waiting_counts_only_idle_permits_and_only_while_tickets_are_asked_for():
     clock = Clock()
     capacity = Capacity(8, clock)
     clock.now = 10.0
     assert capacity.waited_s == 0.0
-    with capacity.wanting():
+    with capacity.asking():
         clock.now = 12.0
         capacity.take(6)
         clock.now = 16.0

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import VersionSpan
 from rollout_worker.budget import Limits
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import Sampled
+from rollout_worker.inference.pool import Affinity
+from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.task.tools import ToolBox
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
@@ -58,20 +57,20 @@ class ScriptedSampler:
         return Sampled(
             token_ids=kept,
             logprobs=[-version - place / 1000 for place in range(len(kept))],
-            spans=[VersionSpan(version, 0, len(kept), 0)],
+            spans=[SampledSpan(version, 0, len(kept), "ab"[version % 2])],
             finish_reason="stop" if kept == ids else "length",
         )
 
 
-async def play(*turns, limits=ROOMY, tools=TOOLS, timeout_s=5.0):
+async def play(*turns, limits=ROOMY, chat=CHAT, tools=TOOLS, timeout_s=30.0):
     sampler = ScriptedSampler(*turns)
-    runner = EpisodeRunner(CHAT, tools, sampler, limits, timeout_s)
-    return await runner.run(list(PROMPT), Affinity(), None), sampler
+    runner = EpisodeRunner(sampler, limits, timeout_s)
+    return await runner.run(list(PROMPT), chat, tools, Affinity(), None), sampler
 
 
 async def test_i4_f18_each_request_is_the_last_one_its_sample_and_the_tools_answer():
     episode, sampler = await play(CALL, MALFORMED, "6")
-    assert episode.turns == 3
+    assert episode.rollout.turns == 3
     assert sampler.requests[0][0] == PROMPT
     for number, (ids, _) in enumerate(sampler.requests[1:]):
         so_far = sampler.requests[number][0] + sampler.sampled[number]
@@ -84,12 +83,13 @@ async def test_i4_f18_each_request_is_the_last_one_its_sample_and_the_tools_answ
 
 async def test_i4_what_is_trained_is_what_was_sampled():
     episode, sampler = await play(CALL, CALL, "6")
-    segment = episode.segment()
+    segment = episode.segment(["b", "a"])
     sampled = [token for turn in sampler.sampled for token in turn]
     assert segment.token_ids[segment.loss_mask].tolist() == sampled
     assert segment.token_versions()[segment.loss_mask].tolist() == [
         number for number, turn in enumerate(sampler.sampled, start=1) for _ in turn
     ]
+    assert [span.server for span in segment.version_spans] == [0, 1, 0]
     expected = [-number - place / 1000 for number, turn in enumerate(sampler.sampled, 1) for place in range(len(turn))]
     np.testing.assert_allclose(segment.logprobs[segment.loss_mask], expected, rtol=1e-6)
     assert not segment.logprobs[~segment.loss_mask].any()
@@ -107,19 +107,53 @@ async def test_messages_are_those_that_the_policy_saw():
         {"role": "tool", "name": "multiply", "content": "6"},
         {"role": "assistant", "content": "The product is 6."},
     ]
-    assert (episode.finish_reason, episode.tool_calls, episode.tool_failures) == ("stop", 1, 0)
+    rollout = episode.rollout
+    assert (rollout.finish_reason, rollout.tool_calls, rollout.tool_failures) == ("stop", 1, 0)
 
 
 async def test_a_malformed_call_is_answered_and_counted_and_the_episode_goes_on():
     episode, _ = await play(MALFORMED, "6")
-    assert (episode.turns, episode.tool_calls, episode.tool_failures) == (2, 1, 1)
+    rollout = episode.rollout
+    assert (rollout.turns, rollout.tool_calls, rollout.tool_failures) == (2, 1, 1)
     assert "not valid JSON" in json.loads(episode.messages[1]["content"])["error"]
-    assert episode.finish_reason == "stop"
+    assert rollout.finish_reason == "stop"
+
+
+class NoSuffix:
+    """A format that can say of no turn what follows it."""
+
+    parse = staticmethod(CHAT.parse)
+
+    async def suffix_ids(self, prompt_ids, turn_ids, messages):
+        self.asked = (prompt_ids, turn_ids, messages)
+
+
+async def test_an_episode_whose_format_cannot_go_on_ends_with_what_the_policy_saw():
+    chat = NoSuffix()
+    episode, sampler = await play(CALL, "6", chat=chat)
+    assert (episode.rollout.finish_reason, episode.rollout.turns) == ("aborted", 1)
+    assert chat.asked == (PROMPT, sampler.sampled[0], [{"role": "tool", "name": "multiply", "content": "6"}])
+    assert episode.ids == PROMPT + sampler.sampled[0]
+    assert [message["role"] for message in episode.messages] == ["assistant"]
+
+
+async def test_each_episode_has_tools_of_its_own():
+    def multiply(a: int, b: int) -> int:
+        """Multiply wrongly.
+
+        Args:
+            a: The first factor.
+            b: The second factor.
+        """
+        return 7
+
+    right, wrong = await asyncio.gather(play(CALL, "done"), play(CALL, "done", tools=ToolBox([multiply])))
+    assert [episode.messages[1]["content"] for episode, _ in (right, wrong)] == ["6", "7"]
 
 
 async def test_without_tools_nothing_is_parsed():
-    episode, sampler = await play(CALL, tools=ToolBox([]))
-    assert (episode.finish_reason, len(sampler.requests)) == ("stop", 1)
+    episode, sampler = await play(CALL, chat=chat_format(), tools=ToolBox([]))
+    assert (episode.rollout.finish_reason, len(sampler.requests)) == ("stop", 1)
     assert episode.messages == [{"role": "assistant", "content": CALL}]
 
 
@@ -141,7 +175,7 @@ CALL_SIZE = len(letter_by_letter(CALL))
 )
 async def test_how_an_episode_ends_that_goes_on_calling(limits, reason, turns):
     episode, sampler = await play(CALL, limits=limits)
-    assert (episode.finish_reason, episode.turns) == (reason, turns)
+    assert (episode.rollout.finish_reason, episode.rollout.turns) == (reason, turns)
     assert len(sampler.requests) == turns
 
 
@@ -149,7 +183,7 @@ async def test_a_tools_answer_that_does_not_fit_is_left_off():
     episode, _ = await play(CALL, limits=Limits(1000, 1000, len(PROMPT) + CALL_SIZE + 3, 8))
     assert episode.mask[-1], "the segment ends with a sampled token"
     assert [message["role"] for message in episode.messages] == ["assistant"]
-    assert episode.tool_calls == 1
+    assert episode.rollout.tool_calls == 1
 
 
 @given(
@@ -167,16 +201,16 @@ def test_no_request_exceeds_the_context_and_no_episode_its_budget(turn, whole, c
         assert len(ids) + max_tokens <= context
     assert episode.sampled_tokens == sum(map(len, sampler.sampled)) <= whole
     assert len(episode.ids) == len(episode.mask) == len(episode.logprobs) <= context
-    assert 1 <= episode.turns <= turns
+    assert 1 <= episode.rollout.turns <= turns
     assert [t for t, sampled in zip(episode.ids, episode.mask, strict=True) if sampled] == [
         token for turn_ids in sampler.sampled for token in turn_ids
     ]
-    assert episode.finish_reason in ("stop", "length", "context", "turn_limit")
+    assert episode.rollout.finish_reason in ("stop", "length", "context", "turn_limit")
 
 
 async def test_a_timeout_keeps_the_turns_that_are_done():
     episode, sampler = await play(CALL, None, timeout_s=0.05)
-    assert (episode.finish_reason, episode.turns) == ("timeout", 1)
+    assert (episode.rollout.finish_reason, episode.rollout.turns) == ("timeout", 1)
     assert episode.ids == PROMPT + sampler.sampled[0]
     assert sampler.released == 1
 
@@ -190,13 +224,13 @@ async def test_f6_a_timeout_before_the_first_turn_fails_the_episode():
 async def test_f15_a_failed_episode_lets_go_of_its_server():
     sampler = ScriptedSampler(EpisodeFailed("server", "down", retryable=True))
     with pytest.raises(EpisodeFailed):
-        await EpisodeRunner(CHAT, TOOLS, sampler, ROOMY, 5.0).run(list(PROMPT), Affinity(), None)
+        await EpisodeRunner(sampler, ROOMY, 5.0).run(list(PROMPT), CHAT, TOOLS, Affinity(), None)
     assert sampler.released == 1
 
 
 async def test_timings_say_where_the_time_went():
     ticks = iter(range(100))
     sampler = ScriptedSampler(CALL, "6")
-    runner = EpisodeRunner(CHAT, TOOLS, sampler, ROOMY, 5.0, clock=lambda: float(next(ticks)))
-    episode = await runner.run(list(PROMPT), Affinity(), None)
-    assert episode.timings == {"generate": 2.0, "tools": 1.0, "total": 7.0}
+    runner = EpisodeRunner(sampler, ROOMY, 5.0, clock=lambda: float(next(ticks)))
+    episode = await runner.run(list(PROMPT), CHAT, TOOLS, Affinity(), None)
+    assert episode.rollout.timings == {"generate": 2.0, "tools": 1.0, "total": 7.0}

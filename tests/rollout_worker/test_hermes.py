@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.chat.parsers.hermes import MalformedCall, ToolCall, parse
+from rollout_worker.chat.base import MalformedCall, ToolCall
+from rollout_worker.chat.parsers.hermes import parse
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 

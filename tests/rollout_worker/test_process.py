@@ -62,12 +62,12 @@ class HttpQueue:
 async def test_sigterm_ends_a_worker_cleanly(tmp_path):
     """Exit code 0, and the ticket it was working on given back."""
     (tmp_path / "task.py").write_text(TASK)
-    settings = {"model": {"path": str(save_model_folder(tmp_path))}, "task": {"path": f"{tmp_path}/task.py:task"}}
+    values = {"model": {"path": str(save_model_folder(tmp_path))}, "task": {"path": f"{tmp_path}/task.py:task"}}
     server, queue = fake(faults=[Fault("hang")]), HttpQueue()
     async with serving(server) as url, serving(queue) as queue_url:
         queue.servers = serving_at(url, version=7)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", MAIN, web.json_response(settings).text, queue_url, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-c", MAIN, web.json_response(values).text, queue_url, stderr=asyncio.subprocess.PIPE
         )
         try:
             await until(lambda: len(server.calls) == 1, timeout_s=60)

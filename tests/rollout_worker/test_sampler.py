@@ -4,12 +4,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from protocol.messages import ServerState, VersionSpan
+from protocol.messages import ServerState
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import Sampler, SamplerSettings
+from rollout_worker.inference.pool import Affinity, ServerPool
+from rollout_worker.inference.sampler import Sampler
+from rollout_worker.inference.wire import SampledSpan
+from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.stand_in_queue import serving_at
 from tests.kit.worker import END_OF_TURN, fake
@@ -25,7 +26,7 @@ def counting(token_ids, index):
 
 
 class Setup:
-    def __init__(self, client, fakes, urls, **settings):
+    def __init__(self, client, fakes, urls, stream_first_turn=True, **sections):
         self.fakes = fakes
         self.urls = urls
         self.stale = []
@@ -36,7 +37,9 @@ class Setup:
         self.sampler = Sampler(
             client,
             self.pool,
-            SamplerSettings("run", temperature=0.9, stop_token_ids=[END_OF_TURN], **settings),
+            config(WORKER, rollout={"temperature": 0.9}, **sections),
+            [END_OF_TURN],
+            stream_first_turn,
             random.Random(0),
             self._sleep,
         )
@@ -64,23 +67,23 @@ class Setup:
 
 
 @asynccontextmanager
-async def setup(*faults, servers=1, timeout_s=5.0, policy=counting, **settings):
+async def setup(*faults, servers=1, timeout_s=5.0, policy=counting, **options):
     """Servers of which the first has the faults."""
     fakes = [fake(policy) for _ in range(servers)]
     fakes[0].faults.extend(faults)
     async with InferenceClient(timeout_s) as client, serving(fakes[0]) as first:
         if servers == 1:
-            yield Setup(client, fakes, [first], **settings)
+            yield Setup(client, fakes, [first], **options)
             return
         async with serving(fakes[1]) as second:
-            yield Setup(client, fakes, [first, second], **settings)
+            yield Setup(client, fakes, [first, second], **options)
 
 
 async def test_a_turn_is_asked_for_in_tokens_and_comes_back_as_sampled():
     async with setup() as s:
         turn = await s.turn()
     assert turn.token_ids == TURN
-    assert turn.spans == [VersionSpan(7, 0, 5, 0)]
+    assert turn.spans == [SampledSpan(7, 0, 5, "vllm-0")]
     assert turn.finish_reason == "stop"
     (request,) = s.fakes[0].requests
     assert request["model"] == "policy"
@@ -117,11 +120,12 @@ async def test_the_salt_follows_the_version_that_samples_show():
     ids=lambda fault: fault.kind,
 )
 async def test_a_failure_of_the_server_is_tried_again_on_another(fault):
-    async with setup(fault, servers=2, timeout_s=0.3) as s:
+    async with setup(fault, servers=2, timeout_s=1.0) as s:
         affinity = Affinity()
         turn = await s.turn(affinity)
     assert turn.token_ids == TURN
-    assert affinity.visited == ["vllm-0", "vllm-1"]
+    assert (len(s.fakes[0].calls) > 0, affinity.server) == (True, "vllm-1")
+    assert turn.spans == [SampledSpan(7, 0, 5, "vllm-1")]
     assert s.sampler.retries == 1
     assert s.slept == []
 
@@ -151,7 +155,7 @@ async def test_a_4xx_is_never_tried_again(status):
 
 
 async def test_f5_attempts_are_bounded():
-    async with setup(Fault("hang", times=None), timeout_s=0.05, attempts=3) as s:
+    async with setup(Fault("hang", times=None), timeout_s=0.05, worker={"request_attempts": 3}) as s:
         with pytest.raises(EpisodeFailed, match=r"3 attempts, the last: .*no answer within 0.05 s") as caught:
             await s.turn()
     assert (caught.value.reason, caught.value.retryable) == ("server", True)
@@ -192,14 +196,14 @@ async def test_f16_with_no_server_left_the_episode_waits_for_the_registry():
         s.fakes[0].engine.restart()
         turn = asyncio.create_task(s.turn())
         await s.told.wait()
-        assert not s.fleet.serving
-        s.fleet.update(serving_at(*s.urls, version=7))
-        assert not s.fleet.serving, "the registry's record is still the one that was found wrong"
+        assert not s.pool.serving
+        s.pool.update(serving_at(*s.urls, version=7))
+        assert not s.pool.serving, "the registry's record is still the one that was found wrong"
         s.fakes[0].engine.weight_version = "8"
         (proven,) = serving_at(*s.urls, version=8)
         proven.changed_at = 2.0
-        s.fleet.update([proven])
-        assert (await turn).spans == [VersionSpan(8, 0, 5, 0)]
+        s.pool.update([proven])
+        assert (await turn).spans == [SampledSpan(8, 0, 5, "vllm-0")]
 
 
 async def test_an_aborted_turn_goes_on_after_its_tokens():
@@ -209,13 +213,24 @@ async def test_an_aborted_turn_goes_on_after_its_tokens():
     assert second["token_ids"] == first["token_ids"] + TURN[:2]
     assert second["sampling_params"]["max_tokens"] == 14
     assert turn.token_ids == TURN
-    assert turn.spans == [VersionSpan(7, 0, 5, 0)]
+    assert turn.spans == [SampledSpan(7, 0, 5, "vllm-0")]
     assert s.slept == []
+
+
+@pytest.mark.parametrize("version", [7, 8])
+async def test_i5_a_turn_that_goes_on_on_another_server_names_both(version):
+    """The first server dies after two tokens; the second one has the same version, or the next."""
+    async with setup(Fault("abort", after=2), servers=2) as s:
+        s.fakes[0].faults.append(Fault("die", times=None))
+        s.fakes[1].engine.weight_version = str(version)
+        turn = await s.turn()
+    assert turn.token_ids == TURN
+    assert turn.spans == [SampledSpan(7, 0, 2, "vllm-0"), SampledSpan(version, 2, 5, "vllm-1")]
 
 
 async def test_an_update_in_mid_turn_gives_two_spans():
     async with setup(Fault("version_change", after=2, label="8")) as s:
-        assert (await s.turn()).spans == [VersionSpan(7, 0, 2, 0), VersionSpan(8, 2, 5, 0)]
+        assert (await s.turn()).spans == [SampledSpan(7, 0, 2, "vllm-0"), SampledSpan(8, 2, 5, "vllm-0")]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -231,7 +246,7 @@ async def test_a_groups_first_turn_is_one_request(stream):
 
 
 async def test_a_group_beyond_the_servers_limit_is_asked_for_in_parts():
-    async with setup(max_choices=3) as s:
+    async with setup(vllm={"max_num_seqs": 3}) as s:
         s.fakes[0].engine.max_num_seqs = 3
         turns = await s.first_turns([Affinity() for _ in range(7)])
     assert [turn.token_ids for turn in turns] == [TURN] * 7
@@ -263,7 +278,7 @@ async def test_f22_a_finished_continuation_does_not_wait_for_its_siblings():
         s.fakes[0].engine.latency_s = lambda index: 0.0 if index == 0 else 30.0
         first = s.sampler.first_turn([Affinity(), Affinity()], PROMPT, 16)
         fill = asyncio.create_task(first.fills[0])
-        choice = await asyncio.wait_for(first.pending[0], 5)
-        assert choice.token_ids == TURN
+        choice = await asyncio.wait_for(first.pending[0], 20)
+        assert (choice.server, choice.choice.token_ids) == ("vllm-0", TURN)
         assert not first.pending[1].done()
         fill.cancel()

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.chat.parsers.hermes import MalformedCall, ToolCall
+from rollout_worker.chat.base import MalformedCall, ToolCall
 from rollout_worker.task.tools import ToolBox
 
 
@@ -95,7 +95,7 @@ async def test_lists_and_dicts_are_answered_as_json():
         (ToolCall("look_up", {"key": "x", "kind": "c"}), "'c' is not one of"),
         (ToolCall("look_up", {"key": "x", "other": 1}), "'other' was unexpected"),
         (ToolCall("wait_for", {"seconds": True}), "True is not of type 'number'"),
-        (ToolCall("wait_for", {"seconds": 60}), "no answer within 0.1 s"),
+        (ToolCall("wait_for", {"seconds": 60}), "no answer within 0.5 s"),
         (ToolCall("fail", {"how": "boom"}), "RuntimeError: boom"),
         (ToolCall("fail", {"how": "exit"}), "SystemExit(3)"),
         (ToolCall("fail", {"how": "stop"}), "StopIteration"),
@@ -106,7 +106,7 @@ async def test_lists_and_dicts_are_answered_as_json():
     ],
 )
 async def test_whatever_goes_wrong_becomes_a_tool_message(call, error):
-    (result,) = await ToolBox(TOOLS, timeout_s=0.1).run([call])
+    (result,) = await ToolBox(TOOLS, timeout_s=0.5).run([call])
     assert result.failed
     assert error in json.loads(result.content)["error"]
 
@@ -118,11 +118,11 @@ async def test_f5_a_sync_tool_that_never_returns_is_bounded_and_takes_no_slot():
         """Never return."""
         release.wait()
 
-    box = ToolBox([block, look_up], timeout_s=0.05)
+    box = ToolBox([block, look_up], timeout_s=0.5)
     started = time.monotonic()
     results = await box.run([ToolCall("block", {})] * 40)
     assert all(result.failed for result in results)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10, "40 calls of 0.5 s each, side by side"
     (result,) = await box.run([ToolCall("look_up", {"key": "x"})])
     assert not result.failed
     release.set()
@@ -178,7 +178,7 @@ def undescribed(a: int) -> int:
         ([no_hints], "'no_hints' cannot be described.*type hint"),
         ([no_docstring], "'no_docstring' cannot be described.*docstring"),
         ([undescribed], "'undescribed' cannot be described"),
-        (["multiply"], "'multiply' is no function"),
+        (["multiply"], "'multiply' cannot be made into a tool"),
         ([look_up, look_up], "two tools are named 'look_up'"),
     ],
 )

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import VersionSpan
 from rollout_worker.inference.errors import BadSample, Rejected, ServerFailed, UnknownWeights, error_of
 from rollout_worker.inference.wire import (
     Choice,
     Logprob,
     Logprobs,
     Sampled,
+    SampledSpan,
     WeightVersion,
     join,
     sampled_of,
@@ -28,8 +28,9 @@ def choice(tokens=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), versions=(("4", 0, 3),
 
 
 def test_a_choice_is_read_as_it_came():
-    sampled = sampled_of(choice(versions=[("4", 0, 1), ("5", 1, 3)]))
-    assert sampled == Sampled([5, 6, 7], [-0.1, -0.2, -0.3], [VersionSpan(4, 0, 1, 0), VersionSpan(5, 1, 3, 0)], "stop")
+    sampled = sampled_of(choice(versions=[("4", 0, 1), ("5", 1, 3)]), "a")
+    spans = [SampledSpan(4, 0, 1, "a"), SampledSpan(5, 1, 3, "a")]
+    assert sampled == Sampled([5, 6, 7], [-0.1, -0.2, -0.3], spans, "stop")
 
 
 @pytest.mark.parametrize(
@@ -53,41 +54,48 @@ def test_a_choice_is_read_as_it_came():
 )
 def test_f17_what_is_missing_or_wrong_is_never_filled_in(changes, reason):
     with pytest.raises(BadSample) as caught:
-        sampled_of(choice(**changes))
+        sampled_of(choice(**changes), "a")
     assert caught.value.reason == reason
 
 
 def test_a_sure_token_may_be_a_rounding_above_zero():
-    assert sampled_of(choice(logprobs=(1e-6, -0.2, -0.3))).logprobs[0] == 0.0
+    assert sampled_of(choice(logprobs=(1e-6, -0.2, -0.3)), "a").logprobs[0] == 0.0
 
 
 @pytest.mark.parametrize("label", ["default", "", "-1", "step-4", "4.0"])
 def test_f16_a_label_that_is_no_version_is_told_apart(label):
     with pytest.raises(UnknownWeights, match=repr(label)):
-        sampled_of(choice(versions=[(label, 0, 3)]))
+        sampled_of(choice(versions=[(label, 0, 3)]), "a")
 
 
 def test_an_abort_before_the_first_token_is_empty():
-    assert sampled_of(choice((), (), [], "abort")) == Sampled()
+    assert sampled_of(choice((), (), [], "abort"), "a") == Sampled()
 
 
-@given(st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=4))
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(1, 3), max_size=5)), min_size=1, max_size=4))
 def test_parts_of_a_turn_join_without_gap_or_overlap(parts):
-    """Each inner list gives the versions of one part's tokens."""
+    """Each part has a server, and the versions of its tokens."""
     turn = Sampled()
-    for versions in parts:
-        spans = [VersionSpan(version, place, place + 1, 0) for place, version in enumerate(versions)]
+    for server, versions in parts:
+        spans = [SampledSpan(version, place, place + 1, server) for place, version in enumerate(versions)]
         turn.extend(Sampled(list(versions), [-0.1] * len(versions), spans, "abort"))
-    flat = [version for versions in parts for version in versions]
-    assert turn.token_ids == flat
-    assert [span.version for span in turn.spans for _ in range(span.start, span.end)] == flat
+    flat = [(version, server) for server, versions in parts for version in versions]
+    assert turn.token_ids == [version for version, _ in flat]
+    assert [(span.version, span.server) for span in turn.spans for _ in range(span.start, span.end)] == flat
     assert all(a.end == b.start for a, b in zip(turn.spans, turn.spans[1:], strict=False))
+
+
+def test_i5_parts_of_one_version_from_two_servers_stay_apart():
+    turn = sampled_of(choice(finish_reason="abort"), "a")
+    turn.extend(sampled_of(choice(), "b"))
+    turn.extend(sampled_of(choice(), "b"))
+    assert turn.spans == [SampledSpan(4, 0, 3, "a"), SampledSpan(4, 3, 9, "b")]
 
 
 def test_streamed_parts_join_to_the_whole():
     first = choice((5,), (-0.1,), None, None)
     last = choice((6, 7), (-0.2, -0.3))
-    assert sampled_of(join(first, last)) == sampled_of(choice())
+    assert sampled_of(join(first, last), "a") == sampled_of(choice(), "a")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Whole workers against fake servers and the stand-in queue."""
 
 import asyncio
+import json
 import logging
-from collections import deque
 
 import pytest
 
@@ -10,12 +10,17 @@ from protocol.client import Refused, Unreachable
 from protocol.messages import Problem, Server, ServerState, TicketReply
 from rollout_worker.task import Task
 from rollout_worker.worker import work
+from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
-from tests.kit.worker import TOKENIZER, accuracy, config, fake, roll, row, task, until
+from tests.kit.worker import TOKENIZER, accuracy, fake, roll, row, task, until
+
+
+def repr_of(value):
+    return type(value).__name__
 
 
 def idle(worker):
@@ -64,8 +69,90 @@ async def test_a_rollout_holds_what_the_server_sampled():
 
 
 async def test_messages_are_stored_where_asked_for():
-    run = await roll(task(), fake(), settings=config(worker={"keep_messages": True}))
-    assert [message["role"] for message in run.rollouts[0].messages] == ["assistant", "tool", "assistant"]
+    run = await roll(task(), fake(), config=config(WORKER, worker={"keep_messages": True}))
+    messages = json.loads(run.rollouts[0].messages.decode("utf-8"))
+    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
+    assert messages[-1]["content"] == "408"
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("odd", "kept"), [({1, 2}, b"{1, 2}"), ("\ud800", b"\\ud800"), (Unspeakable(), None), ({(): 1}, None)], ids=repr_of
+)
+async def test_i9_whatever_a_reward_puts_into_the_messages_the_group_arrives(odd, kept):
+    def meddling(completions, **columns):
+        for messages in completions:
+            messages.append({"role": "note", "content": odd})
+        return [1.0] * len(completions)
+
+    run = await roll(task(rewards=[meddling]), fake(), config=config(WORKER, worker={"keep_messages": True}))
+    for rollout in run.rollouts:
+        assert (rollout.messages is None) if kept is None else (kept in rollout.messages)
+    assert len(run.rollouts) == 2
+
+
+async def test_a_ticket_of_another_kind_is_given_back_for_good():
+    (ticket,) = tickets_for(1)
+    ticket.kind = "eval"
+    server = fake()
+    run = await roll(task(), server, queue=StandInQueue([ticket]))
+    failure = run.queue.failures["t0"]
+    assert (failure.reason, failure.retryable) == ("ticket_kind", False)
+    assert "kind 'eval'" in failure.detail
+    assert server.requests == []
+    assert idle(run.worker)
+
+
+async def test_i5_spans_name_the_server_that_sampled_them():
+    """The group begins on vllm-0, which fails from its second request on."""
+    lost, other = fake(), fake(version=8)
+
+    def leave(text, index):
+        if "tool_response" not in text:
+            lost.faults.append(Fault("status", status=503, times=None))
+        return multiplying(text, index)
+
+    lost.engine.policy = scripted(TOKENIZER, leave)
+    run = await roll(task(), lost, other)
+    (group,) = run.queue.groups
+    assert group.server_names == ["vllm-0", "vllm-1"]
+    for rollout in group.rollouts:
+        (segment,) = rollout.segments
+        assert [(span.version, group.server_names[span.server]) for span in segment.version_spans] == [
+            (7, "vllm-0"),
+            (8, "vllm-1"),
+        ]
+
+
+async def test_i5_a_server_whose_tokens_are_not_kept_is_not_named():
+    """Four episodes over two servers; those of the first one get no reward."""
+    servers = [fake(scripted(TOKENIZER, lambda text, index, name=name: name)) for name in ("first", "second")]
+
+    def silent_on_the_first(completions, **columns):
+        return [None if turns[-1]["content"] == "first" else 1.0 for turns in completions]
+
+    run_config = config(WORKER, rollout={"group_size": 4}, vllm={"max_num_seqs": 1})
+    run = await roll(task(rewards=[silent_on_the_first]), *servers, config=run_config)
+    (group,) = run.queue.groups
+    assert [len(server.requests) for server in servers] == [2, 2]
+    assert group.server_names == ["vllm-1"]
+    assert {span.server for rollout in group.rollouts for span in rollout.segments[0].version_spans} == {0}
+
+
+async def test_i5_a_group_on_two_servers_names_both():
+    """Four episodes over two servers, each with its own version."""
+    run_config = config(WORKER, rollout={"group_size": 4}, vllm={"max_num_seqs": 1})
+    run = await roll(task(), fake(version=7), fake(version=8), config=run_config)
+    (group,) = run.queue.groups
+    assert group.server_names == ["vllm-0", "vllm-1"]
+    sampled = [
+        {(span.version, span.server) for span in rollout.segments[0].version_spans} for rollout in group.rollouts
+    ]
+    assert sorted(map(sorted, sampled)) == [[(7, 0)], [(7, 0)], [(8, 1)], [(8, 1)]]
 
 
 async def test_text_prompts_give_text_completions():
@@ -81,7 +168,7 @@ async def test_text_prompts_give_text_completions():
 
 
 async def test_the_report_counts_what_was_done():
-    queue = StandInQueue([], deque(tickets_for(4, 2)))
+    queue = StandInQueue(tickets_for(4, 2))
     run = await roll(task(), fake(), queue=queue)
     report = run.worker.report()
     assert (report.episodes_done, report.tool_calls, report.episodes_failed) == (8, 8, 0)
@@ -94,7 +181,7 @@ async def test_the_report_counts_what_was_done():
 
 
 async def test_no_more_tickets_are_asked_for_than_there_is_room():
-    queue = StandInQueue([], deque(tickets_for(20, 2)))
+    queue = StandInQueue(tickets_for(20, 2))
     original = queue.tickets
 
     async def tickets(request):
@@ -103,7 +190,7 @@ async def test_no_more_tickets_are_asked_for_than_there_is_room():
         return reply
 
     queue.tickets = tickets
-    run = await roll(task(), fake(), queue=queue, settings=config(worker={"episodes": 7}))
+    run = await roll(task(), fake(), queue=queue, config=config(WORKER, worker={"episodes": 7}))
     assert len(queue.groups) == 20
     assert queue.requests[0].max_tickets == 3
     assert idle(run.worker)
@@ -127,13 +214,13 @@ async def test_f22_a_slow_tool_of_one_episode_does_not_hold_up_another():
         return a * b
 
     slow_once.__name__ = "multiply"
-    run = await roll(task(tools=[slow_once]), server, settings=config(rollout={"group_size": 4}))
+    run = await roll(task(tools=[slow_once]), server, config=config(WORKER, rollout={"group_size": 4}))
     assert [rollout.tool_failures for rollout in run.rollouts] == [0] * 4
     assert [rollout.reward for rollout in run.rollouts] == [1.0] * 4
 
 
 async def test_f22_a_slow_reward_of_one_group_does_not_hold_up_another():
-    queue = StandInQueue([], deque(tickets_for(3, 2)))
+    queue = StandInQueue(tickets_for(3, 2))
 
     async def slow_once(completions, answer, **columns):
         if not slow_once.called:
@@ -153,7 +240,7 @@ async def test_f25_long_episodes_come_through_as_often_as_short_ones():
         return "hm " * 40 if "by 99." in text and "tool_response" in text else multiplying(text, index)
 
     server = fake(scripted(TOKENIZER, wordy))
-    run = await roll(task(dataset=rows), server, tickets=16, settings=config(rollout={"max_turn_tokens": 200}))
+    run = await roll(task(dataset=rows), server, tickets=16, config=config(WORKER, rollout={"max_turn_tokens": 200}))
     sizes = [group.sampled_tokens for group in run.queue.groups]
     assert len(sizes) == 16
     assert sum(size > 1.5 * min(sizes) for size in sizes) == 4
@@ -162,13 +249,14 @@ async def test_f25_long_episodes_come_through_as_often_as_short_ones():
 async def test_f6_a_stuck_episode_is_bounded_and_only_shrinks_its_group():
     """Two of four requests are never answered."""
     server = fake(faults=[Fault("hang"), Fault("hang")])
-    queue = StandInQueue([], deque(tickets_for(1, 4)))
-    settings = config(
+    queue = StandInQueue(tickets_for(1, 4))
+    run_config = config(
+        WORKER,
         rollout={"group_size": 4},
-        worker={"episode_timeout_s": 0.5, "request_timeout_s": 30.0},
+        worker={"episode_timeout_s": 2.0, "request_timeout_s": 30.0},
         vllm={"max_num_seqs": 1},
     )
-    run = await roll(task(), server, queue=queue, settings=settings)
+    run = await roll(task(), server, queue=queue, config=run_config)
     (group,) = queue.groups
     assert len(group.rollouts) == 2
     assert run.worker.counters.failures["timeout"] == 2
@@ -177,8 +265,8 @@ async def test_f6_a_stuck_episode_is_bounded_and_only_shrinks_its_group():
 
 async def test_a_group_of_which_too_few_are_left_gives_its_ticket_back():
     server = fake(faults=[Fault("no_logprobs", times=3)])
-    settings = config(rollout={"group_size": 4}, vllm={"max_num_seqs": 1})
-    run = await roll(task(), server, settings=settings)
+    run_config = config(WORKER, rollout={"group_size": 4}, vllm={"max_num_seqs": 1})
+    run = await roll(task(), server, config=run_config)
     failure = run.queue.failures["t0"]
     assert (failure.reason, failure.retryable) == ("missing_logprobs", True)
     assert "3 of 4 episodes failed: no log-probs for" in failure.detail
@@ -224,7 +312,7 @@ async def test_f15_no_failure_ends_the_worker_or_keeps_a_permit(changes, fault, 
     server = fake(faults=[fault] if fault else [])
     run = await roll(task(**changes), server, tickets=2)
     assert {(f.reason, f.retryable) for f in run.queue.failures.values()} == {(reason, retryable)}
-    assert run.worker.counters.failures[f"ticket:{reason}"] == len(run.queue.failures) >= 1
+    assert run.worker.counters.failures[f"failed:{reason}"] == len(run.queue.failures) >= 1
     assert len(run.queue.failures) + len(run.queue.groups) == 2
     assert idle(run.worker)
 
@@ -256,7 +344,7 @@ async def test_f16_i5_a_restarted_server_is_reported_stale_and_gets_nothing_more
 
 async def test_i5_no_ticket_is_taken_while_no_server_serves(monkeypatch):
     monkeypatch.setattr("rollout_worker.ticket_loop._IDLE_HEARTBEAT_S", 0.005)
-    queue = StandInQueue([Server("vllm-0", "http://127.0.0.1:1", ServerState.SYNCING)], deque(tickets_for(1, 2)))
+    queue = StandInQueue(tickets_for(1, 2), [Server("vllm-0", "http://127.0.0.1:1", ServerState.SYNCING)])
     server = fake()
     original = queue.heartbeat
 
@@ -274,7 +362,7 @@ async def test_i5_no_ticket_is_taken_while_no_server_serves(monkeypatch):
 
 
 async def test_an_answer_without_tickets_says_nothing_of_servers():
-    queue = StandInQueue([], deque(tickets_for(1, 2)))
+    queue = StandInQueue(tickets_for(1, 2))
     original = queue.tickets
     empty = iter([True, True])
 
@@ -287,7 +375,7 @@ async def test_an_answer_without_tickets_says_nothing_of_servers():
 
 
 async def test_a_group_refused_for_a_lost_ticket_is_counted():
-    queue = StandInQueue([], deque(tickets_for(2, 2)), keep_open=True)
+    queue = StandInQueue(tickets_for(2, 2), keep_open=True)
     queue.submit_error = Refused(410, Problem("ticket_ended", "ticket was superseded"))
     run = await roll(task(), fake(), queue=queue, stop_when=lambda worker: worker.counters.failures["lost"] == 2)
     assert queue.failures == {}
@@ -295,14 +383,14 @@ async def test_a_group_refused_for_a_lost_ticket_is_counted():
 
 
 async def test_a_group_refused_at_the_door_is_counted_by_reason_and_told_once(caplog):
-    queue = StandInQueue([], deque(tickets_for(3, 2)), keep_open=True)
+    queue = StandInQueue(tickets_for(3, 2), keep_open=True)
     queue.submit_error = Refused(422, Problem("logprobs_nan", "log-probs are not finite"))
     with caplog.at_level(logging.WARNING, "rollout_worker"):
         run = await roll(
             task(),
             fake(),
             queue=queue,
-            stop_when=lambda worker: worker.counters.failures["ticket:refused:logprobs_nan"] == 3,
+            stop_when=lambda worker: worker.counters.failures["refused:logprobs_nan"] == 3,
         )
     assert sum("log-probs are not finite" in record.message for record in caplog.records) == 1
     assert idle(run.worker)
@@ -310,7 +398,7 @@ async def test_a_group_refused_at_the_door_is_counted_by_reason_and_told_once(ca
 
 async def test_a_stopped_worker_gives_its_tickets_back():
     server = fake(faults=[Fault("hang", times=None)])
-    queue = StandInQueue([], deque(tickets_for(3, 2)), keep_open=True)
+    queue = StandInQueue(tickets_for(3, 2), keep_open=True)
     run = await roll(task(), server, queue=queue, stop_when=lambda worker: len(server.calls) == 3)
     assert {ticket: failure.reason for ticket, failure in queue.failures.items()} == dict.fromkeys(
         ["t0", "t1", "t2"], "worker_stopped"
@@ -322,7 +410,7 @@ async def test_a_stopped_worker_gives_its_tickets_back():
 async def test_a_lost_tickets_episodes_are_cancelled(monkeypatch):
     monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 0.02)
     server = fake(faults=[Fault("hang")])
-    queue = StandInQueue([], deque(tickets_for(2, 2)), keep_open=True)
+    queue = StandInQueue(tickets_for(2, 2), keep_open=True)
     original = queue.heartbeat
 
     async def heartbeat(report):
@@ -338,7 +426,7 @@ async def test_a_lost_tickets_episodes_are_cancelled(monkeypatch):
 
 
 async def test_an_unreachable_queue_ends_the_worker_with_the_queues_message():
-    queue = StandInQueue([], deque(tickets_for(1, 2)))
+    queue = StandInQueue(tickets_for(1, 2))
 
     async def tickets(request):
         raise Unreachable("the queue at http://q did not answer for 300 s")
@@ -354,18 +442,18 @@ async def test_rows_are_not_run_through_while_nothing_succeeds():
     async def sleep(seconds):
         slept.append(seconds)
 
-    settings = config(worker={"episodes": 2})
-    run = await roll(task(rewards=[raising]), fake(), tickets=8, settings=settings, sleep=sleep)
+    run_config = config(WORKER, worker={"episodes": 2})
+    run = await roll(task(rewards=[raising]), fake(), tickets=8, config=run_config, sleep=sleep)
     assert len(run.queue.failures) == 8
     assert slept[:5] == [0.25, 0.5, 1.0, 2.0, 4.0]
 
 
 async def test_work_reads_model_and_task_and_ends_with_the_run(tmp_path):
-    settings = config(model={"path": str(save_model_folder(tmp_path))})
-    queue = StandInQueue([], deque(tickets_for(3, 2)))
+    run_config = config(WORKER, model={"path": str(save_model_folder(tmp_path))})
+    queue = StandInQueue(tickets_for(3, 2))
     async with serving(fake()) as url:
         queue.servers = serving_at(url, version=7)
-        counters = await work(settings, task(), queue, "w1", asyncio.Event())
+        counters = await work(run_config, task(), queue, "w1", asyncio.Event())
     assert counters.episodes_done == 6
     assert len(queue.groups) == 3
 

@@ -1,0 +1,1 @@
+"""How tool calls are written in a turn's text: one file for each notation."""

@@ -7,52 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Any
+
+from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"{_OPEN}(.*?)({_CLOSE}|(?={_OPEN})|\Z)", re.DOTALL)
 _END_OF_THOUGHT = "</think>"
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """A block that is no call; the policy is told the reason."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedTurn:
-    """`content` is the text besides the calls that could be read; `calls` is empty where none was attempted."""
-
-    content: str
-    calls: list[ToolCall | MalformedCall]
-
-    def message(self) -> dict[str, Any]:
-        """The turn as an assistant's message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        functions = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.calls
-            if isinstance(call, ToolCall)
-        ]
-        if functions:
-            message["tool_calls"] = functions
-        return message
-
-
 def parse(text: str) -> ParsedTurn:
-    """The calls in a turn's text, in order. What the policy only thought of is not a call."""
+    """A turn's text and the calls in it. What the policy only thought of is not a call."""
     thought, end, spoken = text.rpartition(_END_OF_THOUGHT)
     if _OPEN not in spoken and _CLOSE not in spoken:
-        return ParsedTurn(text, [])
+        return ParsedTurn(text, text, [])
     calls: list[ToolCall | MalformedCall] = []
 
     def take(block: re.Match[str]) -> str:
@@ -63,7 +30,7 @@ def parse(text: str) -> ParsedTurn:
     rest = _BLOCK.sub(take, spoken)
     if _CLOSE in _BLOCK.sub("", spoken):
         calls.append(MalformedCall(f"{_CLOSE} without {_OPEN} before it"))
-    return ParsedTurn((thought + end + rest).strip(), calls)
+    return ParsedTurn(text, (thought + end + rest).strip(), calls)
 
 
 def _read(body: str) -> ToolCall | MalformedCall:

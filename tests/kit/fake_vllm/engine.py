@@ -17,7 +17,7 @@ class EngineError(Exception):
 
 
 def logprob_of(token: int, position: int) -> float:
-    """The log-prob that the fake gives a token: never 0, and telling of its place."""
+    """The log-prob that the fake gives a token: never 0, and different at every place."""
     return -(1 + token % 7) / 8 - position / 1024
 
 

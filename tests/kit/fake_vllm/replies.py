@@ -15,7 +15,7 @@ def error(status: int, message: str, kind: str, param: str | None = None) -> dic
 
 
 def choice(sample: Sample, index: int, version: str, fault: Fault | None) -> dict[str, Any]:
-    """A finished choice of the plain answer, spoilt where the fault says so."""
+    """A finished choice of the plain answer, broken as the fault says."""
     kind = fault.kind if fault else None
     token_ids, logprobs, finish_reason = sample.token_ids, sample.logprobs, sample.finish_reason
     if fault and kind == "abort":

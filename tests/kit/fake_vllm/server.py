@@ -15,7 +15,7 @@ from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
 
-FAULT = web.RequestKey("fault", Fault | None)  # type: ignore[arg-type, var-annotated]
+FAULT = web.RequestKey("fault", Fault)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -70,8 +70,8 @@ class FakeVllm:
         if self._token and request.headers.get("Authorization") != f"Bearer {self._token}":
             return _refusal(401, "Unauthorized", "Unauthorized")
         fault = self.faults.take(request.path)
-        request[FAULT] = fault
         if fault is not None:
+            request[FAULT] = fault
             if fault.kind == "hang":
                 await asyncio.Event().wait()
             if fault.kind == "slow":
@@ -105,7 +105,7 @@ class FakeVllm:
         try:
             if body.get("stream"):
                 return await self._stream(request, body, tasks)
-            fault = request[FAULT]
+            fault = request.get(FAULT)
             samples = await asyncio.gather(*tasks)
             version = self.engine.weight_version
             choices = [replies.choice(sample, index, version, fault) for index, sample in samples]
@@ -138,7 +138,7 @@ class FakeVllm:
         """Each choice as it is finished."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        fault = request[FAULT]
+        fault = request.get(FAULT)
         interval = body["sampling_params"].get("stream_interval") or 1
         for sent, finished in enumerate(asyncio.as_completed(tasks)):
             index, sample = await finished
@@ -260,7 +260,7 @@ async def serving(fake: FakeVllm, host: str = "127.0.0.1", port: int = 0) -> Asy
 
 
 async def _embedded(request: web.Request, key: str) -> Any:
-    """The value of a body that FastAPI would take with `Body(embed=True)`: the key is a must."""
+    """The value of a body that FastAPI would take with `Body(embed=True)`: the key is required."""
     body = await request.json() if request.can_read_body else {}
     if key not in body:
         raise web.HTTPBadRequest(reason=f"body.{key}: Field required")

@@ -57,8 +57,7 @@ _CORPUS = [
 ] * 4
 
 
-@lru_cache(maxsize=1)
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 384 entries: any text has ids, and `decode` gives it back exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -76,9 +75,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+
+
+@lru_cache(maxsize=1)
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """The one that tests share; they do not change it."""
+    return build_tokenizer()
 
 
 def save_model_folder(folder: Path) -> Path:

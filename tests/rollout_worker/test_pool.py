@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import Server, ServerState
-from rollout_worker.inference.router import Affinity, Router
+from rollout_worker.inference.pool import Affinity, Router
 
 
 def server(name, state=ServerState.SERVING, version=1, changed_at=1.0):
@@ -29,7 +29,7 @@ ACTIONS = st.one_of(
 
 
 @given(st.lists(ACTIONS, max_size=60))
-def test_i5_only_serving_servers_are_given_sessions_and_loads_add_up(actions):
+def test_i5_only_serving_servers_are_given_episodes_and_loads_add_up(actions):
     router, groups, trusted = Router(), [], set()
     for time, (action, value) in enumerate(actions, start=1):
         placed = None
@@ -54,7 +54,7 @@ def test_i5_only_serving_servers_are_given_sessions_and_loads_add_up(actions):
 
 
 @given(st.integers(1, 40), st.integers(1, 5))
-def test_f20_new_sessions_spread_evenly(affinities, servers):
+def test_f20_new_episodes_spread_evenly(affinities, servers):
     names = [f"s{number}" for number in range(servers)]
     router = router_of(*names)
     for _ in range(affinities):
@@ -63,19 +63,19 @@ def test_f20_new_sessions_spread_evenly(affinities, servers):
     assert max(loads) - min(loads) <= 1
 
 
-def test_f20_one_long_session_leaves_others_to_the_other_server():
+def test_f20_one_long_group_leaves_others_to_the_other_server():
     router = router_of("a", "b")
     router.place([Affinity() for _ in range(8)])
     assert [router.place([Affinity()]).name for _ in range(8)] == ["b"] * 8
 
 
-def test_a_session_stays_with_its_server():
+def test_an_episode_stays_with_its_server():
     router = router_of("a", "b")
     first, second = Affinity(), Affinity()
     router.place([first])
     router.place([second])
     assert [router.place([first]).name, router.place([second]).name] == ["a", "b"]
-    assert (first.visited, second.visited) == (["a"], ["b"])
+    assert (first.server, second.server) == ("a", "b")
 
 
 def test_a_group_begins_on_one_server():
@@ -85,17 +85,17 @@ def test_a_group_begins_on_one_server():
     assert {affinity.server for affinity in group} == {"a"}
 
 
-def test_f21_sessions_move_when_their_server_leaves():
+def test_f21_episodes_move_when_their_server_leaves():
     router = router_of("a", "b")
     affinity = Affinity()
     assert router.place([affinity]).name == "a"
     router.update([server("a", ServerState.DOWN), server("b")])
     assert router.place([affinity]).name == "b"
     assert router.load_of("a") == 0
-    assert affinity.visited == ["a", "b"]
+    assert affinity.server == "b"
 
 
-def test_f21_an_idle_server_takes_sessions_over():
+def test_f21_an_idle_server_takes_episodes_over():
     router = router_of("a")
     affinities = [Affinity() for _ in range(4)]
     for affinity in affinities:

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ConfigError
-from rollout_worker.chat.template import ChatFormat, load_tokenizer, stop_ids
+from rollout_worker.chat.base import PromptError
+from rollout_worker.chat.template import TemplateFormat, load_tokenizer, stop_ids
 from rollout_worker.task.tools import ToolBox
-from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder, tiny_tokenizer
+from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_model_folder
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
 SCHEMAS = ToolBox([multiply]).schemas
@@ -20,9 +21,7 @@ def tool(content):
 
 
 def with_template(template):
-    tokenizer = tiny_tokenizer.__wrapped__()
-    tokenizer.chat_template = template
-    return ChatFormat(tokenizer, [END_OF_TURN], SCHEMAS, "my-model")
+    return TemplateFormat(build_tokenizer(template), [END_OF_TURN], SCHEMAS, "my-model")
 
 
 async def test_a_prompt_is_the_templates_text_tokenised_once():
@@ -30,6 +29,12 @@ async def test_a_prompt_is_the_templates_text_tokenised_once():
     text = TOKENIZER.decode(ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>user\nMultiply 2 by 3.<|im_end|>\n<|im_start|>assistant\n")
     assert '"name": "multiply"' in text
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user"}], [{"role": "user", "content": 3}]])
+async def test_a_prompt_that_cannot_be_rendered_is_told_from_a_bug(prompt):
+    with pytest.raises(PromptError):
+        await chat_format(SCHEMAS).prompt_ids(prompt)
 
 
 async def test_a_text_prompt_is_taken_as_it_is():
@@ -45,7 +50,7 @@ def test_f18_turn_and_suffix_are_what_the_template_makes_of_the_whole(said, answ
         [USER, turn, tool(answered), tool("b")], tools=SCHEMAS, tokenize=False, add_generation_prompt=True
     )
     prompt = TOKENIZER.apply_chat_template([USER], tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
-    suffix = asyncio.run(chat_format(SCHEMAS).suffix_ids([tool(answered), tool("b")]))
+    suffix = asyncio.run(chat_format(SCHEMAS).suffix_ids([], [], [tool(answered), tool("b")]))
     assert prompt + said + "<|im_end|>" + TOKENIZER.decode(suffix, skip_special_tokens=False) == whole
 
 
@@ -53,8 +58,8 @@ def test_a_turns_text_keeps_all_but_the_token_that_ended_it():
     chat = chat_format()
     call = "<tool_call>{}</tool_call>"
     ids = TOKENIZER.encode(call + "<|im_end|>", add_special_tokens=False)
-    assert chat.text(ids) == call
-    assert chat.text(ids[:-1]) == call
+    assert chat.parse([], ids).text == call
+    assert chat.parse([], ids[:-1]).text == call
 
 
 @pytest.mark.parametrize(
@@ -63,9 +68,9 @@ def test_a_turns_text_keeps_all_but_the_token_that_ended_it():
         (
             "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}<|im_end|>{% endif %}"
             "{% endfor %}{{ '>' if add_generation_prompt }}",
-            "renders a turn otherwise",
+            "renders a turn differently",
         ),
-        (CHAT_TEMPLATE.replace("+ message.content +", "+"), "leaves out tool messages|renders a turn otherwise"),
+        (CHAT_TEMPLATE.replace("+ message.content +", "+"), "leaves out tool messages|renders a turn differently"),
         (CHAT_TEMPLATE.replace('message.role == "tool"', 'message.role == "no"'), "leaves out tool messages"),
         (CHAT_TEMPLATE.replace("{{- '<|im_end|>\\n' }}", "{{- '\\n' }}"), "none of the stop tokens"),
         ("{{ raise_exception('no tools here') }}", "refuses a tool message"),
@@ -84,7 +89,7 @@ def test_a_template_that_cannot_be_appended_to_is_refused_by_name(template, why)
         with_template(template)
 
 
-def test_a_template_that_renders_the_last_turn_otherwise_is_fine():
+def test_a_template_that_renders_the_last_turn_differently_is_fine():
     """Qwen3 puts an empty thought into the last turn only; no turn is ever rendered here, so that does no harm."""
     template = CHAT_TEMPLATE.replace(
         "'<|im_start|>assistant\\n' + message.content",
@@ -125,7 +130,7 @@ def test_a_tokenizer_is_read_from_a_model_folder(tmp_path):
 def test_a_folder_without_tokenizer_or_eos_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match=r"no tokenizer.json.*save the tokenizer there"):
         load_tokenizer(str(tmp_path))
-    tokenizer = tiny_tokenizer.__wrapped__()
+    tokenizer = build_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="has an eos token; set one"):
         stop_ids(str(tmp_path), tokenizer)

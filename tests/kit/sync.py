@@ -1,27 +1,32 @@
-"""What the tests of weight sync share: a transport without a data plane, and snapshots that the fake vLLM can prove."""
+"""What the tests of weight sync share: a transport without a data plane, snapshots that the fake vLLM can prove, and
+a server to publish them to."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.kit.fake_vllm import FakeVllm
+from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from weight_sync.cancellation import together
 from weight_sync.pause import Pause
 from weight_sync.probe import Probe
 from weight_sync.server_control import ServerControl
+from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 
 PROBE_IDS = [3, 1, 4, 1, 5]
 
-Send = Callable[[Snapshot], Awaitable[None]]
+Send = Callable[[Snapshot], Coroutine[Any, Any, None]]
 
 
 def probe(shift: float = 0.0) -> Probe:
@@ -65,15 +70,12 @@ class FakeTransport:
         else:
             async with pause.held():
                 await server.start_update()
-                await together(server.update(snapshot.manifest.as_dict()), self._awaited(snapshot))
+                await together(server.update(snapshot.manifest.as_dict()), self._send(snapshot))
                 await server.finish_update(snapshot.label)
         self.sent.append(snapshot.version)
 
     async def close(self) -> None:
         self.closed = True
-
-    async def _awaited(self, snapshot: Snapshot) -> None:
-        await self._send(snapshot)
 
 
 class FakeTransports:
@@ -106,6 +108,24 @@ class Held:
 
     def release(self) -> None:
         self._released.set_result(None)
+
+
+@dataclass
+class Rig:
+    """A server, the control of it and what is to bring it up to date."""
+
+    fake: FakeVllm
+    transports: FakeTransports
+    control: ServerControl
+    server: ServerSync
+
+
+@asynccontextmanager
+async def against(fake: FakeVllm, timeout_s: float = 0.3, stages: bool = True) -> AsyncIterator[Rig]:
+    """`fake`, served and ready to be published to; each call to it may take `timeout_s`."""
+    transports = FakeTransports(stages)
+    async with serving(fake) as url, ServerControl(url, timeout_s) as control:
+        yield Rig(fake, transports, control, ServerSync(control, transports, tolerance=1e-3))
 
 
 def control_calls(fake: FakeVllm) -> list[str]:

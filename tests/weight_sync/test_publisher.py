@@ -309,6 +309,38 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
     assert publishing.in_flight is None
 
 
+def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
+    world.transports = FakeTransports(stages=False)
+    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        assert world.states() == [(ServerState.SERVING, 1), (ServerState.QUARANTINED, 1)]
+        assert [fake.engine.paused for fake in world.fakes] == [False, True]
+        publishing.publish(2, weights(), probe())
+        publishing.wait()
+    assert world.states() == [(ServerState.SERVING, 2)] * 2
+    assert not any(fake.engine.paused for fake in world.fakes)
+
+
+def test_i6_leaving_in_the_middle_of_a_load_in_place_takes_the_server_out_of_service(world: World) -> None:
+    world.transports = FakeTransports(stages=False)
+    with world.publisher(timeout_s=60) as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        held = world.hold_transfers()
+        publishing.publish(2, weights(), probe())
+        assert held.began.wait(5)
+        until(lambda: all(fake.engine.paused for fake in world.fakes))
+        assert world.states() == [(ServerState.SERVING, 1)] * 2
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert all(fake.engine.paused for fake in world.fakes)
+    assert world.states() == [(ServerState.QUARANTINED, 2)] * 2
+    reason = world.servers()["vllm-0"].reason
+    assert reason == f"{world.urls[0]}: left paused: the learner ended before it had loaded version 2"
+
+
 def test_leaving_in_the_middle_of_a_transfer_does_not_wait_for_it(world: World) -> None:
     sending, release = threading.Event(), threading.Event()
 

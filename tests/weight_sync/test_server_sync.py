@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
-from tests.kit.sync import FakeTransports, control_calls, nothing, snapshot
+from tests.kit.sync import Rig, against, control_calls, nothing, snapshot
 from weight_sync import cancellation
-from weight_sync import server_control as control_module
 from weight_sync.server_control import ControlError, ServerControl
 from weight_sync.server_sync import ProbeMismatch, ServerSync
 from weight_sync.snapshot import Snapshot
@@ -26,25 +23,7 @@ from weight_sync.transports.base import TransferError
 FIRST_SWAP = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update", "/resume"]
 
 
-@dataclass
-class Rig:
-    fake: FakeVllm
-    transports: FakeTransports
-    control: ServerControl
-    server: ServerSync
-
-
-@asynccontextmanager
-async def against(fake: FakeVllm, timeout_s: float = 0.3) -> AsyncIterator[Rig]:
-    transports = FakeTransports()
-    async with serving(fake) as url, ServerControl(url, timeout_s) as control:
-        yield Rig(fake, transports, control, ServerSync(control, transports, tolerance=1e-3))
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "RESUME_PAUSE_S", 0.01)
-    monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> None:

@@ -52,9 +52,9 @@ class PublishError(RuntimeError):
 
 @dataclass(frozen=True)
 class PublishRecord:
-    """One publication. Seconds: `snapshot_s`; `blocked_s`, the learner's wait, snapshot included; `transfer_s` and
-    `pause_s` of the slowest server (see `server_sync.Outcome`). `probe_max_abs_diff`: the largest of all servers.
-    `servers_failed`: the reason by server name."""
+    """One publication, in seconds: `snapshot_s` to copy the weights; `blocked_s`, the learner's wait, copy included;
+    `transfer_s` and `pause_s` of the slowest server (see `server_sync.Outcome`). `probe_max_abs_diff`: the largest of
+    all servers. `servers_failed`: the reason by server name."""
 
     version: int
     snapshot_s: float
@@ -248,7 +248,7 @@ class Publisher:
         return outcome
 
     async def _leave_quarantined(self, server: Server, version: int) -> None:
-        """Take a server that is left paused out of service (I6), as well as a publisher that ends can."""
+        """Take a server that is left paused out of service (I6), if the queue answers in time."""
         reason = f"{server.url}: left paused: the learner ended before it had loaded version {version}"
         try:
             async with asyncio.timeout(QUARANTINE_TIMEOUT_S):

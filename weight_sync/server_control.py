@@ -106,7 +106,7 @@ class ServerControl:
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def pause(self, clear_cache: bool) -> None:
-        """Freeze generation where it stands; a paused server stays so. `clear_cache` drops all keys and values."""
+        """Freeze generation where it stands; harmless if it is paused. `clear_cache` drops all keys and values."""
         await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
 
     async def resume(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,25 +13,31 @@ from weight_sync.transports.gloo.group import GlooGroup, InitInfo
 from weight_sync.transports.gloo.reception import Reception
 
 
-class Receiver(Protocol):
-    """Makes itself the hooks of `engine`. `loaded`: what reached the model at each publication, by name."""
+class Receiver:
+    """Becomes the hooks of `engine`. This one receives nothing: it stands for an end that runs only on a GPU.
 
-    loaded: list[dict[str, torch.Tensor]]
+    `loaded`: what reached the model of each worker at each publication, by name.
+    """
 
-    def __init__(self, engine: FakeEngine) -> None: ...
+    runs_here = False
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.loaded: list[dict[str, torch.Tensor]] = []
+        self._engine = engine
 
     def hang(self) -> None:
-        """From now on, receive nothing; the server goes on answering as far as it can."""
+        """Receive nothing from now on, while the server answers as far as it can without."""
 
 
-class GlooReceiver:
-    """What `GlooEngine` does in as many workers."""
+class GlooReceiver(Receiver):
+    """What `GlooEngine` does, in as many `workers`."""
+
+    runs_here = True
 
     def __init__(self, engine: FakeEngine, workers: int = 1) -> None:
-        self.loaded: list[dict[str, torch.Tensor]] = []
+        super().__init__(engine)
         self.groups: list[GlooGroup] = []
         self.receptions: list[Reception] = []
-        self._engine = engine
         self._workers = workers
         self._timeout_s = 0.0
         engine.hooks |= {

@@ -155,14 +155,26 @@ async def test_i6_after_an_error_half_way_the_server_stays_paused_until_a_public
         assert r.fake.engine.weight_version == "6"
 
 
-async def test_a_server_that_was_left_paused_stays_so_when_the_next_connection_fails_too() -> None:
+def fail_to_connect(r: Rig) -> None:
+    fault("status", "/init_weight_transfer_engine")(r)
+
+
+def fail_before_the_pause(r: Rig) -> None:
+    r.fake.engine.hooks["init_weight_transfer_engine"] = lambda _: setattr(r.transports.made[-1], "closed", True)
+
+
+@pytest.mark.parametrize("break_it", [fail_to_connect, fail_before_the_pause])
+async def test_a_server_that_was_left_paused_stays_so_when_the_next_attempt_fails_earlier(
+    break_it: Callable[[Rig], None],
+) -> None:
     async with in_place(FakeVllm()) as (r, _):
         cut(r)
         with pytest.raises(TransferError):
             await r.server.publish(snapshot(1))
-        fault("status", "/init_weight_transfer_engine")(r)
-        with pytest.raises(ControlError):
+        break_it(r)
+        with pytest.raises((ControlError, TransferError)):
             await r.server.publish(snapshot(1))
+        assert r.fake.calls.count("/pause") == 1
         assert r.fake.engine.paused
         assert r.server.left_paused
 

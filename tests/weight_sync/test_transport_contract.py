@@ -27,7 +27,10 @@ RECEIVERS: dict[str, type[Receiver]] = {
     "gloo": GlooReceiver,
 }
 
-pytestmark = pytest.mark.parametrize("name", TRANSPORTS)
+
+@pytest.fixture(params=TRANSPORTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Rig:
     section: WeightSyncSection
 
     async def connected(self) -> Transport:
+        if not self.receiver.runs_here:
+            pytest.skip(f"what receives by {self.section.transport} does not run here")
         transport = build(self.section)
         await transport.connect(self.control, 1)
         return transport
@@ -62,7 +67,7 @@ def snapshot(version: int) -> Snapshot:
     return Snapshot(version, weights, probe())
 
 
-def test_the_registry_holds_what_the_setting_may_be_and_each_is_tested(name: str) -> None:
+def test_the_registry_holds_what_the_setting_may_be_and_each_is_tested() -> None:
     names = set(get_args(WeightSyncSection.model_fields["transport"].annotation))
     assert set(TRANSPORTS) == set(RECEIVERS) == names
 
@@ -159,10 +164,15 @@ async def test_a_cancellation_does_not_wait_for_a_transfer_that_hangs(
         await transport.close()
 
 
-async def test_to_publish_without_a_connection_is_an_error_that_asks_nothing_of_the_server(name: str) -> None:
+async def test_to_publish_before_connecting_is_an_error_that_asks_nothing_of_the_server(name: str) -> None:
     async with rig(name) as r:
         with pytest.raises(TransferError, match="not connected"):
             await r.publish(build(r.section), snapshot(1))
+        assert r.fake.calls == []
+
+
+async def test_to_publish_after_closing_is_an_error_that_asks_nothing_of_the_server(name: str) -> None:
+    async with rig(name) as r:
         closed = await r.connected()
         await closed.close()
         r.fake.calls.clear()
@@ -171,12 +181,11 @@ async def test_to_publish_without_a_connection_is_an_error_that_asks_nothing_of_
         assert r.fake.calls == []
 
 
-async def test_closing_never_raises(name: str) -> None:
+async def test_closing_twice_never_raises(name: str) -> None:
     async with rig(name) as r:
-        await build(r.section).close()
-        transport = await r.connected()
-        await transport.close()
-        await transport.close()
+        for transport in (build(r.section), await r.connected()):
+            await transport.close()
+            await transport.close()
 
 
 async def test_what_a_learner_that_died_left_open_is_ended_by_the_next_connection(name: str) -> None:

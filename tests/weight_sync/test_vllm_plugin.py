@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -51,9 +52,20 @@ def test_the_plugin_loads_neither_torch_nor_the_learners_end() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_entry_point_of_the_package_is_the_plugin() -> None:
-    import tomllib
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_learners_end_loads_no_vllm(name: str) -> None:
+    code = (
+        "import sys\n"
+        "from protocol.config import WeightSyncSection\n"
+        "from weight_sync.transports import build\n"
+        f"build(WeightSyncSection(transport={name!r}))\n"
+        "sys.exit('vllm is loaded' if 'vllm' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
+
+def test_the_entry_point_of_the_package_is_the_plugin() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     value = project["entry-points"]["vllm.general_plugins"]["slipstream_weight_sync"]
     assert EntryPoint("slipstream_weight_sync", value, "vllm.general_plugins").load() is register

@@ -48,8 +48,9 @@ class GlooGroup:
         options._timeout = self._timeout
         options._threads = 2
         self.rank = rank
+        self.size = info.world_size
         self._bucket_bytes = info.bucket_bytes
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, info.world_size, options)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, self.size, options)
 
     @classmethod
     def join(cls, info: InitInfo, rank: int) -> GlooGroup:

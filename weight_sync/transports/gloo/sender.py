@@ -31,12 +31,10 @@ class GlooTransport:
         self._section = section
         self._store: Any = None
         self._group: GlooGroup | None = None
-        self._workers = 0
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
-        self._workers = workers
-        info = await on_thread(self._listen)
+        info = await on_thread(self._listen, workers)
         await together(server.init_transfer(asdict(info)), on_thread(self._meet, info))
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
@@ -54,12 +52,12 @@ class GlooTransport:
     async def close(self) -> None:
         await on_thread(self._let_go)
 
-    def _listen(self) -> InitInfo:
+    def _listen(self, workers: int) -> InitInfo:
         host, timeout_s = self._section.host, self._section.timeout_s
         try:
             # The rendezvous listens on a socket of ours, so that no other process can take the port in between.
             listener = socket.create_server((host, 0))
-            info = InitInfo(host, listener.getsockname()[1], self._workers + 1, self._section.bucket_bytes, timeout_s)
+            info = InitInfo(host, listener.getsockname()[1], workers + 1, self._section.bucket_bytes, timeout_s)
             self._store = dist.TCPStore(
                 host,
                 info.master_port,
@@ -87,7 +85,7 @@ class GlooTransport:
         try:
             group.broadcast_in_buckets(snapshot.flat)
             group.broadcast(torch.frombuffer(bytearray(snapshot.digest), dtype=torch.uint8))
-            statuses = [group.receive_status(rank) for rank in range(1, self._workers + 1)]
+            statuses = [group.receive_status(rank) for rank in range(1, group.size)]
         except RuntimeError as error:
             raise TransferError(f"the transfer broke off: {error}") from error
         bad = [rank - 1 for rank, status in enumerate(statuses, 1) if status != OK]

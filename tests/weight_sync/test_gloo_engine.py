@@ -144,7 +144,9 @@ async def test_f2_damaged_weights_are_refused_at_both_ends_and_never_reach_the_m
     assert rig.loaded == []
 
 
-async def test_f4_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_the_next_session_works(rig: Rig) -> None:
+async def test_f4_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_the_next_connection_works(
+    rig: Rig,
+) -> None:
     await rig.connect(timeout_s=1)
     rig.receive(snapshot(1))
     began = time.monotonic()

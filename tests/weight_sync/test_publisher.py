@@ -70,8 +70,8 @@ class World:
             vllm={"servers": self.urls or ["http://unused"], "start_timeout_s": start_timeout_s},
         )
 
-    def publisher(self, **settings: float) -> Publisher:
-        return Publisher(self.config(**settings), self.queue_url, self.transports)
+    def publisher(self, **timeouts: float) -> Publisher:
+        return Publisher(self.config(**timeouts), self.queue_url, self.transports)
 
     def servers(self) -> dict[str, Server]:
         assert self.queue is not None

@@ -1,1 +1,2 @@
-"""New weights into running vLLM servers: transfer beside generation, a pause for the swap alone, and a proof."""
+"""New weights into running vLLM servers: a snapshot of the learner's, its way to each server, and the proof that the
+server computes with them."""

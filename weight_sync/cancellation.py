@@ -1,4 +1,4 @@
-"""Awaiting what cancellation must not cut short, and what must not hold up the end of the process."""
+"""Awaiting what cancellation must not cut short, what must not hold up the end of the process, and several at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# What a thread that is at work gets to end by itself when its caller is cancelled.
+# How long a cancelled caller waits for its thread to end.
 GRACE_S = 2.0
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, though this task be cancelled meanwhile; a cancellation is raised after it has ended."""
+    """Result of `work`, which runs to its end even if this task is cancelled; the cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -28,11 +28,21 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
+async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Results of all `work`, awaited at once. The first error cancels the rest, and is raised bare, not as a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in tasks]
+
+
 async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
     """`work(*arguments)` on a daemon thread of its own.
 
-    A transfer that hangs thus takes no place in the loop's pool of threads from other servers' transfers, and the
-    end of the process does not wait for it, as it would with `asyncio.to_thread`.
+    With `asyncio.to_thread`, a transfer that hangs would take a place in the loop's thread pool from the transfers to
+    other servers, and the process could not end before it.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -51,7 +61,7 @@ async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
             result = work(*arguments)
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(deliver, result, failure)
 
     threading.Thread(target=run, name=f"weight-sync {getattr(work, '__name__', 'work')}", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Where each tensor lies in the one flat buffer that travels: learner and server compute the same layout."""
+"""Where each tensor lies in the one flat buffer that travels. Learner and server compute the same layout from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Manifest:
-    """Names (Hugging Face's), dtypes ("float32") and shapes of the tensors, in their order in the buffer."""
+    """Names (as in a Hugging Face checkpoint), torch's dtypes by name ("float32") and shapes of n tensors, in their
+    order in the buffer. Each starts at a multiple of `ALIGNMENT` bytes."""
 
     names: list[str]
     dtypes: list[str]
@@ -22,7 +23,7 @@ class Manifest:
 
     @classmethod
     def of(cls, weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Manifest:
-        """The manifest of `weights`, as `dtype` where given."""
+        """The manifest of `weights` (tensors by name), all as `dtype` if given."""
         return cls(
             list(weights),
             [str(dtype or tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
@@ -30,20 +31,22 @@ class Manifest:
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON; `Manifest(**...)` reads it back."""
         return asdict(self)
 
     def total_bytes(self) -> int:
+        """Bytes of the whole buffer. Raises ValueError for an unknown dtype."""
         return max((end for _, _, end in self._places()), default=0)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each tensor as a view of `flat`, a uint8 tensor of `total_bytes()`."""
+        """Each tensor by name, as a view of `flat`: uint8 [total_bytes()], contiguous."""
         return {
             self.names[i]: flat[start:end].view(_dtype(self.dtypes[i])).view(self.shapes[i])
             for i, start, end in self._places()
         }
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Index, first and past-the-end byte of each tensor."""
+        """Index, first byte and byte past the end of each tensor."""
         start = 0
         for i, (dtype, shape) in enumerate(zip(self.dtypes, self.shapes, strict=True)):
             end = start + _dtype(dtype).itemsize * math.prod(shape)
@@ -54,5 +57,5 @@ class Manifest:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype of torch")
+        raise ValueError(f"{name} is not a dtype of torch")
     return dtype

@@ -1,9 +1,8 @@
 """The learner's face of weight sync: hand over a version, go on training, look at the records.
 
-A publication runs on a thread of its own, to all servers of the registry at once. A server that fails is
-quarantined and the others go on (I5); when none is left the same version is tried again, and then given up with
-`PublishError`. Between publications a server that (re)started is caught up. The registry at the queue learns each
-outcome.
+A version goes to all servers that the queue knows at once, on a thread of its own. A server that fails is quarantined
+and the others go on (I5). If all fail, the same version is tried again, and then given up with `PublishError`. Between
+publications, servers that (re)started are brought up to date. The queue learns the state of each server.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ import torch
 from protocol.client import QueueClient, QueueError, Refused
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
+from weight_sync.cancellation import to_its_end, together
 from weight_sync.probe import Probe
 from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import PUBLICATION_ERRORS, Outcome, ServerPublication
+from weight_sync.server_sync import PUBLISH_ERRORS, Outcome, ServerSync
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports.base import Link
-from weight_sync.transports.gloo.sender import GlooLink
+from weight_sync.transports import build
+from weight_sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ RETRY_PAUSE_S = 2.0
 WATCH_EVERY_S = 2.0
 # Enough to resume a server that is paused.
 CLOSE_TIMEOUT_S = 40.0
+# How long a publisher that is being closed tries to take a server out of service.
+QUARANTINE_TIMEOUT_S = 5.0
 
 UNPROVEN = (ServerState.JOINING, ServerState.STALE)
 
@@ -50,8 +52,9 @@ class PublishError(RuntimeError):
 
 @dataclass(frozen=True)
 class PublishRecord:
-    """One publication. Seconds: `blocked_s` the learner's wait, snapshot included; `transfer_s` and `pause_s` of
-    the slowest server; `probe_max_abs_diff` the largest of all servers."""
+    """One publication, in seconds: `snapshot_s` to copy the weights; `blocked_s`, the learner's wait, copy included;
+    `transfer_s` and `pause_s` of the slowest server (see `server_sync.Outcome`). `probe_max_abs_diff`: the largest of
+    all servers. `servers_failed`: the reason by server name."""
 
     version: int
     snapshot_s: float
@@ -64,16 +67,18 @@ class PublishRecord:
 
 
 class Publisher:
-    """Publishes versions, one at a time, in the order they are handed over. Use it as a context manager.
+    """Publishes versions one at a time, in the order in which they are handed over. Use it as a context manager.
 
-    `records` grows by one as each publication ends. `make_link(workers)` opens a link to the workers of a server; by
-    default it is of the run file's transport.
+    `records` grows by one as each publication ends. `make_transport` makes a transport for each connection to a
+    server; by default the one that `weight_sync.transport` names.
     """
 
-    def __init__(self, config: RunConfig, queue_url: str, make_link: Callable[[int], Link] | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, queue_url: str, make_transport: Callable[[], Transport] | None = None
+    ) -> None:
         self.records: list[PublishRecord] = []
         self._config = config
-        self._make_link = make_link or self._gloo_link
+        self._make_transport = make_transport or (lambda: build(config.weight_sync))
         self._queue_url = queue_url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
@@ -81,10 +86,10 @@ class Publisher:
         self._in_flight: int | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._latest: Snapshot | None = None
-        # Held while `_latest` is on its way to a server, and while it is replaced.
+        # Held while `_latest` is on its way to a server or is replaced.
         self._busy = asyncio.Lock()
         self._resources = AsyncExitStack()
-        self._publications: dict[str, ServerPublication] = {}
+        self._syncs: dict[str, ServerSync] = {}
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -105,15 +110,15 @@ class Publisher:
 
     @property
     def in_flight(self) -> int | None:
-        """The version that is on its way to the servers; may be read from any thread."""
+        """The version on its way to the servers, if any; may be read from any thread."""
         return self._in_flight
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
         """Take a snapshot of `weights` (names and tensors as in a checkpoint) and publish it in the background.
 
-        Returns the seconds that the caller was kept: for the publication before, if it has not ended, and for
-        the snapshot. Raises what the publication before ended with: `PublishError` if it reached no server,
-        `QueueError` if the queue failed it.
+        Returns the seconds that the caller was held up, by the end of the publication before and by the snapshot.
+        Raises what the publication before ended with: `PublishError` if it reached no server, `QueueError` if the
+        queue failed.
         """
         began = time.monotonic()
         self.wait()
@@ -132,7 +137,8 @@ class Publisher:
         return done - began
 
     def wait(self) -> None:
-        """Until nothing is in flight; raises `PublishError` if it reached no server, `QueueError`."""
+        """Wait until nothing is in flight. Raises `PublishError` if it reached no server, `QueueError` if the queue
+        failed."""
         if self._ending is not None:
             ending, self._ending = self._ending, None
             ending.result()
@@ -140,7 +146,7 @@ class Publisher:
     async def _publish(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> None:
         try:
             with self._owned():
-                self.records.append(await self._publish_to_fleet(snapshot, snapshot_s, blocked_s))
+                self.records.append(await self._publish_to_servers(snapshot, snapshot_s, blocked_s))
         finally:
             self._in_flight = None
             self._busy.release()
@@ -148,7 +154,7 @@ class Publisher:
     async def _watch(self) -> None:
         """Between publications, bring servers that (re)started up to the latest version (F16).
 
-        Without it a run whose only server was restarted would stand still: no server, no groups, no next version.
+        Otherwise a run whose only server restarted would stand still: no server, no groups, no next version.
         """
         with self._owned():
             while True:
@@ -157,13 +163,13 @@ class Publisher:
                     continue
                 try:
                     for server in await self._client.servers():
-                        if server.state in UNPROVEN and await (await self._publication(server)).control.is_up():
+                        if server.state in UNPROVEN and await (await self._sync_of(server)).control.is_up():
                             await self._catch_up(server.name)
                 except QueueError as error:
-                    logger.warning("no server can be caught up: %s", error)
+                    logger.warning("servers that restarted cannot be brought up to date: %s", error)
 
     async def _catch_up(self, name: str) -> None:
-        """Publish the latest version to one server, unless it has been proven meanwhile."""
+        """Publish the latest version to one server, unless that has happened meanwhile."""
         async with self._busy:
             for server in await self._client.servers():
                 if server.name == name and server.state in UNPROVEN and self._latest is not None:
@@ -172,7 +178,7 @@ class Publisher:
 
     @contextmanager
     def _owned(self) -> Iterator[None]:
-        """While the calling task may have a server paused: `_close` then waits for its end."""
+        """Make `_close` wait for the calling task, which may have paused a server."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -181,17 +187,18 @@ class Publisher:
         finally:
             self._tasks.discard(task)
 
-    async def _publish_to_fleet(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> PublishRecord:
+    async def _publish_to_servers(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> PublishRecord:
         failed: dict[str, str] = {}
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S)
             servers = await self._client.servers()
-            # A server that is starting is waited for where there is nothing better to do.
+            # Wait for a server that is starting only where there is nothing better to do.
             patience_s = self._config.vllm.start_timeout_s if attempt or not self.records else 0.0
-            results = await self._publish_to_all(servers, snapshot, patience_s)
-            outcomes = {name: result for name, result in results.items() if isinstance(result, Outcome)}
-            failed = {name: result for name, result in results.items() if isinstance(result, str)}
+            results = await together(*(self._publish_to(server, snapshot, patience_s) for server in servers))
+            named = list(zip((server.name for server in servers), results, strict=True))
+            outcomes = {name: result for name, result in named if isinstance(result, Outcome)}
+            failed = {name: result for name, result in named if isinstance(result, str)}
             if outcomes:
                 return PublishRecord(
                     version=snapshot.version,
@@ -203,43 +210,36 @@ class Publisher:
                     servers_ok=list(outcomes),
                     servers_failed=failed,
                 )
-        reasons = "; ".join(failed.values()) or "the registry holds no server"
+        reasons = "; ".join(failed.values()) or "the queue knows no server"
         raise PublishError(f"version {snapshot.version} reached no vLLM server in {ATTEMPTS} attempts: {reasons}")
 
-    async def _publish_to_all(
-        self, servers: list[Server], snapshot: Snapshot, patience_s: float
-    ) -> dict[str, Outcome | str]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {
-                    server.name: group.create_task(self._publish_to(server, snapshot, patience_s)) for server in servers
-                }
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-        return {name: task.result() for name, task in tasks.items()}
-
     async def _publish_to(self, server: Server, snapshot: Snapshot, patience_s: float) -> Outcome | str:
-        """The outcome, or why there is none. `patience_s`: what a server that is starting gets to come up."""
+        """The outcome, or why there is none. `patience_s`: how long to wait for a server that is still starting."""
         try:
-            return await self._publish_and_register(server, snapshot, patience_s)
+            return await self._sync_and_register(server, snapshot, patience_s)
         except Refused as refusal:
-            # It registered anew, or was taken out, on the way; the next publication finds it as it is then.
+            # It registered again or was taken out in between; the next publication takes it as it is then.
             logger.warning("%s: %s", server.name, refusal)
             return f"{server.name}: {refusal}"
+        except asyncio.CancelledError:
+            sync = self._syncs.get(server.url)
+            if sync is not None and sync.left_paused:
+                await to_its_end(self._leave_quarantined(server, snapshot.version))
+            raise
 
-    async def _publish_and_register(self, server: Server, snapshot: Snapshot, patience_s: float) -> Outcome | str:
+    async def _sync_and_register(self, server: Server, snapshot: Snapshot, patience_s: float) -> Outcome | str:
         """The outcome, or why the server was left to start or quarantined."""
-        publication = await self._publication(server)
-        if not patience_s and server.state is ServerState.JOINING and not await publication.control.is_up():
+        sync = await self._sync_of(server)
+        if not patience_s and server.state is ServerState.JOINING and not await sync.control.is_up():
             return f"{server.url}: still starting"
         if server.state is not ServerState.SERVING:
             await self._register(server, ServerState.SYNCING, server.version)
         try:
-            if patience_s and not publication.connected:
-                await publication.control.wait_until_up(patience_s)
+            if patience_s and not sync.connected:
+                await sync.control.wait_until_up(patience_s)
             async with asyncio.timeout(self._config.weight_sync.timeout_s):
-                outcome = await publication.publish(snapshot)
-        except (*PUBLICATION_ERRORS, TimeoutError) as error:
+                outcome = await sync.publish(snapshot)
+        except (*PUBLISH_ERRORS, TimeoutError) as error:
             reason = str(error) or f"{server.url}: not done within {self._config.weight_sync.timeout_s:g} s"
             logger.error("%s is quarantined: %s", server.name, reason)
             await self._register(server, ServerState.QUARANTINED, snapshot.version, reason)
@@ -247,20 +247,24 @@ class Publisher:
         await self._register(server, ServerState.SERVING, snapshot.version)
         return outcome
 
-    async def _publication(self, server: Server) -> ServerPublication:
-        publication = self._publications.get(server.url)
-        if publication is None:
-            sync = self._config.weight_sync
-            control = await self._resources.enter_async_context(
-                ServerControl(server.url, sync.timeout_s, self._config.token)
-            )
-            publication = ServerPublication(control, self._make_link, sync.probe_tolerance)
-            self._publications[server.url] = publication
-        return publication
+    async def _leave_quarantined(self, server: Server, version: int) -> None:
+        """Take a server that is left paused out of service (I6), if the queue answers in time."""
+        reason = f"{server.url}: left paused: the learner ended before it had loaded version {version}"
+        try:
+            async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
+                await self._register(server, ServerState.QUARANTINED, version, reason)
+        except (QueueError, TimeoutError) as error:
+            logger.error("%s is left paused and could not be quarantined: %s", server.name, error or "no answer")
 
-    def _gloo_link(self, workers: int) -> Link:
-        sync = self._config.weight_sync
-        return GlooLink(sync.host, workers, sync.bucket_bytes, sync.timeout_s)
+    async def _sync_of(self, server: Server) -> ServerSync:
+        sync = self._syncs.get(server.url)
+        if sync is None:
+            section = self._config.weight_sync
+            control = await self._resources.enter_async_context(
+                ServerControl(server.url, section.timeout_s, self._config.token)
+            )
+            sync = self._syncs[server.url] = ServerSync(control, self._make_transport, section.probe_tolerance)
+        return sync
 
     async def _register(
         self, server: Server, state: ServerState, version: int | None, reason: str | None = None
@@ -269,12 +273,12 @@ class Publisher:
 
     async def _close(self) -> None:
         if self._tasks:
-            # Their end resumes servers, for which they need the connections.
+            # As they end they resume servers, for which they need the connections.
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
-        for publication in self._publications.values():
-            await publication.disconnect()
+        for sync in self._syncs.values():
+            await sync.disconnect()
         await self._resources.aclose()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,19 +13,19 @@ import numpy.typing as npt
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
-# A server that does not answer for so long is taken for one that is still starting.
+# A server that does not answer within this time counts as still starting.
 LOOK_TIMEOUT_S = 5.0
 RESUME_PAUSE_S = 0.5
 
 
 class ControlError(RuntimeError):
-    """A control call failed or did not end in time. The text names server, route and cause."""
+    """A call to a server failed or timed out. The text names server, route and cause."""
 
 
 class ServerControl:
-    """Control plane of one vLLM server. Use it as a context manager.
+    """The routes of one vLLM server, as methods. Use it as a context manager. Every call raises `ControlError`.
 
-    `timeout_s` bounds each call; `token` is what the server's `weight_sync.vllm.guard` wants, if it runs one.
+    `timeout_s` bounds each call. `token` is the one that the server's `weight_sync.vllm.guard` asks for, if it runs.
     """
 
     def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
@@ -34,7 +35,7 @@ class ServerControl:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # vLLM hangs up on an idle connection, and after a 500, without saying so: none is used twice.
+        # vLLM closes idle connections, and those that had a 500, without saying so: none is used twice.
         self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(force_close=True))
         return self
 
@@ -45,10 +46,7 @@ class ServerControl:
             await self._session.close()
 
     async def wait_until_up(self, timeout_s: float) -> None:
-        """Until the server answers at all; vLLM takes half a minute to start, more for a large model.
-
-        Raises `ControlError` when it does not within `timeout_s`.
-        """
+        """Wait until the server answers; vLLM takes half a minute to start, more with a large model."""
         last: Exception | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -72,41 +70,47 @@ class ServerControl:
         return True
 
     async def world_size(self) -> int:
+        """Number of the server's workers, over all kinds of parallelism."""
         return int(await self._read("/get_world_size", "world_size"))
 
     async def weight_label(self) -> str:
-        """The version label that the engine holds; "default" after a start, whatever was published before."""
+        """The label of the weights that serve; "default" after every start."""
         return str(await self._read("/weight_info", "weight_version"))
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
-    async def shutdown_transfer(self) -> None:
-        await self._call("POST", "/shutdown_weight_transfer_engine")
+    async def end_transfer(self) -> None:
+        """End what a learner that died or a failed publication left: the workers' connection, an open update.
+
+        The model is not touched, and a server that has nothing open is left as it is.
+        """
+        try:
+            await self._call("POST", "/shutdown_weight_transfer_engine")
+        except ControlError:
+            # vLLM refuses while an update is open. No route drops one, but an update whose `/update_weights` fails is
+            # dropped, and it fails without a manifest.
+            with contextlib.suppress(ControlError):
+                await self.update({})
+            await self._call("POST", "/shutdown_weight_transfer_engine")
 
     async def start_update(self) -> None:
         await self._call("POST", "/start_weight_update")
 
     async def update(self, update_info: dict[str, Any]) -> None:
+        """Hand the workers `update_info`. vLLM answers when its engine's `update_weights` returns."""
         await self._call("POST", "/update_weights", {"update_info": update_info})
 
-    async def abandon_update(self) -> None:
-        """End an open update without touching the model; always raises `ControlError`.
-
-        vLLM has no call for it, but drops an update whose `/update_weights` fails, as it does without a manifest.
-        """
-        await self._call("POST", "/update_weights", {"update_info": {}})
-
     async def finish_update(self, label: str) -> None:
-        """Swap the staged weights in and label them."""
+        """End the update, and label the weights that serve from now on."""
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def pause(self, clear_cache: bool) -> None:
-        """Freeze generation where it stands. Running requests keep their keys and values, unless `clear_cache`."""
+        """Freeze generation where it stands; harmless if it is paused. `clear_cache` drops all keys and values."""
         await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
 
     async def resume(self) -> None:
-        """Let generation go on. Tried a few times within half a minute: a server that stays paused is a dead one."""
+        """Let generation go on. Tried a few times within half a minute: a paused server is as good as dead."""
         for attempt in range(1, RESUME_ATTEMPTS + 1):
             try:
                 await self._call("POST", "/resume", timeout_s=min(self._timeout_s, RESUME_TIMEOUT_S))
@@ -134,7 +138,7 @@ class ServerControl:
                 dtype=np.float32,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ControlError(f"{self.url}: the probe's answer holds no prompt log-probs ({error!r})") from error
+            raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
 
     async def _read(self, path: str, field: str) -> Any:
         reply = await self._call("GET", path)

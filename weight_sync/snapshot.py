@@ -1,4 +1,4 @@
-"""A version of the weights, copied out of the learner's way: one flat buffer on the host and its digest."""
+"""One version of the weights, copied out of the learner's way: a flat buffer on the host, its manifest and digest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from weight_sync.probe import Probe
 
 
 class Snapshot:
-    """Weights of one policy version with the probe that proves them.
+    """The weights of one policy version, and the probe that proves them.
 
-    `flat` is a uint8 tensor on the host. Making it is the only part of a publication that the learner waits for.
+    flat: uint8 [manifest.total_bytes()] on the host. Making it is the only part of a publication that the learner
+    waits for.
     """
 
     def __init__(
@@ -26,7 +27,8 @@ class Snapshot:
         dtype: torch.dtype | None = None,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """`dtype` is the servers' type; `buffer` is an earlier snapshot's `flat`, used again if it fits."""
+        """weights: names and tensors as in a checkpoint, on any device. dtype: the servers', if not the weights' own.
+        buffer: an earlier snapshot's `flat`, overwritten if it has the size."""
         tensors = {name: tensor.detach() for name, tensor in weights}
         self.version = version
         self.probe = probe
@@ -36,11 +38,17 @@ class Snapshot:
         for name, view in self.manifest.views(self.flat).items():
             view.copy_(tensors[name])
 
+    @property
+    def label(self) -> str:
+        """The version as vLLM reports it with each sampled token."""
+        return str(self.version)
+
     @cached_property
     def digest(self) -> bytes:
+        """`digest_of(flat)`."""
         return digest_of(self.flat)
 
 
 def digest_of(flat: torch.Tensor) -> bytes:
-    """BLAKE3 of a uint8 tensor on the host, 32 bytes."""
+    """BLAKE3 of a uint8 tensor on the host: 32 bytes."""
     return blake3(flat.numpy().data).digest()

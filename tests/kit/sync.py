@@ -1,21 +1,32 @@
-"""What the tests of weight sync share: a link without a data plane, snapshots that the fake server can prove."""
+"""What the tests of weight sync share: a transport without a data plane, snapshots that the fake vLLM can prove, and
+a server to publish them to."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.kit.fake_vllm import FakeVllm
+from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.fake_vllm.engine import logprob_of
+from weight_sync.cancellation import together
+from weight_sync.pause import Pause
 from weight_sync.probe import Probe
+from weight_sync.server_control import ServerControl
+from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 
 PROBE_IDS = [3, 1, 4, 1, 5]
+
+Send = Callable[[Snapshot], Coroutine[Any, Any, None]]
 
 
 def probe(shift: float = 0.0) -> Probe:
@@ -25,49 +36,96 @@ def probe(shift: float = 0.0) -> Probe:
 
 
 def snapshot(version: int, shift: float = 0.0) -> Snapshot:
+    """Four times `version`, with a probe that is `shift` off."""
     return Snapshot(version, [("w", torch.full((4,), float(version)))], probe(shift))
 
 
-class FakeLink:
-    """Sends nothing; `during_send` is called in its place, on the publisher's thread."""
+class FakeTransport:
+    """Sends nothing: awaits `send` where a transport would move the bytes.
 
-    def __init__(self, during_send: Callable[[Snapshot], None]) -> None:
+    It asks vLLM's routes in the order of the gloo transport if it `stages`, else in that of vLLM's NCCL engine.
+    """
+
+    def __init__(self, send: Send, stages: bool = True) -> None:
+        self.stages = stages
+        self.workers = 0
         self.sent: list[int] = []
         self.closed = False
-        self._during_send = during_send
+        self._send = send
 
-    def init_info(self) -> dict[str, Any]:
-        return {"master_port": 1}
+    async def connect(self, server: ServerControl, workers: int) -> None:
+        self.workers = workers
+        await server.end_transfer()
+        await server.init_transfer({"master_port": 1})
 
-    def connect(self) -> None: ...
-
-    def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        return snapshot.manifest.as_dict()
-
-    def send(self, snapshot: Snapshot) -> None:
+    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
         if self.closed:
-            raise TransferError("the link is closed")
-        self._during_send(snapshot)
+            raise TransferError("the transport is closed")
+        if self.stages:
+            await server.start_update()
+            await server.update(snapshot.manifest.as_dict())
+            await self._send(snapshot)
+            async with pause.held():
+                await server.finish_update(snapshot.label)
+        else:
+            async with pause.held():
+                await server.start_update()
+                await together(server.update(snapshot.manifest.as_dict()), self._send(snapshot))
+                await server.finish_update(snapshot.label)
         self.sent.append(snapshot.version)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.closed = True
 
 
-class Links:
-    """Makes links and keeps them; a test may replace `during_send`."""
+class FakeTransports:
+    """Makes transports and keeps them. A test may replace `send` at any time."""
+
+    def __init__(self, stages: bool = True) -> None:
+        self.made: list[FakeTransport] = []
+        self.send: Send = nothing
+        self._stages = stages
+
+    def __call__(self) -> FakeTransport:
+        self.made.append(FakeTransport(lambda snapshot: self.send(snapshot), self._stages))
+        return self.made[-1]
+
+
+async def nothing(snapshot: Snapshot) -> None:
+    """A `send` that is done at once."""
+
+
+class Held:
+    """A `send` that begins, and ends when a test says `release`, on whatever thread."""
 
     def __init__(self) -> None:
-        self.made: list[FakeLink] = []
-        self.workers: list[int] = []
-        self.during_send: Callable[[Snapshot], None] = lambda snapshot: None
-        self._lock = threading.Lock()
+        self.began = threading.Event()
+        self._released: Future[None] = Future()
 
-    def __call__(self, workers: int) -> FakeLink:
-        with self._lock:
-            self.workers.append(workers)
-            self.made.append(FakeLink(lambda snapshot: self.during_send(snapshot)))
-            return self.made[-1]
+    async def __call__(self, snapshot: Snapshot) -> None:
+        self.began.set()
+        await asyncio.shield(asyncio.wrap_future(self._released))
+
+    def release(self) -> None:
+        self._released.set_result(None)
+
+
+@dataclass
+class Rig:
+    """A server, the control of it and what is to bring it up to date."""
+
+    fake: FakeVllm
+    transports: FakeTransports
+    control: ServerControl
+    server: ServerSync
+
+
+@asynccontextmanager
+async def against(fake: FakeVllm, timeout_s: float = 0.3, stages: bool = True) -> AsyncIterator[Rig]:
+    """`fake`, served and ready to be published to; each call to it may take `timeout_s`."""
+    transports = FakeTransports(stages)
+    async with serving(fake) as url, ServerControl(url, timeout_s) as control:
+        yield Rig(fake, transports, control, ServerSync(control, transports, tolerance=1e-3))
 
 
 def control_calls(fake: FakeVllm) -> list[str]:

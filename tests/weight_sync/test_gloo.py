@@ -1,121 +1,95 @@
-"""The gloo transport over loopback, both ends real, without vLLM: the worker's thread is played by a thread."""
+"""The gloo transport over loopback, both ends real: how many workers, and who is told what when one end is gone."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
-from weight_sync.probe import Probe
+from protocol.config import WeightSyncSection
+from tests.kit.fake_vllm import FakeVllm, serving
+from tests.kit.sync import probe
+from tests.weight_sync.receivers import GlooReceiver
+from weight_sync.pause import Pause
+from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.group import BAD_DIGEST, OK, GlooGroup, dist, local_host_towards
-from weight_sync.transports.gloo.sender import GlooLink
+from weight_sync.transports.gloo.sender import GlooTransport
 
-PROBE = Probe([1, 2], np.array([-1.0], dtype=np.float32))
+
+@dataclass
+class Rig:
+    fake: FakeVllm
+    control: ServerControl
+    receiver: GlooReceiver
+    transport: GlooTransport
+
+    async def publish(self, sent: Snapshot) -> None:
+        await self.transport.publish(self.control, sent, Pause(self.control, False, True))
+
+
+@asynccontextmanager
+async def connected(workers: int = 1, timeout_s: float = 20) -> AsyncIterator[Rig]:
+    fake = FakeVllm()
+    receiver = GlooReceiver(fake.engine, workers)
+    transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=timeout_s))
+    async with serving(fake) as url, ServerControl(url, 20) as control:
+        await transport.connect(control, workers)
+        yield Rig(fake, control, receiver, transport)
+        await transport.close()
 
 
 def snapshot(version: int = 1) -> Snapshot:
-    return Snapshot(version, [("a", torch.randn(300)), ("b", torch.arange(7))], PROBE)
+    return Snapshot(version, [("a", torch.randn(1500)), ("b", torch.arange(7))], probe())
 
 
-def on_thread(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+async def test_two_workers_receive_the_same_bytes_twice() -> None:
+    async with connected(workers=2) as r:
+        for version in (1, 2):
+            sent = snapshot(version)
+            await r.publish(sent)
+            weights = sent.manifest.views(sent.flat)
+            for loaded in r.receiver.loaded[-2:]:
+                assert torch.equal(loaded["a"], weights["a"])
+                assert torch.equal(loaded["b"], weights["b"])
+        assert len(r.receiver.loaded) == 4
 
 
-def join_as_worker(link: GlooLink, rank: int, timeout_s: float) -> GlooGroup:
-    """What vLLM's worker does in `/init_weight_transfer_engine`."""
-    info = link.init_info()
-    store = dist.TCPStore(
-        info["master_address"],
-        info["master_port"],
-        info["world_size"],
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return GlooGroup(store, rank, info["world_size"], local_host_towards(info["master_address"]), timeout_s)
+async def test_a_digest_that_differs_is_an_error_before_any_pause() -> None:
+    async with connected(workers=2) as r:
+        damaged = snapshot()
+        damaged.__dict__["digest"] = bytes(32)
+        with pytest.raises(TransferError, match=r"workers \[0, 1\] received has another digest"):
+            await r.publish(damaged)
+        assert "/pause" not in r.fake.calls
 
 
-def receive(group: GlooGroup, shape: Snapshot, received: dict[int, torch.Tensor], status: int = OK) -> None:
-    flat = torch.empty(shape.manifest.total_bytes(), dtype=torch.uint8)
-    group.broadcast_in_buckets(flat, 256)
-    digest = torch.empty(32, dtype=torch.uint8)
-    group.broadcast(digest)
-    received[group.rank] = flat
-    group.send_status(status)
+async def test_f4_workers_that_never_join_are_named_with_where_they_were_to_come() -> None:
+    fake = FakeVllm()
+    transport = GlooTransport(WeightSyncSection(timeout_s=1))
+    async with serving(fake) as url, ServerControl(url, 20) as control:
+        with pytest.raises(TransferError, match=r"workers did not come to 127\.0\.0\.1:\d+"):
+            await transport.connect(control, 1)
 
 
-def test_two_workers_receive_the_same_bytes_twice() -> None:
-    link = GlooLink("127.0.0.1", workers=2, bucket_bytes=256, timeout_s=20)
-    received: dict[int, torch.Tensor] = {}
-    first, second = snapshot(1), snapshot(2)
-
-    def worker(rank: int) -> None:
-        group = join_as_worker(link, rank, 20)
-        receive(group, first, received)
-        receive(group, second, received)
-
-    threads = [on_thread(lambda rank=rank: worker(rank)) for rank in (1, 2)]
-    link.connect()
-    link.send(first)
-    link.send(second)
-    for thread in threads:
-        thread.join(20)
-    assert torch.equal(received[1], second.flat)
-    assert torch.equal(received[2], second.flat)
-    link.close()
+async def test_f4_a_worker_that_is_gone_breaks_the_transfer_off() -> None:
+    async with connected(timeout_s=5) as r:
+        r.receiver.hang()
+        r.receiver.groups.clear()
+        with pytest.raises(TransferError, match="the transfer broke off"):
+            await r.publish(snapshot())
+        assert "/pause" not in r.fake.calls
 
 
-def test_a_digest_that_differs_is_an_error_before_any_pause() -> None:
-    link = GlooLink("127.0.0.1", workers=1, bucket_bytes=256, timeout_s=20)
-    sent = snapshot()
-    thread = on_thread(lambda: receive(join_as_worker(link, 1, 20), sent, {}, BAD_DIGEST))
-    link.connect()
-    with pytest.raises(TransferError, match=r"workers \[0\] received has another digest"):
-        link.send(sent)
-    thread.join(20)
-
-
-def test_f4_a_worker_that_never_joins_is_an_error_within_the_timeout() -> None:
-    link = GlooLink("127.0.0.1", workers=1, bucket_bytes=256, timeout_s=1)
-    began = time.monotonic()
-    with pytest.raises(TransferError, match="did not come"):
-        link.connect()
-    assert time.monotonic() - began < 10
-
-
-def test_f4_a_worker_that_stops_receiving_is_an_error_within_the_timeout() -> None:
-    link = GlooLink("127.0.0.1", workers=1, bucket_bytes=256, timeout_s=1)
-    groups: list[GlooGroup] = []
-    thread = on_thread(lambda: groups.append(join_as_worker(link, 1, 5)))
-    link.connect()
-    thread.join(10)
-    with pytest.raises(TransferError, match="broke off"):
-        link.send(snapshot())
-
-
-def test_a_learner_that_dies_in_mid_transfer_is_an_error_at_the_worker() -> None:
-    link = GlooLink("127.0.0.1", workers=1, bucket_bytes=256, timeout_s=1)
-    failures: list[str] = []
-
-    def worker() -> None:
-        group = join_as_worker(link, 1, 1)
-        try:
-            receive(group, snapshot(), {})
-        except RuntimeError as error:
-            failures.append(str(error))
-
-    thread = on_thread(worker)
-    link.connect()
-    thread.join(15)
-    assert failures
-    link.close()
-    with pytest.raises(TransferError, match="not connected"):
-        link.send(snapshot())
+async def test_a_learner_that_dies_in_mid_transfer_is_an_error_at_the_worker() -> None:
+    async with connected(timeout_s=5) as r:
+        await r.control.start_update()
+        await r.control.update(snapshot().manifest.as_dict())
+        await r.transport.close()
+        (reception,) = r.receiver.receptions
+        reception.join(15)
+        assert reception.error is not None
+        assert reception.views is None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from protocol.config import WeightSyncSection
 from tests.kit.sync import probe
+from weight_sync.cancellation import on_thread
+from weight_sync.pause import Pause
+from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.sender import GlooLink
+from weight_sync.transports.gloo.sender import GlooTransport
 
 
 @pytest.fixture(scope="module")
@@ -27,39 +30,69 @@ def module() -> Any:
     return importlib.import_module("weight_sync.transports.gloo.engine")
 
 
+class InProcess(ServerControl):
+    """A server that is nothing but `engine`. `loaded_at` is how many loads there had been at each call."""
+
+    def __init__(self, engine: Any, loaded: list[dict[str, torch.Tensor]]) -> None:
+        super().__init__("in process", 20)
+        self.loaded_at: dict[str, int] = {}
+        self._engine = engine
+        self._loaded = loaded
+
+    async def end_transfer(self) -> None:
+        self._engine.shutdown()
+
+    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        await on_thread(self._engine.init_transfer_engine, self._engine.parse_init_info(init_info))
+
+    async def start_update(self) -> None:
+        self._engine.start_weight_update()
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        self._engine.update_weights(update_info)
+
+    async def pause(self, clear_cache: bool) -> None:
+        self.loaded_at["pause"] = len(self._loaded)
+
+    async def finish_update(self, label: str) -> None:
+        await on_thread(self._engine.finish_weight_update)
+
+    async def resume(self) -> None:
+        self.loaded_at["resume"] = len(self._loaded)
+
+
 @dataclass
 class Rig:
     """An engine of one worker; `loaded` holds what reached the model."""
 
     engine: Any
     loaded: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    links: list[GlooLink] = field(default_factory=list)
+    transports: list[GlooTransport] = field(default_factory=list)
 
-    def connect(self, timeout_s: float = 10) -> GlooLink:
-        link = GlooLink("127.0.0.1", workers=1, bucket_bytes=256, timeout_s=timeout_s)
-        self.links.append(link)
-        joining = in_background(lambda: self.engine.init_transfer_engine(self.engine.parse_init_info(link.init_info())))
-        link.connect()
-        joining.join(10)
-        return link
+    def __post_init__(self) -> None:
+        self.server = InProcess(self.engine, self.loaded)
 
-    def receive(self, link: GlooLink, sent: Snapshot) -> None:
+    async def connect(self, timeout_s: float = 10) -> GlooTransport:
+        transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=timeout_s))
+        self.transports.append(transport)
+        await transport.connect(self.server, 1)
+        return transport
+
+    async def publish(self, transport: GlooTransport, sent: Snapshot) -> None:
+        await transport.publish(self.server, sent, Pause(self.server, False, True))
+
+    def receive(self, sent: Snapshot) -> None:
+        """As if a learner had got so far, and no further."""
         self.engine.start_weight_update()
-        self.engine.update_weights(link.update_info(sent))
-
-
-def in_background(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+        self.engine.update_weights(sent.manifest.as_dict())
 
 
 def snapshot(version: int) -> Snapshot:
-    return Snapshot(version, [("a", torch.full((300,), float(version))), ("b", torch.arange(7))], probe())
+    return Snapshot(version, [("a", torch.full((1500,), float(version))), ("b", torch.arange(7))], probe())
 
 
 @pytest.fixture
-def rig(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+async def rig(module: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     config = SimpleNamespace(parallel_config=parallel, model_config="model config")
     rig = Rig(module.GlooEngine(None, config, torch.device("cpu"), "model"))
@@ -70,50 +103,52 @@ def rig(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
     monkeypatch.setattr(module, "load_staged", load)
     yield rig
-    for link in rig.links:
-        link.close()
+    for transport in rig.transports:
+        await transport.close()
 
 
-def test_the_model_is_touched_by_finish_alone_and_gets_what_was_sent(rig: Rig) -> None:
-    link = rig.connect()
+async def test_the_model_is_touched_by_finish_alone_and_gets_what_was_sent(rig: Rig) -> None:
+    transport = await rig.connect()
     for version in (1, 2):
-        sent = snapshot(version)
-        rig.receive(link, sent)
-        link.send(sent)
-        assert len(rig.loaded) == version - 1
-        rig.engine.finish_weight_update()
+        await rig.publish(transport, snapshot(version))
+        assert rig.server.loaded_at == {"pause": version - 1, "resume": version}
         assert len(rig.loaded) == version
-        assert torch.equal(rig.loaded[-1]["a"], torch.full((300,), float(version)))
+        assert torch.equal(rig.loaded[-1]["a"], torch.full((1500,), float(version)))
         assert torch.equal(rig.loaded[-1]["b"], torch.arange(7))
 
 
-def test_update_weights_returns_while_the_transfer_is_still_to_come(rig: Rig) -> None:
-    link = rig.connect()
-    began = time.monotonic()
-    rig.receive(link, snapshot(1))
-    assert time.monotonic() - began < 1
-    with pytest.raises(RuntimeError, match="reception of the last update has not ended"):
-        rig.engine.start_weight_update()
-    link.send(snapshot(1))
-    rig.engine.finish_weight_update()
+async def test_update_weights_returns_while_the_transfer_is_still_to_come(rig: Rig) -> None:
+    transport = await rig.connect()
+    update = rig.server.update
+
+    async def look(update_info: dict[str, Any]) -> None:
+        began = time.monotonic()
+        await update(update_info)
+        assert time.monotonic() - began < 1
+        with pytest.raises(RuntimeError, match="reception of the last update has not ended"):
+            rig.engine.start_weight_update()
+
+    rig.server.update = look  # type: ignore[method-assign]
+    await rig.publish(transport, snapshot(1))
     assert len(rig.loaded) == 1
 
 
-def test_f2_damaged_weights_are_refused_at_both_ends_and_never_reach_the_model(rig: Rig) -> None:
-    link = rig.connect()
+async def test_f2_damaged_weights_are_refused_at_both_ends_and_never_reach_the_model(rig: Rig) -> None:
+    transport = await rig.connect()
     damaged = snapshot(1)
     damaged.__dict__["digest"] = bytes(32)
-    rig.receive(link, damaged)
     with pytest.raises(TransferError, match="another digest"):
-        link.send(damaged)
+        await rig.publish(transport, damaged)
     with pytest.raises(RuntimeError, match="weights not swapped: the digest of what arrived is not the learner's"):
         rig.engine.finish_weight_update()
     assert rig.loaded == []
 
 
-def test_f4_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_the_next_session_works(rig: Rig) -> None:
-    dead = rig.connect(timeout_s=1)
-    rig.receive(dead, snapshot(1))
+async def test_f4_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_the_next_connection_works(
+    rig: Rig,
+) -> None:
+    await rig.connect(timeout_s=1)
+    rig.receive(snapshot(1))
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="weights not swapped"):
         rig.engine.finish_weight_update()
@@ -121,22 +156,15 @@ def test_f4_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_the_next
     assert rig.loaded == []
 
     rig.engine.shutdown()
-    link = rig.connect()
-    sent = snapshot(2)
-    rig.receive(link, sent)
-    link.send(sent)
-    rig.engine.finish_weight_update()
+    await rig.publish(await rig.connect(), snapshot(2))
     assert len(rig.loaded) == 1
 
 
-def test_a_new_session_begins_while_the_reception_of_a_dead_one_still_waits(rig: Rig) -> None:
-    rig.receive(rig.connect(timeout_s=5), snapshot(1))
-    link = rig.connect()
-    sent = snapshot(2)
-    rig.receive(link, sent)
-    link.send(sent)
-    rig.engine.finish_weight_update()
-    assert torch.equal(rig.loaded[0]["a"], torch.full((300,), 2.0))
+async def test_a_new_connection_begins_while_the_reception_of_a_dead_one_still_waits(rig: Rig) -> None:
+    await rig.connect(timeout_s=5)
+    rig.receive(snapshot(1))
+    await rig.publish(await rig.connect(), snapshot(2))
+    assert torch.equal(rig.loaded[0]["a"], torch.full((1500,), 2.0))
 
 
 def test_calls_out_of_order_are_refused(rig: Rig) -> None:
@@ -149,23 +177,11 @@ def test_calls_out_of_order_are_refused(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("info", [{}, {"names": [], "dtypes": [], "shapes": [], "packed": True}])
-def test_a_manifest_of_another_shape_is_refused(rig: Rig, info: dict[str, Any]) -> None:
-    rig.connect()
+async def test_a_manifest_of_another_shape_is_refused(rig: Rig, info: dict[str, Any]) -> None:
+    await rig.connect()
     rig.engine.start_weight_update()
     with pytest.raises(ValueError, match="Invalid update_info for GlooEngine"):
         rig.engine.update_weights(info)
-
-
-def test_the_plugin_makes_the_engine_known_to_vllm_and_may_be_called_again(module: Any) -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    from weight_sync.vllm.plugin import register
-
-    register()
-    register()
-    config = SimpleNamespace(parallel_config=None, model_config=None)
-    engine = WeightTransferEngineFactory.create_engine(SimpleNamespace(backend="gloo"), config, None, None)
-    assert isinstance(engine, module.GlooEngine)
 
 
 def test_a_reload_warns_of_modules_with_parameters_only(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_one_changed_byte_changes_the_digest() -> None:
 
 
 def test_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(ValueError, match="float1 is no dtype"):
+    with pytest.raises(ValueError, match="float1 is not a dtype"):
         Manifest(["w"], ["float1"], [[1]]).total_bytes()
 
 

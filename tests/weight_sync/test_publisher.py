@@ -1,4 +1,4 @@
-"""The learner's face, against two fake servers and a real queue; links send nothing, the threads are real."""
+"""The learner's face, against two fake servers and a real queue; transports send nothing, the threads are real."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import torch
 import uvicorn
 
 from protocol.client import QueueClient, QueueError
-from protocol.config import RunConfig
+from protocol.config import RunConfig, WeightSyncSection
 from protocol.messages import Server, ServerState
 from rollout_queue.service import create_app
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
-from tests.kit.sync import Links, probe
+from tests.kit.sync import FakeTransports, Held, probe
 from weight_sync import cancellation, publisher, server_control
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.snapshot import Snapshot
@@ -39,7 +40,7 @@ class World:
     queue: QueueClient | None = None
     fakes: list[FakeVllm] = field(default_factory=lambda: [FakeVllm(), FakeVllm()])
     urls: list[str] = field(default_factory=list)
-    links: Links = field(default_factory=Links)
+    transports: FakeTransports = field(default_factory=FakeTransports)
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
@@ -64,17 +65,13 @@ class World:
             await self.queue.put_server(Server(f"vllm-{index}", url))
 
     def config(self, timeout_s: float = 0.5, start_timeout_s: float = 5.0) -> RunConfig:
-        return RunConfig.model_validate(
-            {
-                "model": {"path": "tiny"},
-                "task": {"path": "task.py:task"},
-                "weight_sync": {"timeout_s": timeout_s},
-                "vllm": {"servers": self.urls or ["http://unused"], "start_timeout_s": start_timeout_s},
-            }
+        return config(
+            weight_sync={"timeout_s": timeout_s},
+            vllm={"servers": self.urls or ["http://unused"], "start_timeout_s": start_timeout_s},
         )
 
-    def publisher(self, **settings: float) -> Publisher:
-        return Publisher(self.config(**settings), self.queue_url, self.links)
+    def publisher(self, **timeouts: float) -> Publisher:
+        return Publisher(self.config(**timeouts), self.queue_url, self.transports)
 
     def servers(self) -> dict[str, Server]:
         assert self.queue is not None
@@ -84,21 +81,8 @@ class World:
         return [(server.state, server.version) for server in self.servers().values()]
 
     def hold_transfers(self) -> Held:
-        held = Held()
-        self.links.during_send = held.send
+        self.transports.send = held = Held()
         return held
-
-
-@dataclass
-class Held:
-    """Transfers that go on until `release` is set."""
-
-    began: threading.Event = field(default_factory=threading.Event)
-    release: threading.Event = field(default_factory=threading.Event)
-
-    def send(self, snapshot: Snapshot) -> None:
-        self.began.set()
-        self.release.wait(10)
 
 
 @pytest.fixture
@@ -146,8 +130,8 @@ def test_versions_go_out_in_order_to_all_servers_and_are_recorded_as_they_end(wo
     assert 0 <= record.snapshot_s <= record.blocked_s
     assert record.pause_s > 0
     assert world.states() == [(ServerState.SERVING, 3)] * 2
-    assert [link.sent for link in world.links.made] == [[1, 2, 3]] * 2
-    assert all(link.closed for link in world.links.made)
+    assert [transport.sent for transport in world.transports.made] == [[1, 2, 3]] * 2
+    assert all(transport.closed for transport in world.transports.made)
 
 
 def test_the_learner_waits_for_the_snapshot_and_an_unfinished_predecessor_only(world: World) -> None:
@@ -158,7 +142,7 @@ def test_the_learner_waits_for_the_snapshot_and_an_unfinished_predecessor_only(w
         assert publishing.publish(1, mutable, probe()) < 1
         assert publishing.in_flight == 1
         assert held.began.wait(5)
-        threading.Timer(0.2, held.release.set).start()
+        threading.Timer(0.2, held.release).start()
         assert publishing.publish(2, weights(2.0), probe()) >= 0.15
         assert publishing.in_flight in (2, None)
         publishing.wait()
@@ -170,16 +154,16 @@ def test_what_is_published_is_what_the_weights_were_when_they_were_handed_over(w
     seen: list[float] = []
     held = Held()
 
-    def send(snapshot: Snapshot) -> None:
-        held.send(snapshot)
+    async def send(snapshot: Snapshot) -> None:
+        await held(snapshot)
         seen.append(float(snapshot.manifest.views(snapshot.flat)["w"][0]))
 
-    world.links.during_send = send
+    world.transports.send = send
     tensor = torch.full((4,), 1.0)
     with world.publisher(timeout_s=5) as publishing:
         publishing.publish(1, [("w", tensor)], probe())
         tensor.fill_(9.0)
-        held.release.set()
+        held.release()
         publishing.wait()
     assert seen == [1.0, 1.0]
 
@@ -242,9 +226,8 @@ def test_when_no_server_can_be_reached_the_error_holds_all_reasons(world: World,
 
 
 def test_f26_a_transport_that_fails_ends_the_publication_with_its_error(world: World) -> None:
-    config = world.config().model_copy(deep=True)
-    sync = config.weight_sync.model_copy(update={"host": "192.0.2.1"})
-    with Publisher(config.model_copy(update={"weight_sync": sync}), world.queue_url) as publishing:
+    unusable = world.config().model_copy(update={"weight_sync": WeightSyncSection(host="192.0.2.1", timeout_s=0.5)})
+    with Publisher(unusable, world.queue_url) as publishing:
         publishing.publish(1, weights(), probe())
         with pytest.raises(PublishError, match=r"weight_sync\.host = 192\.0\.2\.1: cannot listen there"):
             publishing.wait()
@@ -326,20 +309,61 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
     assert publishing.in_flight is None
 
 
-def test_leaving_in_the_middle_of_a_transfer_does_not_wait_for_it(world: World) -> None:
-    held = world.hold_transfers()
+def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
+    world.transports = FakeTransports(stages=False)
+    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        assert world.states() == [(ServerState.SERVING, 1), (ServerState.QUARANTINED, 1)]
+        assert [fake.engine.paused for fake in world.fakes] == [False, True]
+        publishing.publish(2, weights(), probe())
+        publishing.wait()
+    assert world.states() == [(ServerState.SERVING, 2)] * 2
+    assert not any(fake.engine.paused for fake in world.fakes)
+
+
+def test_i6_leaving_in_the_middle_of_a_load_in_place_takes_the_server_out_of_service(world: World) -> None:
+    world.transports = FakeTransports(stages=False)
     with world.publisher(timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
+        publishing.wait()
+        held = world.hold_transfers()
+        publishing.publish(2, weights(), probe())
         assert held.began.wait(5)
+        until(lambda: all(fake.engine.paused for fake in world.fakes))
+        assert world.states() == [(ServerState.SERVING, 1)] * 2
         began = time.monotonic()
     assert time.monotonic() - began < 5
-    held.release.set()
+    assert all(fake.engine.paused for fake in world.fakes)
+    assert world.states() == [(ServerState.QUARANTINED, 2)] * 2
+    reason = world.servers()["vllm-0"].reason
+    assert reason == f"{world.urls[0]}: left paused: the learner ended before it had loaded version 2"
+
+
+def test_leaving_in_the_middle_of_a_transfer_does_not_wait_for_it(world: World) -> None:
+    sending, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        sending.set()
+        release.wait(10)
+
+    async def on_a_thread(_: Snapshot) -> None:
+        await cancellation.on_thread(hang)
+
+    world.transports.send = on_a_thread
+    with world.publisher(timeout_s=60) as publishing:
+        publishing.publish(1, weights(), probe())
+        assert sending.wait(5)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    release.set()
 
 
 def test_a_queue_that_does_not_answer_is_an_error_not_a_hang(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
-    with Publisher(world.config(), url, world.links) as publishing:
+    with Publisher(world.config(), url, world.transports) as publishing:
         publishing.publish(1, weights(), probe())
         with pytest.raises(QueueError, match="did not answer"):
             publishing.wait()
@@ -353,7 +377,7 @@ def test_a_server_that_registers_anew_on_the_way_fails_alone_and_comes_with_the_
         assert held.began.wait(5)
         assert world.queue is not None
         world.do(world.queue.put_server(Server("vllm-1", world.urls[1])))
-        held.release.set()
+        held.release()
         publishing.wait()
         assert "transition_forbidden" in publishing.records[0].servers_failed["vllm-1"]
         assert world.states() == [(ServerState.SERVING, 1), (ServerState.JOINING, None)]

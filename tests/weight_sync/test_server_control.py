@@ -75,12 +75,14 @@ async def test_an_answer_of_another_kind_of_server_is_an_error() -> None:
             await control.world_size()
 
 
-async def test_an_open_update_can_be_abandoned() -> None:
+@pytest.mark.parametrize("updating", [False, True])
+async def test_what_was_left_open_can_be_ended(updating: bool) -> None:
     fake = FakeVllm()
     async with serving(fake) as url, ServerControl(url, 5) as control:
         await control.init_transfer({})
-        await control.start_update()
-        with pytest.raises(ControlError):
-            await control.abandon_update()
-        await control.shutdown_transfer()
-        assert not fake.engine.transfer_ready
+        if updating:
+            await control.start_update()
+        for _ in range(2):
+            await control.end_transfer()
+            assert not fake.engine.transfer_ready
+            assert not fake.engine.updating

@@ -1,48 +1,29 @@
-"""One version onto one server: what each failure leaves behind, against a fake vLLM and links that send nothing."""
+"""One version onto one server: what each failure leaves behind, against a fake vLLM and transports that stage."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
-from tests.kit.sync import Links, control_calls, snapshot
+from tests.kit.sync import Rig, against, control_calls, nothing, snapshot
 from weight_sync import cancellation
-from weight_sync import server_control as control_module
 from weight_sync.server_control import ControlError, ServerControl
-from weight_sync.server_sync import ProbeMismatch, ServerPublication
+from weight_sync.server_sync import ProbeMismatch, ServerSync
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports import build
 from weight_sync.transports.base import TransferError
 
 FIRST_SWAP = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update", "/resume"]
 
 
-@dataclass
-class Setting:
-    fake: FakeVllm
-    links: Links
-    control: ServerControl
-    server: ServerPublication
-
-
-@asynccontextmanager
-async def against(fake: FakeVllm, timeout_s: float = 0.3) -> AsyncIterator[Setting]:
-    links = Links()
-    async with serving(fake) as url, ServerControl(url, timeout_s) as control:
-        yield Setting(fake, links, control, ServerPublication(control, links, tolerance=1e-3))
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "RESUME_PAUSE_S", 0.01)
-    monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> None:
@@ -51,30 +32,34 @@ async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> 
         s.fake.engine.hooks["finish_weight_update"] = finished.append
         outcome = await s.server.publish(snapshot(1))
         assert control_calls(s.fake) == [
-            *("/shutdown_weight_transfer_engine", "/resume", "/init_weight_transfer_engine"),
+            *("/resume", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
             *(*FIRST_SWAP, "/inference/v1/generate"),
         ]
         assert finished == [{"weight_version": "1"}]
-        assert s.links.workers == [1]
-        assert s.links.made[0].sent == [1]
+        assert s.transports.made[0].workers == 1
+        assert s.transports.made[0].sent == [1]
         assert outcome.probe_max_abs_diff < 1e-6
         assert outcome.pause_s > 0
         assert not s.fake.engine.paused
 
 
-async def test_a_second_version_uses_the_same_link() -> None:
+async def test_a_second_version_uses_the_same_connection() -> None:
     async with against(FakeVllm()) as s:
         await s.server.publish(snapshot(1))
         s.fake.calls.clear()
         await s.server.publish(snapshot(2))
         assert control_calls(s.fake) == [*FIRST_SWAP, "/inference/v1/generate"]
-        assert [link.sent for link in s.links.made] == [[1, 2]]
+        assert [transport.sent for transport in s.transports.made] == [[1, 2]]
 
 
 async def test_nothing_is_paused_during_the_transfer_but_all_is_during_the_swap() -> None:
     async with against(FakeVllm()) as s:
         paused: dict[str, bool] = {}
-        s.links.during_send = lambda _: paused.update(send=s.fake.engine.paused)
+
+        async def look(_: Snapshot) -> None:
+            paused.update(send=s.fake.engine.paused)
+
+        s.transports.send = look
         s.fake.engine.hooks["finish_weight_update"] = lambda _: paused.update(finish=s.fake.engine.paused)
         await s.server.publish(snapshot(1))
         assert paused == {"send": False, "finish": True}
@@ -103,35 +88,35 @@ async def test_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_
         assert pauses == ["true", "false", "false", "true"]
 
 
-def raising(snapshot: Snapshot) -> None:
+async def raising(snapshot: Snapshot) -> None:
     raise TransferError("the wire was cut")
 
 
-def drop_finish(s: Setting) -> None:
+def drop_finish(s: Rig) -> None:
     s.fake.faults.append(Fault("drop", route="/finish_weight_update"))
 
 
-def fail_finish(s: Setting) -> None:
+def fail_finish(s: Rig) -> None:
     s.fake.faults.append(Fault("status", route="/finish_weight_update"))
 
 
-def hang_finish(s: Setting) -> None:
+def hang_finish(s: Rig) -> None:
     s.fake.faults.append(Fault("hang", route="/finish_weight_update"))
 
 
-def hang_update(s: Setting) -> None:
+def hang_update(s: Rig) -> None:
     s.fake.faults.append(Fault("hang", route="/update_weights"))
 
 
-def hang_pause(s: Setting) -> None:
+def hang_pause(s: Rig) -> None:
     s.fake.faults.append(Fault("hang", route="/pause"))
 
 
-def fail_send(s: Setting) -> None:
-    s.links.during_send = raising
+def fail_send(s: Rig) -> None:
+    s.transports.send = raising
 
 
-def fail_start(s: Setting) -> None:
+def fail_start(s: Rig) -> None:
     s.fake.faults.append(Fault("status", route="/start_weight_update"))
 
 
@@ -149,7 +134,7 @@ def fail_start(s: Setting) -> None:
 )
 @pytest.mark.parametrize("earlier", [[], [1]], ids=["first", "second"])
 async def test_f2_f4_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publication_works(
-    earlier: list[int], break_it: Callable[[Setting], None], error: type[Exception], match: str
+    earlier: list[int], break_it: Callable[[Rig], None], error: type[Exception], match: str
 ) -> None:
     async with against(FakeVllm()) as s:
         for version in earlier:
@@ -161,32 +146,31 @@ async def test_f2_f4_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publi
         assert time.monotonic() - began < 3
         assert not s.fake.engine.paused
         assert s.fake.engine.weight_version == (str(earlier[-1]) if earlier else "default")
-        assert s.links.made[-1].closed
-        links = len(s.links.made)
+        assert not s.server.left_paused
+        assert s.transports.made[-1].closed
+        connections = len(s.transports.made)
 
-        s.links.during_send = lambda _: None
+        s.transports.send = nothing
         assert (await s.server.publish(snapshot(5))).probe_max_abs_diff < 1e-6
-        assert len(s.links.made) == links + 1
+        assert len(s.transports.made) == connections + 1
         assert s.fake.engine.weight_version == "5"
 
 
 async def test_f26_a_transfer_that_fails_is_an_error_and_no_other_way_is_tried() -> None:
     async with against(FakeVllm()) as s:
-        s.links.during_send = raising
+        s.transports.send = raising
         with pytest.raises(TransferError, match="the wire was cut"):
             await s.server.publish(snapshot(1))
-        assert len(s.links.made) == 1
+        assert len(s.transports.made) == 1
         assert "/pause" not in s.fake.calls
         assert "/finish_weight_update" not in s.fake.calls
 
 
-async def test_f26_a_link_that_cannot_be_made_is_an_error() -> None:
-    def none(workers: int) -> Any:
-        raise TransferError("weight_sync.host = 192.0.2.1: cannot listen there")
-
+async def test_f26_a_connection_that_cannot_be_made_is_an_error() -> None:
+    section = WeightSyncSection(host="192.0.2.1")
     async with serving(FakeVllm()) as url, ServerControl(url, 1) as control:
         with pytest.raises(TransferError, match=r"weight_sync\.host"):
-            await ServerPublication(control, none, 1e-3).publish(snapshot(1))
+            await ServerSync(control, lambda: build(section), 1e-3).publish(snapshot(1))
 
 
 async def test_other_weights_than_were_sent_are_an_error_of_the_probe() -> None:
@@ -246,17 +230,20 @@ async def test_i6_a_cancellation_in_the_middle_of_a_transfer_that_hangs_does_not
     async with against(FakeVllm(), timeout_s=5) as s:
         sending, release = threading.Event(), threading.Event()
 
-        def hang(_: Snapshot) -> None:
+        def hang() -> None:
             sending.set()
             release.wait(10)
 
-        s.links.during_send = hang
+        async def on_a_thread(_: Snapshot) -> None:
+            await cancellation.on_thread(hang)
+
+        s.transports.send = on_a_thread
         publishing = asyncio.create_task(s.server.publish(snapshot(1)))
         await asyncio.to_thread(sending.wait, 5)
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(publishing, 2)
-        s.links.during_send = lambda _: None
+        s.transports.send = nothing
         await s.server.publish(snapshot(1))
         release.set()
 
@@ -279,9 +266,11 @@ async def test_i6_a_resume_that_never_works_is_an_error_in_time_and_the_next_pub
             await s.server.publish(snapshot(2))
         assert time.monotonic() - began < 3
         assert s.fake.engine.paused
+        assert s.server.left_paused
         s.fake.faults.clear()
         await s.server.publish(snapshot(2))
         assert not s.fake.engine.paused
+        assert not s.server.left_paused
 
 
 async def test_f5_a_server_that_hangs_at_every_call_is_an_error_in_time() -> None:
@@ -304,8 +293,8 @@ async def test_f16_a_server_that_restarted_is_met_and_synced_anew() -> None:
         s.fake.calls.clear()
         await s.server.publish(snapshot(2))
         assert "/init_weight_transfer_engine" in s.fake.calls
-        assert [link.sent for link in s.links.made] == [[1], [2]]
-        assert s.links.made[0].closed
+        assert [transport.sent for transport in s.transports.made] == [[1], [2]]
+        assert s.transports.made[0].closed
         assert s.fake.engine.weight_version == "2"
 
 
@@ -325,8 +314,8 @@ async def test_i6_what_a_learner_that_died_left_is_cleared_by_its_successor(labe
         assert not engine.updating
 
 
-async def test_leaving_closes_the_link() -> None:
+async def test_leaving_closes_the_connection() -> None:
     async with against(FakeVllm()) as s:
         await s.server.publish(snapshot(1))
         await s.server.disconnect()
-        assert s.links.made[0].closed
+        assert s.transports.made[0].closed

@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 
 from deploy import vllm_server
-from protocol.config import RunConfig
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import Rejected
 from rollout_worker.inference.wire import GenerateRequest, SamplingParams
+from tests.kit import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
 from weight_sync.vllm.guard import RequireToken
-
-
-def run_file() -> RunConfig:
-    return RunConfig.model_validate({"model": {"path": "tiny"}, "task": {"path": "task.py:task"}})
 
 
 async def served(scope: Any, receive: Any, send: Any) -> None:
@@ -86,15 +82,14 @@ def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
-    assert "--middleware" not in vllm_server.command(run_file(), 0)
-    values = run_file().model_dump()
-    config = RunConfig.model_validate({**values, "queue": {**values["queue"], "token": "s3cret"}})
-    line = vllm_server.command(config, 0)
+    assert "--middleware" not in vllm_server.command(config(), 0)
+    guarded = config(queue={"token": "s3cret"})
+    line = vllm_server.command(guarded, 0)
     assert line[line.index("--middleware") + 1] == "weight_sync.vllm.guard.RequireToken"
     assert not any("s3cret" in argument for argument in line)
-    assert vllm_server.environment(config)["SLIPSTREAM_TOKEN"] == "s3cret"
+    assert vllm_server.environment(guarded)["SLIPSTREAM_TOKEN"] == "s3cret"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")
-    assert vllm_server.environment(config)["SLIPSTREAM_TOKEN"] == "from-environment"
+    assert vllm_server.environment(guarded)["SLIPSTREAM_TOKEN"] == "from-environment"
 
 
 async def test_i8_the_worker_sends_the_token() -> None:

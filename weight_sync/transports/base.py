@@ -1,33 +1,44 @@
-"""What a transport must do: move one snapshot to one server's workers, beside their generation.
+"""What a transport must do: bring one snapshot onto one server, with its calls to that server in its own order.
 
-A link joins the learner to the workers of one server, so that a server that fails takes no other with it.
+A transport object joins the learner to the workers of one server, so that a server that fails takes no other with it.
+Queue, server states and probe are no concern of a transport.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
+from weight_sync.pause import Pause
+from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 
 
 class TransferError(RuntimeError):
-    """Weights did not arrive whole. The server still has the ones before."""
+    """Weights did not arrive whole."""
 
 
-class Link(Protocol):
-    """The learner's end. Its calls block; the publisher makes them on a thread. All raise `TransferError`."""
+class Transport(Protocol):
+    """The learner's end. Connected once; after an error or `close` a new one takes its place.
 
-    def init_info(self) -> dict[str, Any]:
-        """Body of `/init_weight_transfer_engine`; the learner listens from here on."""
+    `stages` says how it loads. True: weights arrive beside generation and only the exchange needs the pause; until
+    then the server has its old weights whole, so it is resumed whatever happens. False: the model is overwritten
+    under the pause; after an error half of it may be new, so the server stays paused until a publication succeeds.
+    """
 
-    def connect(self) -> None:
-        """Meet the server's workers, while they handle `/init_weight_transfer_engine`."""
+    stages: bool
 
-    def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Body of `/update_weights`, which returns at once: workers receive on a thread of their own."""
+    async def connect(self, server: ServerControl, workers: int) -> None:
+        """Meet the server's `workers`, after ending whatever transfer an earlier learner left open there.
 
-    def send(self, snapshot: Snapshot) -> None:
-        """Send all of it; returns when every worker has it staged and its digest agrees."""
+        Raises `ControlError` or `TransferError`.
+        """
 
-    def close(self) -> None:
-        """Let go of the connection; never raises."""
+    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+        """Load `snapshot` and label it `snapshot.label`, while generation stands still in `pause.held()`.
+
+        Returns when every worker serves it. Raises `ControlError` or `TransferError`; when not connected, before
+        anything is asked of the server.
+        """
+
+    async def close(self) -> None:
+        """Let go of the connection; never raises, and may be called at any time and again."""

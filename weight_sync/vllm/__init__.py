@@ -1,0 +1,1 @@
+"""What runs inside vLLM's processes: the plugin that adds our engines, and the middleware that asks for the token."""

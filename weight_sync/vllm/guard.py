@@ -1,6 +1,6 @@
-"""The token on every route of vLLM's server: `--middleware weight_sync.vllm_guard.RequireToken` (I8).
+"""The token on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8).
 
-vLLM's `--api-key` leaves its weight-transfer routes open, to whoever can reach the port.
+vLLM's `--api-key` leaves its weight-transfer routes open to anyone who can reach the port.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ HEALTH = "/health"
 
 
 class RequireToken:
-    """ASGI middleware: 401 to a request without `Authorization: Bearer <SLIPSTREAM_TOKEN>`, the health probe apart.
+    """ASGI middleware: 401 to a request without `Authorization: Bearer <SLIPSTREAM_TOKEN>`, except the health probe.
 
-    Without SLIPSTREAM_TOKEN in the environment of the start, it lets everything through.
+    If SLIPSTREAM_TOKEN is not set when the server starts, everything passes.
     """
 
     def __init__(self, app: ASGIApp) -> None:

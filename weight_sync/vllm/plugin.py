@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-BACKEND = "gloo"
+import contextlib
+
+from weight_sync.transports import TRANSPORTS
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "gloo"}'` known to vLLM; safe to call again."""
+    """Make every transport known to vLLM by its name, for `--weight-transfer-config '{"backend": NAME}'`.
+
+    Engines are imported when used. May be called again.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "weight_sync.transports.gloo.engine", "GlooEngine")
+    for name, ends in TRANSPORTS.items():
+        module, _, engine = ends.engine.partition(":")
+        with contextlib.suppress(ValueError):  # registered already, by an earlier call or by vLLM itself
+            WeightTransferEngineFactory.register_engine(name, module, engine)

@@ -6,6 +6,7 @@ Rank 0 is the learner, ranks 1..n are the workers of one server.
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,21 +20,49 @@ OK = 1
 BAD_DIGEST = 2
 
 
+@dataclass(frozen=True)
+class InitInfo:
+    """Body of `/init_weight_transfer_engine`: where the learner listens, and how it sends.
+
+    world_size: the learner and all workers. bucket_bytes: bytes of one broadcast. timeout_s: bounds every wait.
+    """
+
+    master_address: str
+    master_port: int
+    world_size: int
+    bucket_bytes: int
+    timeout_s: float
+
+
 class GlooGroup:
     """Broadcast from the learner and a status back, each bounded by the group's time-out.
 
-    Every call raises RuntimeError when the peer is gone or late; the group is then of no more use.
+    Every call raises RuntimeError when the peer is gone or late; the group is of no use after that.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, local_host: str, timeout_s: float) -> None:
+    def __init__(self, store: Any, rank: int, info: InitInfo, local_host: str) -> None:
+        """Blocks until all `info.world_size` ranks have come to `store`. `local_host`: this end's own address."""
+        self._timeout = timedelta(seconds=info.timeout_s)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_host)]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = self._timeout
         options._threads = 2
         self.rank = rank
-        self.size = size
-        self._timeout = timedelta(seconds=timeout_s)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, size, options)
+        self.size = info.world_size
+        self._bucket_bytes = info.bucket_bytes
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, self.size, options)
+
+    @classmethod
+    def join(cls, info: InitInfo, rank: int) -> GlooGroup:
+        """A worker's place in the group of the learner that `info` names; blocks until all are there."""
+        store = dist.TCPStore(
+            info.master_address,
+            info.master_port,
+            info.world_size,
+            is_master=False,
+            timeout=timedelta(seconds=info.timeout_s),
+        )
+        return cls(store, rank, info, local_host_towards(info.master_address))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """`tensor` of rank 0 into `tensor` of all others, in place."""
@@ -42,14 +71,17 @@ class GlooGroup:
         options.timeout = self._timeout
         self._group.broadcast([tensor], options).wait(self._timeout)
 
-    def broadcast_in_buckets(self, flat: torch.Tensor, bucket_bytes: int) -> None:
-        for start in range(0, len(flat), bucket_bytes):
-            self.broadcast(flat[start : start + bucket_bytes])
+    def broadcast_in_buckets(self, flat: torch.Tensor) -> None:
+        """As `broadcast`, for a uint8 tensor of any size."""
+        for start in range(0, len(flat), self._bucket_bytes):
+            self.broadcast(flat[start : start + self._bucket_bytes])
 
     def send_status(self, status: int) -> None:
+        """Tell the learner `OK` or `BAD_DIGEST`."""
         self._group.send([torch.tensor([status])], 0, self.rank).wait(self._timeout)
 
     def receive_status(self, rank: int) -> int:
+        """What worker `rank` says of the snapshot that it received."""
         status = torch.zeros(1, dtype=torch.int64)
         self._group.recv([status], rank, rank).wait(self._timeout)
         return int(status)

@@ -1,39 +1,67 @@
-"""The learner's end of the gloo transport: CPU and plain TCP, received by `weight_sync.vllm.plugin`."""
+"""The learner's end of the gloo transport; `engine` is vLLM's."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from protocol.config import WeightSyncSection
+from weight_sync.cancellation import on_thread, together
+from weight_sync.pause import Pause
+from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.group import OK, GlooGroup, dist
+from weight_sync.transports.gloo.group import OK, GlooGroup, InitInfo, dist
 
 
-class GlooLink:
-    """One server's link. See `base.Link`.
+class GlooTransport:
+    """See `base.Transport`. Blocking calls of gloo run on threads.
 
-    The rendezvous and gloo's own connections know no authentication: whoever reaches `host` while a link is made
-    can take a worker's place in it. Let `weight_sync.host` be an address in a network of the run's machines alone.
+    The rendezvous and gloo's own connections know no authentication: anyone who reaches `weight_sync.host` while a
+    server is being connected can take a worker's place. Let it be an address in a network of the run's machines alone.
     """
 
-    def __init__(self, host: str, workers: int, bucket_bytes: int, timeout_s: float) -> None:
-        self._host = host
-        self._size = workers + 1
-        self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
+    stages = True
+
+    def __init__(self, section: WeightSyncSection) -> None:
+        self._section = section
+        self._store: Any = None
         self._group: GlooGroup | None = None
+
+    async def connect(self, server: ServerControl, workers: int) -> None:
+        await server.end_transfer()
+        info = await on_thread(self._listen, workers)
+        await together(server.init_transfer(asdict(info)), on_thread(self._meet, info))
+
+    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+        group = self._group
+        if group is None:
+            raise TransferError("the transport is not connected")
+        await server.start_update()
+        # The engine answers at once and receives on a thread of its own.
+        await server.update(snapshot.manifest.as_dict())
+        await on_thread(self._send, group, snapshot)
+        async with pause.held():
+            # Labelled while paused, so that no token can carry the version of other weights.
+            await server.finish_update(snapshot.label)
+
+    async def close(self) -> None:
+        await on_thread(self._let_go)
+
+    def _listen(self, workers: int) -> InitInfo:
+        host, timeout_s = self._section.host, self._section.timeout_s
         try:
             # The rendezvous listens on a socket of ours, so that no other process can take the port in between.
             listener = socket.create_server((host, 0))
-            self._port = listener.getsockname()[1]
-            self._store: Any = dist.TCPStore(
+            info = InitInfo(host, listener.getsockname()[1], workers + 1, self._section.bucket_bytes, timeout_s)
+            self._store = dist.TCPStore(
                 host,
-                self._port,
-                self._size,
+                info.master_port,
+                info.world_size,
                 is_master=True,
                 timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,
@@ -43,41 +71,26 @@ class GlooLink:
             raise TransferError(
                 f"weight_sync.host = {host}: cannot listen there: {error}; name an address of the learner's machine"
             ) from error
+        return info
 
-    def init_info(self) -> dict[str, Any]:
-        return {
-            "master_address": self._host,
-            "master_port": self._port,
-            "world_size": self._size,
-            "bucket_bytes": self._bucket_bytes,
-            "timeout_s": self._timeout_s,
-        }
-
-    def connect(self) -> None:
-        if self._store is None:
-            raise TransferError("the link is closed")
+    def _meet(self, info: InitInfo) -> None:
         try:
-            self._group = GlooGroup(self._store, 0, self._size, self._host, self._timeout_s)
+            self._group = GlooGroup(self._store, 0, info, info.master_address)
         except RuntimeError as error:
-            raise TransferError(f"the server's workers did not come to {self._host}:{self._port}: {error}") from error
+            address = f"{info.master_address}:{info.master_port}"
+            raise TransferError(f"the server's workers did not come to {address}: {error}") from error
 
-    def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        return snapshot.manifest.as_dict()
-
-    def send(self, snapshot: Snapshot) -> None:
-        group = self._group
-        if group is None:
-            raise TransferError("the link is not connected")
+    def _send(self, group: GlooGroup, snapshot: Snapshot) -> None:
+        """Returns when every worker has the snapshot staged and its digest agrees."""
         try:
-            group.broadcast_in_buckets(snapshot.flat, self._bucket_bytes)
+            group.broadcast_in_buckets(snapshot.flat)
             group.broadcast(torch.frombuffer(bytearray(snapshot.digest), dtype=torch.uint8))
-            statuses = [group.receive_status(rank) for rank in range(1, self._size)]
+            statuses = [group.receive_status(rank) for rank in range(1, group.size)]
         except RuntimeError as error:
             raise TransferError(f"the transfer broke off: {error}") from error
         bad = [rank - 1 for rank, status in enumerate(statuses, 1) if status != OK]
         if bad:
             raise TransferError(f"what workers {bad} received has another digest than what was sent")
 
-    def close(self) -> None:
-        self._group = None
-        self._store = None
+    def _let_go(self) -> None:
+        self._group = self._store = None  # blocks until gloo's threads have ended

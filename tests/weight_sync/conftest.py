@@ -1,0 +1,14 @@
+"""What the tests of this folder share."""
+
+from __future__ import annotations
+
+import pytest
+
+from weight_sync import cancellation, server_control
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits between attempts, and for threads that hang, as short as a test wants them."""
+    monkeypatch.setattr(server_control, "RESUME_PAUSE_S", 0.01)
+    monkeypatch.setattr(cancellation, "GRACE_S", 0.05)

@@ -1,0 +1,48 @@
+"""The pause of one server during one publication: who ends it, and how long it lasted (I6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from weight_sync.cancellation import to_its_end
+from weight_sync.server_control import ServerControl
+
+
+@dataclass
+class Pause:
+    """What a transport gets to pause its server with.
+
+    clear_cache: whether the pause must drop cached keys and values.
+    resume_after_error: False where an error inside may leave the model half loaded; the server then stays paused.
+    left_paused: the server may stand still and nobody will resume it; it must not serve.
+    seconds: how long generation stood still. A transport whose server pauses itself adds what the server reports.
+    """
+
+    server: ServerControl
+    clear_cache: bool
+    resume_after_error: bool
+    left_paused: bool = False
+    seconds: float = 0.0
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Generation stands still inside. Resumes at the end even if the calling task is cancelled; after an error or
+        a cancellation inside only with `resume_after_error`. Raises `ControlError`."""
+        began = time.monotonic()
+        self.left_paused = True
+        resume = self.resume_after_error
+        try:
+            await self.server.pause(self.clear_cache)
+            yield
+            resume = True
+        finally:
+            if resume:
+                await to_its_end(self._resume())
+            self.seconds += time.monotonic() - began
+
+    async def _resume(self) -> None:
+        await self.server.resume()
+        self.left_paused = False

@@ -16,12 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from protocol.config import WeightSyncSection
 from weight_sync.probe import Probe, probe_token_ids
 from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import ProbeMismatch, ServerPublication
+from weight_sync.server_sync import ProbeMismatch, ServerSync
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports import build
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.sender import GlooLink
 
 pytestmark = pytest.mark.e2e
 
@@ -46,8 +47,9 @@ def perturb(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
-def publication(control: ServerControl) -> ServerPublication:
-    return ServerPublication(control, lambda workers: GlooLink("127.0.0.1", workers, 1 << 20, 20), TOLERANCE)
+def sync_of(control: ServerControl) -> ServerSync:
+    section = WeightSyncSection(bucket_bytes=1 << 20, timeout_s=20)
+    return ServerSync(control, lambda: build(section), TOLERANCE)
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ async def is_paused(url: str) -> bool:
 
 
 async def test_each_version_is_served_and_proven(control: ServerControl, model: Any) -> None:
-    server = publication(control)
+    server = sync_of(control)
     for version in (1, 2, 3):
         perturb(model)
         outcome = await server.publish(snapshot(model, version))
@@ -103,7 +105,7 @@ async def test_each_version_is_served_and_proven(control: ServerControl, model: 
 
 
 async def test_f3_an_update_lands_in_mid_generation_and_aborts_nothing(control: ServerControl, model: Any) -> None:
-    server = publication(control)
+    server = sync_of(control)
     await server.publish(snapshot(model, 1))
     perturb(model)
     second = snapshot(model, 2)
@@ -126,7 +128,7 @@ async def test_f3_an_update_lands_in_mid_generation_and_aborts_nothing(control: 
 async def test_a_server_with_other_weights_is_caught_by_the_probe_and_left_running(
     control: ServerControl, model: Any
 ) -> None:
-    server = publication(control)
+    server = sync_of(control)
     wrong = snapshot(model, 7)
     wrong.probe.logprobs[5] += 0.01
     with pytest.raises(ProbeMismatch, match="version 7"):
@@ -137,7 +139,7 @@ async def test_a_server_with_other_weights_is_caught_by_the_probe_and_left_runni
 
 
 async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: ServerControl, model: Any) -> None:
-    server = publication(control)
+    server = sync_of(control)
     await server.publish(snapshot(model, 1))
     before = await control.score(PROBE_IDS)
     perturb(model)
@@ -155,11 +157,11 @@ async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: Ser
 async def test_i6_a_learner_that_died_in_mid_publication_is_cleared_up_by_the_next(
     control: ServerControl, model: Any
 ) -> None:
-    dead = publication(control)
+    dead = sync_of(control)
     await dead.publish(snapshot(model, 1))
     await control.start_update()
     await control.pause(clear_cache=False)
-    successor = publication(control)
+    successor = sync_of(control)
     outcome = await successor.publish(snapshot(model, 2))
     assert outcome.probe_max_abs_diff < TOLERANCE
     assert not await is_paused(control.url)

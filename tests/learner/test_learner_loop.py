@@ -134,8 +134,10 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(OBJECTIVES, "ppo_clip", MadeUp)
-    train(config_for(model_path, tmp_path, steps=2), FakeQueue(endless()))
-    assert [line["objective"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [{"anything": 1.0}] * 2
+    train(config_for(model_path, tmp_path, steps=2, groups_per_step=12), FakeQueue(endless()))
+    metrics = lines(tmp_path / "test" / "metrics.jsonl")
+    assert [line["rows"] for line in metrics] == [2, 2], "or sums over several rows are not tried"
+    assert [line["objective"] for line in metrics] == [{"anything": 1.0}] * 2
 
 
 def test_the_last_version_is_published_whatever_the_interval(model_path: Path, tmp_path: Path) -> None:

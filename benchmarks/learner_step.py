@@ -1,6 +1,6 @@
 """Speed and memory of one optimiser step on a tiny Qwen3: 128 two-turn episodes of about 170 tokens.
 
-    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/learner_step.py [--steps 5] [--token-budget 8192]
+    OMP_NUM_THREADS=1 taskset -c 0 python -m benchmarks.learner_step [--steps 5] [--token-budget 8192]
 
 Prints one JSON object.
 """
@@ -15,13 +15,13 @@ import time
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from learner.feed.packing import Sample, pack
 from learner.model import attention
 from learner.model.policy import Policy, Scoring
 from learner.trainer import Trainer
 from protocol.config import LearnerSection
+from tests.kit.model import tiny_model
 
 EPISODES = 128
 VOCABULARY = 384
@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=LearnerSection().token_budget)
     arguments = parser.parse_args()
 
-    torch.manual_seed(0)
     trainer = Trainer(tiny_policy(), LearnerSection(learning_rate=4e-4))
     samples = episodes(np.random.default_rng(0))
     tokens = int(sum(sample.weights.sum() for sample in samples))
@@ -67,18 +66,15 @@ def main() -> None:
 
 def tiny_policy() -> Policy:
     """The model of examples/multiply: 394 k parameters."""
-    config = Qwen3Config(
+    model = tiny_model(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
-        tie_word_embeddings=False,
+        initializer_range=0.02,
         attn_implementation=attention.NAME,
     )
-    return Policy(Qwen3ForCausalLM(config), attention.NAME, Scoring(temperature=1.0, chunk_tokens=1024))
+    return Policy(model, attention.NAME, Scoring(temperature=1.0, chunk_tokens=1024))
 
 
 def episodes(random: np.random.Generator) -> list[Sample]:

@@ -14,7 +14,7 @@ USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 something in the run file or the arguments is wrong."""
+    """Exit code: 0 done, 1 the run failed, 2 the run file or the arguments are wrong."""
     resume = "--resume" in arguments
     rest = [argument for argument in arguments if argument != "--resume"]
     if not rest or rest[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""The queue for callers that are not async: a client on an event loop of its own, in a thread."""
+"""The queue for callers that are not async: its client on an event loop of its own, in a thread."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ REPORT_WAIT_AFTER_S = 1.0
 
 
 class BlockingQueueClient:
-    """Owns the thread, the loop and the client's connection. A context manager, used from one thread."""
+    """Owns the thread, the loop and `queue`, the client on it. A context manager, used from one thread."""
 
-    def __init__(self, client: QueueClient) -> None:
-        self.client = client
+    def __init__(self, queue: QueueClient) -> None:
+        self.queue = queue
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="queue-link", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="queue-client", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._wait(self.client.__aenter__())
+        self._wait(self.queue.__aenter__())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._wait(self.client.__aexit__(None, None, None))
+        self._wait(self.queue.__aexit__(None, None, None))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
     def call(self, request: Callable[[QueueClient], Awaitable[T]]) -> T:
-        """Do `request` on the link's loop and wait for it; what it raises is raised here."""
+        """Run `request` on the client's loop and wait for it; what it raises is raised here."""
 
         async def answer() -> T:
-            return await request(self.client)
+            return await request(self.queue)
 
         return self._wait(answer())
 
     @contextmanager
     def waiting(self, session: int, what: str) -> Iterator[None]:
-        """Around a wait of the learner: should it last, the status page says what for (I7)."""
+        """Around a wait of the learner: if it lasts, the status page says what for (I7)."""
         over = asyncio.Event()
         report = asyncio.run_coroutine_threadsafe(self._report_wait(session, what, over), self.loop)
         try:
@@ -62,14 +62,14 @@ class BlockingQueueClient:
             async with asyncio.timeout(REPORT_WAIT_AFTER_S):
                 await over.wait()
         except TimeoutError:
-            await self.client.waiting(session, what)
+            await self.queue.waiting(session, what)
             await over.wait()
-            await self.client.waiting(session, None)
+            await self.queue.waiting(session, None)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         answer = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return answer.result()
         except BaseException:
-            answer.cancel()  # a signal broke the wait; without this the call would be left hanging
+            answer.cancel()  # a signal may have broken the wait, and would leave the call hanging
             raise

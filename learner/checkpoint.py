@@ -1,7 +1,7 @@
 """Checkpoints: complete or not there at all.
 
 `run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `trainer.pt`
-(optimiser, schedule, random states) and `state.json`. The position in the data set is the queue's to keep.
+(optimiser, schedule, random states) and `state.json` (step and version). The queue keeps the position in the data set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKENIZER_FILES = [
 
 
 class CheckpointInfo(msgspec.Struct):
-    """`step` optimiser steps were done when it was written; `version` is the policy version that they made."""
+    """When it was written: `step` optimiser steps were done and had made policy version `version`."""
 
     step: int
     version: int
@@ -42,7 +42,7 @@ class CheckpointInfo(msgspec.Struct):
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    state: CheckpointInfo
+    info: CheckpointInfo
 
     @property
     def model_path(self) -> Path:
@@ -58,31 +58,31 @@ def latest(run_dir: Path) -> Checkpoint | None:
     found = _complete(run_dir)
     if not found:
         return None
-    state = msgspec.json.decode((found[-1] / "state.json").read_bytes(), type=CheckpointInfo)
-    return Checkpoint(found[-1], state)
+    info = msgspec.json.decode((found[-1] / "state.json").read_bytes(), type=CheckpointInfo)
+    return Checkpoint(found[-1], info)
 
 
-def save(run_dir: Path, state: CheckpointInfo, trainer: Trainer, source_model: str, keep: int) -> Checkpoint:
+def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, source_model: str, keep: int) -> Checkpoint:
     """Write a checkpoint, durable when this returns, and delete all but the newest `keep`.
 
-    It is written aside, flushed to disk and then renamed: a crash leaves no half of one behind.
+    It is written aside, flushed to disk and then renamed: a crash leaves no half-written one behind.
     """
-    final = folder(run_dir) / f"step-{state.step:06d}"
+    final = folder(run_dir) / f"step-{info.step:06d}"
     unfinished = folder(run_dir) / f".unfinished-{final.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     trainer.policy.model.save_pretrained(unfinished / "model")
     _copy_tokenizer(source_model, unfinished / "model")
     torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
-    (unfinished / "state.json").write_bytes(msgspec.json.encode(state))
+    (unfinished / "state.json").write_bytes(msgspec.json.encode(info))
     _flush(unfinished)
-    if final.exists():  # left by a time line that a resume gave up
+    if final.exists():  # from a time line that a resume gave up
         shutil.rmtree(final)
     unfinished.rename(final)
     _flush_one(final.parent)
     for old in _complete(run_dir)[:-keep]:
         shutil.rmtree(old)
-    return Checkpoint(final, state)
+    return Checkpoint(final, info)
 
 
 def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
@@ -101,7 +101,7 @@ def _complete(run_dir: Path) -> list[Path]:
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:
-    """So that the checkpoint can be served as it is."""
+    """Copy what a server needs beside the weights, so that the checkpoint can be served as it is."""
     origin = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=TOKENIZER_FILES))
     for pattern in TOKENIZER_FILES:
         for path in origin.glob(pattern):
@@ -110,7 +110,7 @@ def _copy_tokenizer(source: str, target: Path) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    """In types that `torch.load(weights_only=True)` takes."""
+    """Random states in types that `torch.load(weights_only=True)` accepts."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))

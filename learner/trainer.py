@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from accelerate import Accelerator
 
 from learner import optimiser
-from learner.algorithm.objectives import Grpo, Objective, Tokens
+from learner.algorithm import objectives
+from learner.algorithm.objectives.base import Tokens
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
@@ -24,31 +26,28 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one optimiser step did; every share and mean is over the tokens with weight.
+    """What one optimiser step did, a part of the step's line in `metrics.jsonl`.
 
-    ess: effective sample size of the importance ratios, (sum r)^2 / (n sum r^2), from 0 to 1.
+    entropy: mean over the tokens with weight, in nats; grad_norm: before it is clipped; objective: the objective's own
+    figures, None where one is not finite; train_s: seconds of the step.
     """
 
     loss: float
-    ratio: float
-    clipped_low: float
-    clipped_high: float
-    kl: float
     entropy: float
-    ess: float
     grad_norm: float
     learning_rate: float
+    objective: Mapping[str, float | None]
     train_s: float
 
 
 class Trainer:
     """Owns policy, optimiser and schedule; knows nothing of the queue or of versions."""
 
-    def __init__(self, policy: Policy, settings: LearnerSection) -> None:
+    def __init__(self, policy: Policy, section: LearnerSection) -> None:
         self.accelerator = Accelerator()
-        self.objective: Objective = Grpo(settings.clip_low, settings.clip_high)
-        self._max_grad_norm = settings.max_grad_norm
-        adamw, self.schedule = optimiser.build(policy, settings)
+        self.objective = objectives.build(section)
+        self._max_grad_norm = section.max_grad_norm
+        adamw, self.schedule = optimiser.build(policy, section)
         self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
 
     @property
@@ -66,12 +65,19 @@ class Trainer:
         Raises `DivergedError` before any weight is touched.
         """
         started = time.perf_counter()
+        own: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         for row in rows:
-            for name, value in self._backward(row.to(self.device), tokens).items():
-                sums[name] = sums[name] + value if name in sums else value
+            row = row.to(self.device)
+            scores: TokenScores = self._policy(row)
+            result = self.objective(Tokens(scores.logprobs, row.behaviour, row.advantages, row.weights))
+            loss = result.losses.sum() / tokens
+            self.accelerator.backward(loss)
+            _add(own, {"loss": loss.detach(), "entropy": (scores.entropy * (row.weights > 0)).sum()})
+            _add(sums, result.sums)
+
         grad_norm = float(self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
-        if not torch.isfinite(torch.tensor(grad_norm)):
+        if not math.isfinite(grad_norm):
             raise DivergedError(
                 f"the gradient's norm is {grad_norm}: lower learner.learning_rate, or use model.dtype = float32; the "
                 f"last checkpoint is intact"
@@ -80,17 +86,12 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.schedule.step()
-        figures = {name: float(value) for name, value in sums.items()}
         return StepFigures(
-            loss=figures["loss"],
-            ratio=figures["ratio"] / tokens,
-            clipped_low=figures["clipped_low"] / tokens,
-            clipped_high=figures["clipped_high"] / tokens,
-            kl=figures["kl"] / tokens,
-            entropy=figures["entropy"] / tokens,
-            ess=figures["ratio"] ** 2 / (tokens * figures["ratio_squared"]),
+            loss=float(own["loss"]),
+            entropy=float(own["entropy"]) / tokens,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
+            objective=self.objective.figures({name: float(value) for name, value in sums.items()}, tokens),
             train_s=time.perf_counter() - started,
         )
 
@@ -102,11 +103,8 @@ class Trainer:
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
 
-    def _backward(self, row: PackedRow, tokens: int) -> dict[str, torch.Tensor]:
-        """Add one row's gradients; returns its sums, left on the device so that no row waits for it."""
-        scores: TokenScores = self._policy(row)
-        result = self.objective(Tokens(scores.logprobs, row.behaviour, row.advantages, row.weights))
-        loss = result.losses.sum() / tokens
-        self.accelerator.backward(loss)
-        entropy = (scores.entropy * (row.weights > 0)).sum()
-        return {"loss": loss.detach(), "entropy": entropy, **result.sums}
+
+def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Add scalars by name, on their device: no row waits for another's."""
+    for name, value in more.items():
+        total[name] = total[name] + value if name in total else value

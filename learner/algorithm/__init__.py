@@ -1,0 +1,1 @@
+"""What is learnt: how rewards become advantages, and what an optimiser step does with them."""

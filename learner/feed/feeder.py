@@ -1,16 +1,16 @@
-"""Keeps batches ready ahead of the step: leases, renews, drops, packs, in the queue link's thread.
+"""Keeps batches ready ahead of the step: leases, renews, drops and packs, on the blocking client's loop.
 
-A batch is judged at the version that will train on it, which is known when it is leased: each step makes exactly
-one version. A drop is acknowledged at once, since it is what gives the permit back to the workers (F14).
+A batch is judged at the version that will train on it, which is known when it is leased: each step makes exactly one
+version. A drop is acknowledged at once, because that returns its permit to the workers (F14).
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +19,7 @@ from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol import codec
 from protocol.client import QueueError, Refused, RunFinished
 from protocol.config import RunConfig
-from protocol.messages import Group, LearnerReport, LeaseAck, LeaseReply, LeaseRequest, RunPosition
+from protocol.messages import Group, LearnerReport, LeaseAck, LeaseRequest, RunPosition
 
 LEASE_WAIT_S = 30.0
 RELEASE_TIMEOUT_S = 5.0
@@ -34,21 +34,23 @@ class LeaseLost(QueueError):
 
 
 class Feeder:
-    """Batches for the steps after `policy.step`, in order. A context manager; leases that are open at its end are
-    given back. Methods are for the learner's main thread; an error of the thread is raised by `next_batch`."""
+    """Batches for the steps after `start.step`, in order. A context manager; its end gives open leases back.
+
+    Its methods are for the learner's main thread; `next_batch` raises what went wrong on the loop.
+    """
 
     def __init__(
         self,
         config: RunConfig,
-        link: BlockingQueueClient,
-        policy: RunPosition,
+        client: BlockingQueueClient,
+        start: RunPosition,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._link = link
-        self._start = policy
+        self._client = client
+        self._start = start
         self._clock = clock
-        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
         self._permits = asyncio.Semaphore(config.learner.prefetch_steps)
         self._leases: set[str] = set()
         self._leased = asyncio.Event()
@@ -57,19 +59,19 @@ class Feeder:
         self._last_arrival = clock()
 
     def __enter__(self) -> Self:
-        self._link.call(lambda _: self._open())
+        self._client.call(lambda _: self._open())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.call(lambda _: self._close())
+        self._client.call(lambda _: self._close())
 
     def next_batch(self) -> Batch:
-        """Wait for the next batch. Raises `Starved`, `RunFinished`, or what else ended the thread."""
+        """Wait for the next batch. Raises `Starved`, `LeaseLost`, `RunFinished`, or another `QueueError`."""
         self._waiting_since = self._clock()
-        self._link.loop.call_soon_threadsafe(self._permits.release)
-        with self._link.waiting(self._start.session, "groups"):
+        self._client.loop.call_soon_threadsafe(self._permits.release)
+        with self._client.waiting(self._start.session, "groups"):
             item = self._ready.get()
         self._waiting_since = None
         if isinstance(item, BaseException):
@@ -80,13 +82,13 @@ class Feeder:
         """Acknowledge a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
         ack = LeaseAck(self._start.session, batch.ticket_ids, step=batch.step, version=batch.version + 1, report=report)
         self._leases.discard(batch.lease_id)
-        policy = self._link.call(lambda client: client.ack(batch.lease_id, ack))
-        if policy.version != batch.version + 1:
+        position = self._client.call(lambda queue: queue.ack(batch.lease_id, ack))
+        if position.version != batch.version + 1:
             raise QueueError(
-                f"the queue is at version {policy.version} after step {batch.step}, the learner at "
+                f"the queue is at version {position.version} after step {batch.step}, the learner at "
                 f"{batch.version + 1}: another learner works on this run; end one of them"
             )
-        return policy
+        return position
 
     async def _open(self) -> None:
         self._work = asyncio.create_task(self._main())
@@ -94,11 +96,11 @@ class Feeder:
     async def _close(self) -> None:
         self._work.cancel()
         await asyncio.wait([self._work])
-        # The queue would take open leases back by itself once they lapse; failing to say so now loses nothing.
+        # A lease that is not given back expires: nothing is lost if the queue cannot be told now.
         with suppress(QueueError, TimeoutError):
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 for lease_id in self._leases:
-                    await self._link.client.release(lease_id, self._start.session)
+                    await self._client.queue.release(lease_id, self._start.session)
 
     async def _main(self) -> None:
         try:
@@ -118,7 +120,7 @@ class Feeder:
 
     async def _fill(self, draft: Draft) -> None:
         while draft.wanted:
-            reply = await self._link.client.lease(
+            reply = await self._client.queue.lease(
                 LeaseRequest(
                     self._start.session,
                     draft.lease_id,
@@ -131,29 +133,29 @@ class Feeder:
                 await self._check_alive()
                 continue
             self._last_arrival = self._clock()
-            self._hold(draft.lease_id, reply)
-            dropped = draft.add(_arrivals(reply))
+            self._leases.add(draft.lease_id)
+            self._renew_every_s = reply.expires_in_s / 3
+            self._leased.set()
+            dropped = draft.add(
+                LeasedGroup(codec.decode(bytes(raw), Group), version)
+                for raw, version in zip(reply.groups, reply.version_at_arrival, strict=True)
+            )
             if not draft.ticket_ids:
                 self._leases.discard(draft.lease_id)
             if dropped:
-                await self._link.client.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dropped))
+                await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dropped))
 
     async def _check_alive(self) -> None:
-        """Raise if waiting longer has no use. Only while the step waits: else it is the learner that holds all up."""
-        if (await self._link.client.position()).finished:
+        """Raise if waiting longer is pointless. Only while the step waits: before that, the learner is the slow one."""
+        if (await self._client.queue.position()).finished:
             raise RunFinished("the run was finished before the learner's last step")
         since, limit = self._waiting_since, self._config.learner.stall_timeout_s
         if since is not None and self._clock() - max(since, self._last_arrival) >= limit:
-            stall = (await self._link.client.status()).stall
+            stall = (await self._client.queue.status()).stall
             raise Starved(
                 f"no group came for learner.stall_timeout_s = {limit:.0f} s: "
                 f"{stall.why or 'look at the workers and servers in `slipstream status`'}"
             )
-
-    def _hold(self, lease_id: str, reply: LeaseReply) -> None:
-        self._leases.add(lease_id)
-        self._renew_every_s = reply.expires_in_s / 3
-        self._leased.set()
 
     async def _renew(self) -> None:
         await self._leased.wait()
@@ -161,18 +163,11 @@ class Feeder:
             await asyncio.sleep(self._renew_every_s)
             for lease_id in list(self._leases):
                 try:
-                    await self._link.client.renew(lease_id, self._start.session)
+                    await self._client.queue.renew(lease_id, self._start.session)
                 except Refused as refusal:
-                    # A lease that was acknowledged meanwhile is gone by right.
+                    # A lease that was acknowledged in the meantime is rightly gone.
                     if lease_id in self._leases:
                         raise LeaseLost(
-                            f"lease {lease_id} lapsed while its groups were in training ({refusal}): raise "
+                            f"lease {lease_id} expired while its groups were in training ({refusal}): raise "
                             f"queue.lease_timeout_s, and go on with --resume"
                         ) from refusal
-
-
-def _arrivals(reply: LeaseReply) -> list[LeasedGroup]:
-    return [
-        LeasedGroup(codec.decode(bytes(raw), Group), version)
-        for raw, version in zip(reply.groups, reply.version_at_arrival, strict=True)
-    ]

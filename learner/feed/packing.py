@@ -20,7 +20,7 @@ class Sample:
     """One token sequence to train on.
 
     token_ids: int32 [T]; sampled: bool [T]; behaviour: float32 [T], log-probs under the policy that sampled;
-    weights: float32 [T], loss weights, 0 where not sampled and for the first token; advantage: of its rollout.
+    weights: float32 [T], loss weights, 0 for the first token and where not sampled; advantage: its rollout's.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -33,7 +33,7 @@ class Sample:
         return len(self.token_ids)
 
     def trimmed(self) -> Sample:
-        """Without what follows the last token that has weight: attention is causal, so nothing there matters."""
+        """Without what follows the last token with weight: attention is causal, so nothing there matters."""
         end = int(np.flatnonzero(self.weights)[-1]) + 1
         return Sample(
             self.token_ids[:end], self.sampled[:end], self.behaviour[:end], self.weights[:end], self.advantage
@@ -44,10 +44,9 @@ class Sample:
 class PackedRow:
     """Several sequences end to end, longest first, and the sampled tokens in them.
 
-    input_ids, position_ids: int64 [1, T]; cu_seqlens: int32 [n + 1], where each sequence starts, and T;
-    max_seqlen: the longest. One entry for each of the N sampled tokens: positions: int64 [N], index into the row of
-    the token *before* it, whose output predicts it; targets: int64 [N], its id; behaviour, advantages, weights:
-    float32 [N].
+    input_ids, position_ids: int64 [1, T]; cu_seqlens: int32 [n + 1], where each sequence starts, and T; max_seqlen:
+    length of the longest. For each of the N sampled tokens: positions, int64 [N], index in the row of the token
+    *before* it, whose output predicts it; targets, int64 [N], its id; behaviour, advantages, weights, float32 [N].
     """
 
     input_ids: torch.Tensor
@@ -75,7 +74,7 @@ class PackedRow:
 
 
 def pack(samples: Sequence[Sample], token_budget: int) -> list[PackedRow]:
-    """Rows that hold every sample once; raises `ValueError` if one is longer than the budget."""
+    """Rows of at most `token_budget` tokens that hold every sample once; raises `ValueError` if one is longer."""
     bins = assign([len(sample) for sample in samples], token_budget)
     return [pack_row([samples[i] for i in members]) for members in bins]
 
@@ -83,7 +82,7 @@ def pack(samples: Sequence[Sample], token_budget: int) -> list[PackedRow]:
 def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Best-fit decreasing: indices of `lengths` by row, each row's longest first.
 
-    Best fit rather than first fit because it leaves large gaps whole; at most 11/9 of the fewest rows, plus one.
+    Best fit rather than first fit, because it leaves large gaps whole; at most 11/9 of the fewest rows, plus one.
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -130,5 +129,5 @@ def pack_row(samples: Sequence[Sample]) -> PackedRow:
 
 
 def _predicted(sample: Sample) -> npt.NDArray[np.int64]:
-    """Indices of the sampled tokens that a token precedes."""
+    """Indices of the sampled tokens that follow another token."""
     return np.flatnonzero(sample.sampled[1:]) + 1

@@ -1,20 +1,21 @@
 """What one optimiser step trains on: which groups stand, with which tokens and advantages. No I/O.
 
-Every group that arrives ends in exactly one of: standing, or dropped with a reason (I1). Every token of it is
-trained, masked or dropped, and counted as such (I4).
+Every group that arrives either stands or is dropped for a reason (I1). Every token of it is trained, masked or dropped,
+and counted as such (I4).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from learner.algorithm.advantages import grpo
+from learner.algorithm import advantages
 from learner.feed.age_mask import LossWeights, loss_weights
 from learner.feed.packing import PackedRow, Sample, pack
+from learner.feed.tally import JudgedGroup, Tally, rewards_of, tally
+from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import Group
 
@@ -25,29 +26,6 @@ class LeasedGroup:
 
     group: Group
     version_at_arrival: int
-
-
-@dataclass
-class Tally:
-    """Counts over every group that arrived for a step, also the dropped ones: else the reward would look better or
-    worse than it is.
-
-    reward_stds: within each group; in_flight, in_queue: versions that passed until arrival and from then to
-    training, of each group's oldest token; staleness_sum, staleness_max: over the tokens that train.
-    """
-
-    rewards: list[float] = field(default_factory=list)
-    reward_stds: list[float] = field(default_factory=list)
-    groups_dropped: Counter[str] = field(default_factory=Counter)
-    tokens_sampled: int = 0
-    tokens_trained: int = 0
-    tokens_masked: Counter[str] = field(default_factory=Counter)
-    tokens_dropped: Counter[str] = field(default_factory=Counter)
-    two_span_rollouts: int = 0
-    in_flight: list[int] = field(default_factory=list)
-    in_queue: list[int] = field(default_factory=list)
-    staleness_sum: int = 0
-    staleness_max: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,9 +54,9 @@ class Draft:
         self.version = version
         self.lease_id = lease_id
         self._config = config
+        self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
-        self._consumed = 0
-        self._tally = Tally()
+        self._judged: list[JudgedGroup] = []
 
     @property
     def ticket_ids(self) -> list[str]:
@@ -88,82 +66,56 @@ class Draft:
     def wanted(self) -> int:
         """Groups still to lease; 0 when the step is full.
 
-        `zero_variance = "drop"` takes `groups_per_step` groups whatever becomes of them, and as many again should
-        none of them be trainable; otherwise dropped groups are replaced.
+        Dropped groups are replaced, but not with `zero_variance = "drop"`: it takes `groups_per_step` groups, and as
+        many again only if none of them can be trained.
         """
         size = self._config.learner.groups_per_step
         if self._config.learner.zero_variance != "drop":
             return max(0, size - len(self._standing))
-        if self._consumed >= size and self._standing:
+        if len(self._judged) >= size and self._standing:
             return 0
-        return size - self._consumed % size
+        return size - len(self._judged) % size
 
-    def add(self, arrivals: list[LeasedGroup]) -> dict[str, str]:
+    def add(self, leased: Iterable[LeasedGroup]) -> dict[str, str]:
         """Take groups in; returns the reason for each that is dropped. One that is already here is left alone."""
         dropped = {}
-        for arrival in arrivals:
-            group = arrival.group
+        for item in leased:
+            group = item.group
             if group.ticket_id in self._standing:
                 continue
-            self._consumed += 1
             queue = self._config.queue
             weights = loss_weights(group, self.version, queue.max_staleness, queue.overage)
-            self._count(arrival)
             reason = self._reason_to_drop(group, weights)
+            self._judged.append(JudgedGroup.of(group, item.version_at_arrival, self.version, reason))
             if reason is None:
                 self._standing[group.ticket_id] = _Standing(group, weights)
-                self._count_standing(weights)
             else:
                 dropped[group.ticket_id] = reason
-                self._tally.groups_dropped[reason] += 1
-                self._tally.tokens_dropped[reason] += group.sampled_tokens
         return dropped
 
     def finish(self) -> Batch:
         """Advantages, and rows within the token budget."""
-        samples = [sample for standing in self._standing.values() for sample in self._samples(standing)]
-        rows = pack(samples, self._config.learner.token_budget)
-        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, self._tally)
+        budget = self._config.learner.token_budget
+        rows = pack([sample for standing in self._standing.values() for sample in self._samples(standing)], budget)
+        weights = [standing.weights for standing in self._standing.values()]
+        counts = tally(self._judged, weights, rows, budget)
+        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts)
 
     def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:
         if not weights.tokens_trained:
-            return "overage" if "overage" in weights.masked else "no_tokens"
-        if self._config.learner.zero_variance != "keep" and not grpo.has_variance(_rewards(group)):
-            return "zero_variance"
+            return reasons.OVERAGE if reasons.OVERAGE in weights.masked else reasons.NO_TOKENS
+        if self._config.learner.zero_variance != "keep" and np.ptp(rewards_of(group)) == 0:
+            return reasons.ZERO_VARIANCE
         return None
 
     def _samples(self, standing: _Standing) -> Iterator[Sample]:
-        group = standing.group
-        values = grpo.group_advantages(_rewards(group), self._config.learner.advantage_epsilon)
-        for rollout, weights, advantage in zip(group.rollouts, standing.weights.weights, values, strict=True):
-            for segment, weight in zip(rollout.segments, weights, strict=True):
-                if weight.any():
-                    yield Sample(
-                        segment.token_ids, segment.loss_mask, segment.logprobs, weight, float(advantage)
-                    ).trimmed()
-
-    def _count(self, arrival: LeasedGroup) -> None:
-        group, tally = arrival.group, self._tally
-        rewards = _rewards(group)
-        tally.rewards.extend(rewards.tolist())
-        tally.reward_stds.append(float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0)
-        tally.tokens_sampled += group.sampled_tokens
-        tally.two_span_rollouts += sum(
-            len({span.version for segment in rollout.segments for span in segment.version_spans}) > 1
-            for rollout in group.rollouts
-        )
-        versions = group.versions()
-        if versions:
-            tally.in_flight.append(arrival.version_at_arrival - versions[0])
-            tally.in_queue.append(self.version - arrival.version_at_arrival)
-
-    def _count_standing(self, weights: LossWeights) -> None:
-        tally = self._tally
-        tally.tokens_trained += weights.tokens_trained
-        tally.tokens_masked.update(weights.masked)
-        tally.staleness_sum += weights.staleness_sum
-        tally.staleness_max = max(tally.staleness_max, weights.staleness_max)
-
-
-def _rewards(group: Group) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+        rollouts = standing.group.rollouts
+        values = self._advantage(rewards_of(standing.group))
+        segments = [
+            (segment, float(value))
+            for rollout, value in zip(rollouts, values, strict=True)
+            for segment in rollout.segments
+        ]
+        for (segment, advantage), weights in zip(segments, standing.weights.weights, strict=True):
+            if weights.any():
+                yield Sample(segment.token_ids, segment.loss_mask, segment.logprobs, weights, advantage).trimmed()

@@ -1,8 +1,8 @@
 """Attention within the sequences of a packed row, on any device: `attention = "varlen_sdpa"`.
 
-Sequences of like length are laid side by side, padded on the right, and given to torch's scaled dot product
-attention with `is_causal`. Right padding needs no mask: a causal query never sees what stands behind it. So the
-result is exact, the flash kernels apply, and no [T, T] mask is ever built.
+Sequences of similar length are padded on the right to a batch and given to torch's scaled dot product attention with
+`is_causal`. Right padding needs no mask: a causal query never sees what comes after it. So the result is exact, the
+flash kernels apply, and no [T, T] mask is ever built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.config import ConfigError
 
 NAME = "varlen_sdpa"
 
-# A bucket's shortest sequence has at least this part of its longest: it bounds the padding.
+# A bucket's shortest sequence has at least this share of its longest: that bounds the padding.
 SHORTEST_SHARE = 0.8
 
 # Arguments by which models change what attention computes; ignoring one would train on wrong log-probs.
@@ -32,7 +32,7 @@ class Bucket:
     """Neighbouring sequences of a row: its tokens `[start, end)`, `count` sequences padded to `length`.
 
     slots: int64 [end - start], the place of each token in the flattened [count * length], or None where the
-    sequences are all equally long and need no padding.
+    sequences are equally long and need no padding.
     """
 
     start: int
@@ -44,14 +44,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a row is cut into buckets. Worked out once for a row, used by every layer."""
+    """How a row is cut into buckets; computed once a row, used by every layer."""
 
     buckets: list[Bucket]
     max_seqlen: int
 
 
 def layout(lengths: Sequence[int], device: torch.device) -> Layout:
-    """Buckets of neighbouring sequences of like length. Rows that are sorted by length give the fewest."""
+    """Buckets of neighbouring sequences of similar length. A row sorted by length gives the fewest."""
     buckets: list[Bucket] = []
     start = first = 0
     for i in range(1, len(lengths) + 1):
@@ -73,7 +73,7 @@ def _bucket(start: int, lengths: list[int], device: torch.device) -> Bucket:
 
 
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
-    """What a transformers model needs beside ids and positions to keep the sequences of `row` apart."""
+    """What a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
     if implementation == NAME:
         return {"varlen_layout": layout(row.cu_seqlens.diff().tolist(), row.input_ids.device)}
     return {
@@ -98,7 +98,7 @@ def varlen_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Attention function of transformers' `AttentionInterface`.
 
-    query: [1, H, T, D]; key, value: [1, H_kv, T, D], H a multiple of H_kv; returns [1, T, H, D]. Dropout is left out
+    query: [1, H, T, D]; key, value: [1, H_kv, T, D], H a multiple of H_kv; returns [1, T, H, D]. There is no dropout,
     on purpose: log-probs must be those of the policy that sampled.
     """
     if sliding_window is not None and varlen_layout.max_seqlen > sliding_window:
@@ -109,7 +109,9 @@ def varlen_sdpa(
         )
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ConfigError(f"model.attention = {NAME} does not know {name}, which this model uses: choose another")
+            raise ConfigError(
+                f"model.attention = {NAME} does not support {name}, which this model uses: choose another"
+            )
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
     outputs = []
@@ -134,5 +136,5 @@ def _unpad(padded: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     return tokens if bucket.slots is None else tokens.index_select(0, bucket.slots)
 
 
-# transformers builds a 4-D mask only for implementations with an entry in its mask interface; this one has none.
+# transformers builds a 4-D mask only for implementations in its mask interface, where this one has no entry.
 AttentionInterface.register(NAME, varlen_sdpa)

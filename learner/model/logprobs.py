@@ -1,4 +1,4 @@
-"""Log-probs of given tokens straight from hidden states, without ever holding the logits of all of them."""
+"""Log-probs of given tokens from hidden states, without ever holding the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LmHead:
     """The output layer: logits = softcap(hidden @ weight.T + bias) / temperature.
 
     weight: [V, h]; bias: [V] or None; softcap: `final_logit_softcapping`, c * tanh(x / c), or None;
-    chunk_tokens: how many tokens' logits exist at one time.
+    chunk_tokens: tokens whose logits exist at one time.
     """
 
     weight: torch.Tensor
@@ -31,25 +31,25 @@ class LmHead:
     chunk_tokens: int
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, V]. The product is in the model's type, as in vLLM; all that follows in float32."""
+        """float32 [n, V]. The product is in the model's type, as in vLLM; the rest is in float32."""
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
 
-def token_scores(head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Scores of `targets` (int64 [N]) given `hidden` ([N, h]), the outputs that predict them."""
+def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+    """Scores of `targets` (int64 [N]), predicted by `hidden` ([N, h])."""
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, targets, head
+        hidden, lm_head.weight, lm_head.bias, targets, lm_head
     )
     return TokenScores(logprobs, entropy)
 
 
 class _TokenScores(torch.autograd.Function):
-    """Forward keeps one float a token (log of the softmax's sum); backward computes each chunk's logits again.
+    """Forward keeps one float a token, the log of the softmax's sum; backward computes each chunk's logits again.
 
-    A quarter faster on a CPU than `torch.utils.checkpoint` around log_softmax, and with half its buffers.
+    On a CPU, a quarter faster than `torch.utils.checkpoint` around log_softmax, with half the buffers.
     """
 
     @staticmethod
@@ -59,12 +59,12 @@ class _TokenScores(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        head: LmHead,
+        lm_head: LmHead,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for chunk in _chunks(len(targets), head.chunk_tokens):
-            logits = head.logits(hidden[chunk])
+        for chunk in _chunks(len(targets), lm_head.chunk_tokens):
+            logits = lm_head.logits(hidden[chunk])
             highest = logits.amax(-1, keepdim=True)
             logits -= highest
             chosen = logits.gather(1, targets[chunk, None])[:, 0]
@@ -75,7 +75,7 @@ class _TokenScores(torch.autograd.Function):
             entropy[chunk] = log_sum - torch.linalg.vecdot(exponentials, logits) / sums
             log_sums[chunk] = log_sum + highest[:, 0]
         ctx.save_for_backward(hidden, targets, log_sums)
-        ctx.head = head
+        ctx.lm_head = lm_head
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -83,19 +83,19 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, targets, log_sums = ctx.saved_tensors
-        head, upstream = ctx.head, gradients[0]
+        lm_head, upstream = ctx.lm_head, gradients[0]
         to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros_like(head.weight) if ctx.needs_input_grad[1] else None
-        to_bias = torch.zeros_like(head.bias) if ctx.needs_input_grad[2] else None
-        for chunk in _chunks(len(targets), head.chunk_tokens):
-            logits = head.logits(hidden[chunk])
-            slope = _softcap_slope(head, logits)
+        to_weight = torch.zeros_like(lm_head.weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(lm_head.bias) if ctx.needs_input_grad[2] else None
+        for chunk in _chunks(len(targets), lm_head.chunk_tokens):
+            logits = lm_head.logits(hidden[chunk])
+            slope = _softcap_slope(lm_head, logits)
             # d logprob / d logits = onehot(target) - softmax
             gradient = logits.sub_(log_sums[chunk, None]).exp_().mul_(-upstream[chunk, None])
             gradient.scatter_add_(1, targets[chunk, None], upstream[chunk, None])
-            gradient = (gradient if slope is None else gradient.mul_(slope)).div_(head.temperature)
-            gradient = gradient.to(head.weight.dtype)
-            torch.mm(gradient, head.weight, out=to_hidden[chunk])
+            gradient = (gradient if slope is None else gradient.mul_(slope)).div_(lm_head.temperature)
+            gradient = gradient.to(lm_head.weight.dtype)
+            torch.mm(gradient, lm_head.weight, out=to_hidden[chunk])
             if to_weight is not None:
                 to_weight.addmm_(gradient.T, hidden[chunk])
             if to_bias is not None:
@@ -103,11 +103,11 @@ class _TokenScores(torch.autograd.Function):
         return to_hidden, to_weight, to_bias, None, None
 
 
-def _softcap_slope(head: LmHead, logits: torch.Tensor) -> torch.Tensor | None:
+def _softcap_slope(lm_head: LmHead, logits: torch.Tensor) -> torch.Tensor | None:
     """Derivative of c * tanh(x / c), from its value: 1 - tanh(x / c)^2."""
-    if head.softcap is None:
+    if lm_head.softcap is None:
         return None
-    return 1 - (logits * (head.temperature / head.softcap)).square_()
+    return 1 - (logits * (lm_head.temperature / lm_head.softcap)).square_()
 
 
 def _chunks(total: int, size: int) -> list[slice]:

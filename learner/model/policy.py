@@ -16,7 +16,7 @@ from learner.model import attention
 from learner.model.logprobs import LmHead, TokenScores, token_scores
 from protocol.config import ConfigError, ModelSection
 
-FULL_ATTENTION = ("full_attention", "sliding_attention")
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Policy(torch.nn.Module):
     def forward(self, row: PackedRow) -> TokenScores:
         """Log-probs and entropies at the sampler's temperature, each float32 [N], for the row's N sampled tokens."""
         hidden = self._hidden(row)[row.positions]
-        return token_scores(self._head(self._scoring.temperature), hidden, row.targets)
+        return token_scores(self._lm_head(self._scoring.temperature), hidden, row.targets)
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
         row = _plain_row(token_ids).to(self.device)
-        scores = token_scores(self._head(1.0), self._hidden(row)[row.positions], row.targets)
+        scores = token_scores(self._lm_head(1.0), self._hidden(row)[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,20 +66,20 @@ class Policy(torch.nn.Module):
         return int(self.model.get_input_embeddings().num_embeddings)
 
     @torch.no_grad()
-    def check_head(self) -> None:
-        """Raise `ConfigError` if the model makes logits in a way of its own (scaling, further layers).
+    def check_logits(self) -> None:
+        """Raise `ConfigError` if the model computes its logits otherwise than `LmHead` (scaling, further layers).
 
-        Ours must agree with the model's on a short sequence: a model that multiplies its logits would otherwise
-        train on wrong log-probs without a sign.
+        Ours must agree with the model's own on a short sequence: a model that scales its logits would otherwise train
+        on wrong log-probs, silently.
         """
         row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
-        ours = self._head(1.0).logits(self._hidden(row))
+        ours = self._lm_head(1.0).logits(self._hidden(row))
         theirs = self.model(**self._model_inputs(row)).logits[0].float()
         if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
             raise ConfigError(
-                f"model.path: {type(self.model).__name__} makes its logits in a way that the learner does not know "
+                f"model.path: {type(self.model).__name__} computes its logits in a way that the learner does not know "
                 f"(they differ by {float((ours - theirs).abs().max()):.3g}): choose a model whose logits are "
-                f"lm_head(hidden), with final_logit_softcapping at most"
+                f"lm_head(hidden), with or without final_logit_softcapping"
             )
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
@@ -95,14 +95,14 @@ class Policy(torch.nn.Module):
             **attention.model_arguments(self._implementation, row),
         }
 
-    def _head(self, temperature: float) -> LmHead:
+    def _lm_head(self, temperature: float) -> LmHead:
         output = self.model.get_output_embeddings()
         softcap = getattr(self.model.config, "final_logit_softcapping", None)
         return LmHead(output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.chunk_tokens)
 
 
 def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
-    """The policy with the weights at `path`; raises `ConfigError` for a model that cannot be trained here."""
+    """The policy with the weights at `path`; raises `ConfigError` if this learner cannot train the model."""
     try:
         network = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, model.dtype), attn_implementation=model.attention
@@ -112,14 +112,14 @@ def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
             f"model.path = {path}, model.attention = {model.attention}: the model cannot be loaded: {error}"
         ) from error
     layer_types = getattr(network.config, "layer_types", None) or []
-    unknown = sorted(set(layer_types) - set(FULL_ATTENTION))
+    unknown = sorted(set(layer_types) - set(ATTENTION_LAYERS))
     if unknown:
         raise ConfigError(
             f"model.path = {path}: layers of type {', '.join(unknown)} would mix the sequences of a packed row; "
             f"choose a model with attention layers only"
         )
     policy = Policy(network, model.attention, scoring)
-    policy.check_head()
+    policy.check_logits()
     return policy
 
 

@@ -1,78 +1,41 @@
-"""What is kept of each step and each publication: two files of JSON lines in the run directory."""
+"""What is kept of each step and each publication: files of JSON lines in the run directory."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Self, TypeVar, get_type_hints
 
 import msgspec
 
 
-class StepRecord(msgspec.Struct):
-    """One line of `metrics.jsonl`.
+@dataclass(frozen=True)
+class Record:
+    """One line of a journal, about optimiser step `step`.
 
-    Rewards are over every group that arrived for the step. loss to entropy: over the tokens that trained; ess:
-    effective sample size of the importance ratios, 0 to 1. Staleness in versions: of the tokens that trained;
-    `_in_flight` and `_in_queue` split it, by each arrived group's oldest token. tokens_sampled: of every arrived
-    group = tokens_trained + those masked + those of dropped groups. step_s: from one acknowledgement to the next, of
-    which wait_s for groups, train_s in the optimiser step, publish_blocked_ms for the version before to be on its way.
-    cpu_s: of the whole process. packing_fill: tokens of the rows by rows times budget.
+    A field that is a dataclass is a part: its fields stand in the line beside the record's own, so that whoever makes
+    a figure names it once.
     """
 
     step: int
-    version: int
-    reward_mean: float
-    reward_std: float
-    loss: float
-    ratio: float
-    clipped_low: float
-    clipped_high: float
-    kl: float
-    entropy: float
-    ess: float
-    grad_norm: float
-    learning_rate: float
-    staleness_mean: float
-    staleness_max: int
-    staleness_in_flight: float
-    staleness_in_queue: float
-    groups_trained: int
-    groups_dropped: dict[str, int]
-    tokens_sampled: int
-    tokens_trained: int
-    tokens_masked: dict[str, int]
-    tokens_dropped: dict[str, int]
-    rollouts: int
-    two_span_rollouts: int
-    rows: int
-    packing_fill: float
-    wait_s: float
-    train_s: float
-    step_s: float
-    cpu_s: float
-    publish_blocked_ms: float
+
+    def flat(self) -> dict[str, Any]:
+        line: dict[str, Any] = {}
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            line |= asdict(value) if is_dataclass(kind) else {name: value}
+        return line
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Self:
+        """The record that `flat` wrote; raises `msgspec.ValidationError`."""
+        kinds = get_type_hints(cls)
+        values = {name: line if is_dataclass(kind) else line.get(name) for name, kind in kinds.items()}
+        return cls(**{name: msgspec.convert(value, kinds[name]) for name, value in values.items()})
 
 
-class PublicationRecord(msgspec.Struct):
-    """One line of `publications.jsonl`: `weight_sync.publisher.PublishRecord`, and the step that made the version."""
-
-    step: int
-    version: int
-    snapshot_s: float
-    blocked_s: float
-    transfer_s: float
-    pause_s: float
-    probe_max_abs_diff: float
-    servers_ok: list[str]
-    servers_failed: dict[str, str]
-
-
-class _Record(Protocol):
-    step: int
-
-
-R = TypeVar("R", bound=_Record)
+R = TypeVar("R", bound=Record)
 
 
 class Journal(Generic[R]):
@@ -92,8 +55,8 @@ class Journal(Generic[R]):
             file.write(_line(record))
 
 
-def _line(record: object) -> bytes:
-    return msgspec.json.encode(record) + b"\n"
+def _line(record: Record) -> bytes:
+    return msgspec.json.encode(record.flat()) + b"\n"
 
 
 def _read(path: Path, kind: type[R]) -> list[R]:
@@ -102,7 +65,7 @@ def _read(path: Path, kind: type[R]) -> list[R]:
     records = []
     for line in path.read_bytes().splitlines():
         try:
-            records.append(msgspec.json.decode(line, type=kind))
+            records.append(kind.of(msgspec.json.decode(line)))
         except msgspec.DecodeError:
             break  # the line that a kill cut short; nothing follows it
     return records

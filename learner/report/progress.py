@@ -1,4 +1,4 @@
-"""The live line of a run; in a log file, a line now and then."""
+"""The live line of a run; in a log file, a line every few steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from learner.report.journal import StepRecord
+from learner.report.record import StepRecord
 from protocol.status import Status
 
 PRINT_EVERY_STEPS = 10
@@ -20,7 +20,7 @@ STATUS_EVERY_S = 5.0
 
 
 class Progress:
-    """Shows steps as they are done. `status` asks the queue; it is called every few seconds at most."""
+    """Shows steps as they are done. `status` asks the queue, at most once in a few seconds."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Progress:
         self.console.out(text, highlight=False)
 
     def show(self, record: StepRecord) -> None:
+        """Show a step that is done."""
         now = self._clock()
         last = record.step == self._total_steps
         due = record.step % PRINT_EVERY_STEPS == 0 or last or now - self._printed_at >= PRINT_EVERY_S
@@ -71,9 +72,10 @@ class Progress:
 
 def line(record: StepRecord, total_steps: int, depth: float) -> str:
     """depth: groups outstanding at the queue, in optimiser steps."""
+    tally, times = record.tally, record.times
     return (
-        f"step {record.step:>{len(str(total_steps))}}/{total_steps} | reward {record.reward_mean:.3f} | "
-        f"staleness {record.staleness_mean:.2f} (max {record.staleness_max}) | depth {depth:.1f} | "
-        f"{record.tokens_sampled / record.step_s:,.0f} tokens/s | {record.step_s:.2f} s, "
-        f"{record.wait_s / record.step_s:.0%} waiting"
+        f"step {record.step:>{len(str(total_steps))}}/{total_steps} | reward {tally.reward_mean:.3f} | "
+        f"staleness {tally.staleness_mean:.2f} (max {tally.staleness_max}) | depth {depth:.1f} | "
+        f"{tally.tokens_sampled / times.step_s:,.0f} tokens/s | {times.step_s:.2f} s, "
+        f"{times.wait_s / times.step_s:.0%} waiting"
     )

@@ -1,28 +1,24 @@
-"""What a run came to: `summary.json`, the reward curve, and the same curve as one line of text."""
+"""The result of a run: `summary.json`, the reward curve, and the same curve as one line of text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import msgspec
 import numpy as np
 
-from learner.report.journal import PublicationRecord, StepRecord
+from learner.report.record import PublicationRecord, StepRecord
 from protocol.status import Status
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 BARS = "▁▂▃▄▅▆▇█"
 SMOOTHED_OVER = 10
 
 
 class Summary(msgspec.Struct):
-    """Over the steps of the surviving time line. wall_s: their time, without start-up; rates are per second of it.
+    """Over the steps of the surviving time line. wall_s: their time, without the start; rates are per second of it.
 
-    Shares are parts of 1; `_ms` milliseconds, the percentiles over publications; None where nothing was measured.
+    Shares are from 0 to 1; `_ms` are milliseconds, percentiles over publications; None where nothing was measured.
     """
 
     steps: int
@@ -53,63 +49,68 @@ class Summary(msgspec.Struct):
 
 
 def summarise(steps: Sequence[StepRecord], publications: Sequence[PublicationRecord], status: Status) -> Summary:
-    """`status` gives what only the queue knows: drops of every cause, tokens sampled, the workers' part."""
-    wall_s = sum(step.step_s for step in steps)
-    trained = sum(step.tokens_trained for step in steps)
-    pauses = [publication.pause_s * 1e3 for publication in publications]
+    """`status` gives what only the queue knows: drops of every cause, tokens sampled, the workers' figures."""
+    tallies, times = [step.tally for step in steps], [step.times for step in steps]
+    rewards = [tally.reward_mean for tally in tallies]
+    published = [record.publication for record in publications]
+    pauses_ms = [publication.pause_s * 1e3 for publication in published]
+    wall_s = sum(of.step_s for of in times)
+    trained = sum(tally.tokens_trained for tally in tallies)
     return Summary(
         steps=len(steps),
         wall_s=wall_s,
         step_s_mean=_ratio(wall_s, len(steps)),
-        reward_first10=_mean([step.reward_mean for step in steps[:10]]),
-        reward_last10=_mean([step.reward_mean for step in steps[-10:]]),
-        rollouts=sum(step.rollouts for step in steps),
-        rollouts_two_versions=sum(step.two_span_rollouts for step in steps),
-        groups_trained=sum(step.groups_trained for step in steps),
+        reward_first10=_mean(rewards[:10]),
+        reward_last10=_mean(rewards[-10:]),
+        rollouts=sum(tally.rollouts for tally in tallies),
+        rollouts_two_versions=sum(tally.two_span_rollouts for tally in tallies),
+        groups_trained=sum(tally.groups_trained for tally in tallies),
         groups_dropped=dict(status.drops),
         tokens_sampled=status.tokens_sampled,
         tokens_trained=trained,
         gen_tokens_per_s=_ratio(status.tokens_sampled, wall_s),
         train_tokens_per_s=_ratio(trained, wall_s),
-        staleness_mean=_ratio(sum(step.staleness_mean * step.tokens_trained for step in steps), trained),
-        staleness_max=max((step.staleness_max for step in steps), default=0),
-        learner_wait_share=_ratio(sum(step.wait_s for step in steps), wall_s),
+        staleness_mean=_ratio(sum(tally.staleness_mean * tally.tokens_trained for tally in tallies), trained),
+        staleness_max=max((tally.staleness_max for tally in tallies), default=0),
+        learner_wait_share=_ratio(sum(of.wait_s for of in times), wall_s),
         worker_wait_share=status.worker_wait_share,
         worker_cpu_ms_per_episode=status.worker_cpu_ms_per_episode,
-        learner_cpu_us_per_trained_token=_ratio(1e6 * sum(step.cpu_s for step in steps), trained),
-        sync_count=len(publications),
-        sync_pause_ms_p50=_percentile(pauses, 50),
-        sync_pause_ms_p95=_percentile(pauses, 95),
-        sync_transfer_ms_p50=_percentile([publication.transfer_s * 1e3 for publication in publications], 50),
-        sync_learner_blocked_ms_p50=_percentile([publication.blocked_s * 1e3 for publication in publications], 50),
-        probe_max_abs_diff=max((publication.probe_max_abs_diff for publication in publications), default=None),
+        learner_cpu_us_per_trained_token=_ratio(1e6 * sum(of.cpu_s for of in times), trained),
+        sync_count=len(published),
+        sync_pause_ms_p50=_percentile(pauses_ms, 50),
+        sync_pause_ms_p95=_percentile(pauses_ms, 95),
+        sync_transfer_ms_p50=_percentile([publication.transfer_s * 1e3 for publication in published], 50),
+        sync_learner_blocked_ms_p50=_percentile([publication.blocked_s * 1e3 for publication in published], 50),
+        probe_max_abs_diff=max((publication.probe_max_abs_diff for publication in published), default=None),
     )
 
 
 def write(run_dir: Path, summary: Summary, steps: Sequence[StepRecord]) -> None:
     """`summary.json` and `reward.png`."""
     (run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    draw_rewards(run_dir / "reward.png", [step.step for step in steps], [step.reward_mean for step in steps])
+    draw_rewards(run_dir / "reward.png", [step.step for step in steps], [step.tally.reward_mean for step in steps])
 
 
 def draw_rewards(path: Path, steps: Sequence[int], rewards: Sequence[float]) -> None:
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    from matplotlib.figure import Figure  # here alone, so that nothing else needs it
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.plot(steps, rewards, color="#9db7d5", linewidth=1, label="each step")
     axes.plot(steps, smoothed(rewards), color="#1f4e8c", linewidth=2, label=f"mean of the last {SMOOTHED_OVER}")
     axes.set(xlabel="optimiser step", ylabel="mean reward of the groups that arrived", title="Reward")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """At each step, the mean of it and up to nine before."""
+    """At each step, the mean of it and of up to nine before."""
     return [float(np.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1])) for i in range(len(values))]
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """`values` as bars, from their least to their greatest; neighbours are averaged to fit `width`."""
+    """`values` as bars between their least and greatest; neighbours are averaged to fit `width`."""
     if not values:
         return ""
     columns = [float(part.mean()) for part in np.array_split(np.array(values), min(width, len(values)))]

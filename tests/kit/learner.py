@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import msgspec
@@ -12,63 +11,11 @@ import numpy as np
 import torch
 
 from learner.feed.packing import Sample
-from protocol import codec
+from protocol import codec, reasons
 from protocol.client import Refused
-from protocol.config import RunConfig
-from protocol.messages import (
-    BeginSession,
-    Group,
-    LeaseAck,
-    LeaseReply,
-    LeaseRequest,
-    Problem,
-    Rollout,
-    RunPosition,
-    Segment,
-    VersionSpan,
-)
+from protocol.messages import BeginSession, Group, LeaseAck, LeaseReply, LeaseRequest, Problem, RunPosition
 from protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall, Status, TicketCounts
-
-VOCABULARY = 64
-
-
-def run_file(model_path: str | Path = "model", **sections: dict[str, Any]) -> RunConfig:
-    values: dict[str, dict[str, Any]] = {
-        "model": {"path": str(model_path)},
-        "task": {"path": "task.py:task"},
-        "vllm": {"max_model_len": 64},
-        "rollout": {"max_turn_tokens": 16, "group_size": 2},
-        "learner": {"token_budget": 64, "groups_per_step": 2},
-    }
-    for name, section in sections.items():
-        values.setdefault(name, {}).update(section)
-    return RunConfig.model_validate(values)
-
-
-def segment(versions: Sequence[int | None], seed: int = 0) -> Segment:
-    """One token for each entry: the version that sampled it, or None for a token that was given."""
-    random = np.random.default_rng(seed)
-    mask = np.array([version is not None for version in versions])
-    spans: list[VersionSpan] = []
-    for i, version in enumerate(versions):
-        if version is None:
-            continue
-        if spans and spans[-1].version == version and spans[-1].end == i:
-            spans[-1] = VersionSpan(version, spans[-1].start, i + 1, 0)
-        else:
-            spans.append(VersionSpan(version, i, i + 1, 0))
-    return Segment(
-        token_ids=random.integers(0, VOCABULARY, len(mask)).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.where(mask, -np.log(VOCABULARY), 0).astype(np.float32),
-        version_spans=spans,
-    )
-
-
-def group(ticket_id: str, rewards: Sequence[float], versions: Sequence[int | None] = (None, None, 0, 0)) -> Group:
-    """A group of one rollout for each reward, all with the same pattern of versions."""
-    rollouts = [Rollout([segment(versions, seed)], reward, "stop") for seed, reward in enumerate(rewards)]
-    return Group(ticket_id, 0, 0, rollouts, "worker-0", ["vllm-0"], 0.0, 1.0)
+from tests.kit.messages import VOCABULARY, group
 
 
 def sample(length: int, prompt: int, seed: int) -> Sample:
@@ -87,8 +34,8 @@ def sample(length: int, prompt: int, seed: int) -> Sample:
 class FakeQueue:
     """The learner's side of the queue, in memory, with the face of `QueueClient`.
 
-    `supply(n, version)` makes up to n further groups when the learner is at `version`. `log` gathers what happened,
-    in order; a publisher may share it.
+    `supply(n, version)` makes up to n more groups when the learner is at `version`. `log` records what happened, in
+    order; a publisher may share it.
     """
 
     def __init__(
@@ -100,7 +47,7 @@ class FakeQueue:
         self.supply = supply
         self.expires_in_s = expires_in_s
         self.log: list[Any] = []
-        self.policy_now = RunPosition(version, 0, 0, 0, None, None, False)
+        self.now = RunPosition(version, 0, 0, 0, None, None, False)
         self.leases: dict[str, dict[str, Group]] = {}
         self.trained: list[str] = []
         self.dropped: dict[str, str] = {}
@@ -115,8 +62,8 @@ class FakeQueue:
         self.log.append("closed")
 
     async def begin_session(self, begin: BeginSession) -> RunPosition:
-        now = self.policy_now
-        self.policy_now = RunPosition(now.version, begin.step, begin.total_steps, now.session + 1, None, None, False)
+        session = self.now.session + 1
+        self.now = RunPosition(self.now.version, begin.step, begin.total_steps, session, None, None, False)
         self.log.append(("begin", begin.step, begin.resume))
         return self.copy()
 
@@ -125,13 +72,13 @@ class FakeQueue:
             raise self.fail_lease
         held = self.leases.setdefault(request.lease_id, {})
         assert set(request.have) == set(held), "the learner holds other groups than the queue leased to it"
-        fresh = list(self.supply(request.max_groups, self.policy_now.version))
+        fresh = list(self.supply(request.max_groups, self.now.version))
         if not fresh:
             await asyncio.sleep(min(request.wait_s, 0.005))
         held.update({item.ticket_id: item for item in fresh})
         self.log.append(("lease", request.lease_id, len(fresh)))
         raw = [msgspec.Raw(codec.encode(item)) for item in fresh]
-        return LeaseReply(request.lease_id, raw, [self.policy_now.version] * len(fresh), self.expires_in_s)
+        return LeaseReply(request.lease_id, raw, [self.now.version] * len(fresh), self.expires_in_s)
 
     async def ack(self, lease_id: str, ack: LeaseAck) -> RunPosition:
         held = self.leases[lease_id]
@@ -139,17 +86,17 @@ class FakeQueue:
             del held[ticket_id]
         self.dropped.update(ack.dropped)
         if ack.trained:
-            assert ack.step == self.policy_now.step + 1
-            assert ack.version == self.policy_now.version + 1
+            assert ack.step == self.now.step + 1
+            assert ack.version == self.now.version + 1
             assert not held, "groups of the lease that were neither trained nor dropped"
             self.trained.extend(ack.trained)
-            self.policy_now.step, self.policy_now.version = ack.step, ack.version
+            self.now.step, self.now.version = ack.step, ack.version
             self.log.append(("ack", ack.version))
         return self.copy()
 
     async def renew(self, lease_id: str, session: int) -> None:
         if self.refuse_renewals:
-            raise Refused(410, Problem("lease_lapsed", "the lease lapsed"))
+            raise Refused(410, Problem(reasons.LEASE_LAPSED, "the lease expired"))
         self.renewed.append(lease_id)
 
     async def release(self, lease_id: str, session: int) -> None:
@@ -168,27 +115,24 @@ class FakeQueue:
         return self.copy()
 
     async def finish(self) -> None:
-        self.policy_now.finished = True
+        self.now.finished = True
         self.log.append("finished")
 
     async def status(self) -> Status:
         return status(stall=Stall(True, 9.0, "no worker is connected"))
 
     def copy(self) -> RunPosition:
-        return msgspec.structs.replace(self.policy_now)
+        return msgspec.structs.replace(self.now)
 
 
-def endless(
-    rewards: Sequence[float] = (0.0, 1.0), versions: Callable[[int], Sequence[int | None]] | None = None
-) -> Callable[[int, int], list[Group]]:
-    """A supply that always has groups, numbered from `t0` on, sampled by the version of the moment."""
+def endless() -> Callable[[int, int], list[Group]]:
+    """A supply that always has groups, numbered from `t0` on, sampled by the learner's version at the time."""
     count = 0
-    pattern = versions or (lambda version: (None, None, version, version))
 
     def supply(n: int, version: int) -> list[Group]:
         nonlocal count
         count += n
-        return [group(f"t{i}", rewards, pattern(version)) for i in range(count - n, count)]
+        return [group(f"t{i}", versions=(None, None, version, version)) for i in range(count - n, count)]
 
     return supply
 

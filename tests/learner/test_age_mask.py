@@ -4,36 +4,38 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.feed.age_mask import loss_weights
 from protocol.messages import Group
-from tests.kit.learner import group
+from tests.kit import group
 
 VERSIONS = st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(VERSIONS, st.integers(8, 12), st.integers(0, 12), st.sampled_from(["mask", "drop"]))
 def test_i2_no_token_beyond_the_bound_has_weight(
     versions: list[int | None], version: int, bound: int, overage: Literal["mask", "drop"]
 ) -> None:
     weights = loss_weights(group("t", [0, 1], versions), version, bound, overage)
-    for rollout in weights.weights:
-        for token, weight in zip(versions, rollout[0], strict=True):
+    for segment in weights.weights:
+        for token, weight in zip(versions, segment, strict=True):
             assert weight in (0.0, 1.0)
             if token is None or version - token > bound:
                 assert weight == 0.0
     assert weights.staleness_max <= bound
 
 
+@settings(deadline=None)
 @given(VERSIONS, st.integers(8, 12), st.integers(0, 12), st.sampled_from(["mask", "drop"]))
 def test_i4_every_sampled_token_is_trained_or_masked_for_a_counted_reason(
     versions: list[int | None], version: int, bound: int, overage: Literal["mask", "drop"]
 ) -> None:
     sampled: Group = group("t", [0, 1], versions)
     weights = loss_weights(sampled, version, bound, overage)
-    assert weights.tokens_trained == sum(weight.sum() for rollout in weights.weights for weight in rollout)
+    assert weights.tokens_trained == sum(weight.sum() for weight in weights.weights)
     assert weights.tokens_trained + sum(weights.masked.values()) == sampled.sampled_tokens
 
 
@@ -43,7 +45,7 @@ def test_i4_every_sampled_token_is_trained_or_masked_for_a_counted_reason(
 )
 def test_overage_masks_the_old_tokens_or_all(overage: Literal["mask", "drop"], expected: list[int]) -> None:
     weights = loss_weights(group("t", [0, 1], [None, 3, 4, None, 5]), 6, 2, overage)
-    np.testing.assert_array_equal(weights.weights[0][0], expected)
+    np.testing.assert_array_equal(weights.weights[0], expected)
 
 
 def test_staleness_is_counted_over_the_tokens_that_train() -> None:
@@ -54,5 +56,5 @@ def test_staleness_is_counted_over_the_tokens_that_train() -> None:
 
 def test_a_sampled_first_token_has_nothing_to_predict_it() -> None:
     weights = loss_weights(group("t", [0, 1], [5, 5]), 5, 2, "mask")
-    np.testing.assert_array_equal(weights.weights[0][0], [0, 1])
+    np.testing.assert_array_equal(weights.weights[0], [0, 1])
     assert weights.masked == {"no_context": 2}

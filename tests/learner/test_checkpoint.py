@@ -16,7 +16,7 @@ from learner.trainer import DivergedError, Trainer
 from protocol.config import LearnerSection, ModelSection
 from tests.kit.learner import sample
 
-SETTINGS = LearnerSection(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
+SECTION = LearnerSection(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
 
 
 def _train(trainer: Trainer, steps: range) -> None:
@@ -32,17 +32,17 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    whole = Trainer(make_policy(), SETTINGS)
+    whole = Trainer(make_policy(), SECTION)
     _train(whole, range(4))
-    half = Trainer(make_policy(), SETTINGS)
+    half = Trainer(make_policy(), SECTION)
     _train(half, range(2))
     checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, str(model_path), keep=2)
 
     found = checkpoint.latest(tmp_path)
     assert found is not None
-    assert found.state == CheckpointInfo(2, 2)
+    assert found.info == CheckpointInfo(2, 2)
     path = str(found.model_path)
-    resumed = Trainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), SETTINGS)
+    resumed = Trainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), SECTION)
     checkpoint.restore(found, resumed)
     _train(resumed, range(2, 4))
     expected = _weights(whole)
@@ -54,7 +54,7 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
-    trainer = Trainer(make_policy(), SETTINGS)
+    trainer = Trainer(make_policy(), SECTION)
     saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
     expected = draw()
     checkpoint.restore(saved, trainer)
@@ -64,7 +64,7 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
 def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SETTINGS)
+    trainer = Trainer(make_policy(), SECTION)
     assert checkpoint.latest(tmp_path) is None
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, CheckpointInfo(step, step + 5), trainer, str(model_path), keep=2)
@@ -72,14 +72,14 @@ def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
     (tmp_path / "checkpoints" / "step-000005").mkdir()
     found = checkpoint.latest(tmp_path)
     assert found is not None
-    assert (found.path.name, found.state) == ("step-000003", CheckpointInfo(3, 8))
+    assert (found.path.name, found.info) == ("step-000003", CheckpointInfo(3, 8))
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*/state.json")) == ["state.json"] * 2
 
 
 def test_a_checkpoint_s_model_folder_can_be_served(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), Trainer(make_policy(), SETTINGS), str(model_path), keep=1)
+    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), Trainer(make_policy(), SECTION), str(model_path), keep=1)
     names = {path.name for path in saved.model_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
 
@@ -87,14 +87,14 @@ def test_a_checkpoint_s_model_folder_can_be_served(
 def test_i8_nothing_in_it_needs_unpickling(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SETTINGS)
+    trainer = Trainer(make_policy(), SECTION)
     _train(trainer, range(1))
     saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
     assert set(torch.load(saved.path / "trainer.pt", weights_only=True)) == {"optimiser", "schedule", "random"}
 
 
 def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[..., Policy]) -> None:
-    trainer = Trainer(make_policy(), SETTINGS)
+    trainer = Trainer(make_policy(), SECTION)
     before = _weights(trainer)
     rows = pack([sample(12, 3, 0)], 32)
     rows[0].advantages.fill_(float("inf"))
@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[.
 
 
 def test_warm_up_is_linear_then_constant(make_policy: Callable[..., Policy]) -> None:
-    trainer = Trainer(make_policy(), SETTINGS)
+    trainer = Trainer(make_policy(), SECTION)
     samples = [sample(12, 3, 0)]
     rates = [trainer.step(pack(samples, 32), 9).learning_rate for _ in range(5)]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,21 +12,20 @@ import pytest
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder, LeaseLost, Starved
 from protocol.client import QueueClient, QueueError, RunFinished, Unreachable
-from protocol.config import RunConfig
 from protocol.messages import BeginSession, Group, LearnerReport
-from tests.kit.learner import FakeQueue, endless, group, in_turn, run_file
+from tests.kit import LEARNER, config, group
+from tests.kit.learner import FakeQueue, endless, in_turn
 
 REPORT = LearnerReport(1, 0.0, 0.0, 0.0, 1, 0.0, 0)
 
 
 @contextmanager
 def feeding(
-    queue: FakeQueue, config: RunConfig | None = None, steps: int = 3, clock: Callable[[], float] | None = None
+    queue: FakeQueue, /, steps: int = 3, clock: Callable[[], float] = time.monotonic, **sections: dict[str, Any]
 ) -> Iterator[Feeder]:
-    with BlockingQueueClient(cast(QueueClient, queue)) as link:
-        start = link.call(lambda client: client.begin_session(BeginSession(0, 0, steps, resume=False)))
-        arguments: dict[str, Any] = {"clock": clock} if clock else {}
-        with Feeder(config or run_file(), link, start, **arguments) as feeder:
+    with BlockingQueueClient(cast(QueueClient, queue)) as client:
+        start = client.call(lambda queue: queue.begin_session(BeginSession(0, 0, steps, resume=False)))
+        with Feeder(config(LEARNER, **sections), client, start, clock) as feeder:
             yield feeder
 
 
@@ -45,7 +45,7 @@ def test_i1_batches_come_in_order_and_each_group_once() -> None:
 
 def test_no_group_is_leased_past_the_last_step() -> None:
     queue = FakeQueue(endless())
-    with feeding(queue, run_file(learner={"prefetch_steps": 5}), steps=2) as feeder:
+    with feeding(queue, steps=2, learner={"prefetch_steps": 5}) as feeder:
         for _ in range(2):
             feeder.trained(feeder.next_batch(), REPORT)
     assert sum(entry[2] for entry in queue.log if entry[0] == "lease") == 4
@@ -63,9 +63,9 @@ def test_prefetch_leases_the_next_step_while_this_one_trains_and_no_more() -> No
         return groups
 
     queue.supply = watched
-    with feeding(queue, run_file(learner={"prefetch_steps": 1})) as feeder:
+    with feeding(queue, learner={"prefetch_steps": 1}) as feeder:
         feeder.next_batch()
-        assert leased.wait(5)
+        assert leased.wait()
         assert {entry[1] for entry in queue.log if entry[0] == "lease"} == {"1-1", "1-2"}
 
 
@@ -73,7 +73,7 @@ def test_i2_a_prefetched_batch_is_judged_at_the_version_that_trains_it() -> None
     """Both steps' groups are sampled at version 0 and leased before the first step: the second is too old for K = 0."""
     old = [group(f"old{i}", [0, 1]) for i in range(4)]
     queue = FakeQueue(in_turn(*old, group("new0", [0, 1], (None, 1)), group("new1", [0, 1], (None, 1))))
-    with feeding(queue, run_file(queue={"max_staleness": 0})) as feeder:
+    with feeding(queue, queue={"max_staleness": 0}) as feeder:
         assert feeder.next_batch().ticket_ids == ["old0", "old1"]
         assert feeder.next_batch().ticket_ids == ["new0", "new1"]
     assert queue.dropped == {"old2": "overage", "old3": "overage"}
@@ -89,7 +89,7 @@ def test_f14_groups_without_variance_are_given_up_at_once_and_replaced() -> None
     with feeding(queue, steps=1) as feeder:
         batch = feeder.next_batch()
         assert batch.ticket_ids == ["good0", "good1"]
-        assert batch.tally.rewards == [1, 1, 1, 1, 0, 1, 0, 1]
+        assert (batch.tally.rollouts, batch.tally.reward_mean) == (8, 0.75), "rewards are over the dropped groups too"
     assert queue.dropped == {"flat0": "zero_variance", "flat1": "zero_variance"}
 
 
@@ -106,7 +106,7 @@ def test_open_leases_are_renewed() -> None:
     queue.renew = watched  # type: ignore[method-assign]
     with feeding(queue, steps=1) as feeder:
         batch = feeder.next_batch()
-        assert renewed.wait(5)
+        assert renewed.wait()
         feeder.trained(batch, REPORT)
         queue.refuse_renewals = True  # harmless: the lease is over
 
@@ -114,13 +114,13 @@ def test_open_leases_are_renewed() -> None:
 def test_a_lost_lease_ends_the_learner_with_the_remedy() -> None:
     queue = FakeQueue(in_turn(group("a", [0, 1])), expires_in_s=0.03)
     queue.refuse_renewals = True
-    with feeding(queue) as feeder, pytest.raises(LeaseLost, match=r"1-1 lapsed .* queue.lease_timeout_s"):
+    with feeding(queue) as feeder, pytest.raises(LeaseLost, match=r"1-1 expired .* queue.lease_timeout_s"):
         feeder.next_batch()
 
 
 def test_open_leases_are_given_back_at_the_end() -> None:
     queue = FakeQueue(endless())
-    with feeding(queue, run_file(learner={"prefetch_steps": 0})) as feeder:
+    with feeding(queue, learner={"prefetch_steps": 0}) as feeder:
         feeder.next_batch()
     assert ("release", "1-1") in queue.log
     assert queue.log[-1] == "closed"
@@ -145,7 +145,7 @@ def test_f7_a_starved_learner_gives_up_with_the_cause() -> None:
 def test_a_run_that_was_finished_ends_the_wait() -> None:
     queue = FakeQueue()
     with feeding(queue) as feeder:
-        queue.policy_now.finished = True
+        queue.now.finished = True
         with pytest.raises(RunFinished):
             feeder.next_batch()
 
@@ -154,7 +154,7 @@ def test_a_version_that_the_queue_counts_otherwise_is_an_error() -> None:
     queue = FakeQueue(endless())
 
     async def elsewhere(*_: object) -> Any:
-        queue.policy_now.version = 9
+        queue.now.version = 9
         return queue.copy()
 
     with feeding(queue) as feeder:

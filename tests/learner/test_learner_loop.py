@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from learner.__main__ import main
+from learner.algorithm.objectives import OBJECTIVES
+from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
 from learner.blocking_client import BlockingQueueClient
 from learner.loop import Loop, build_trainer, run, starting_point
 from protocol.client import QueueClient, Unreachable
 from protocol.config import ConfigError, RunConfig
-from tests.kit.learner import FakeQueue, endless, run_file
+from tests.kit import LEARNER, config
+from tests.kit.learner import FakeQueue, endless
 from weight_sync.probe import Probe
 from weight_sync.publisher import Publisher, PublishRecord
 
@@ -48,15 +51,17 @@ class FakePublisher:
 
 def config_for(model_path: Path, tmp_path: Path, **learner: Any) -> RunConfig:
     settings = {"steps": 4, "learning_rate": 1e-3, "checkpoint_every": 2, **learner}
-    return run_file(model_path, run={"dir": str(tmp_path), "name": "test"}, learner=settings)
+    return config(
+        LEARNER, model={"path": str(model_path)}, run={"dir": str(tmp_path), "name": "test"}, learner=settings
+    )
 
 
 def train(config: RunConfig, queue: FakeQueue, resume: bool = False) -> FakePublisher:
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
-    with BlockingQueueClient(cast(QueueClient, queue)) as link:
-        Loop(config, trainer, link, cast(Publisher, publisher)).run(checkpoint, resume)
+    with BlockingQueueClient(cast(QueueClient, queue)) as client:
+        Loop(config, trainer, client, cast(Publisher, publisher)).run(checkpoint, resume)
     return publisher
 
 
@@ -109,11 +114,30 @@ def test_the_run_directory_holds_metrics_summary_and_curve(model_path: Path, tmp
     metrics = lines(directory / "metrics.jsonl")
     assert [(line["step"], line["version"]) for line in metrics] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert all(line["groups_trained"] == 2 and line["reward_mean"] == 0.5 for line in metrics)
-    assert all(line["staleness_max"] <= 4 and 0 < line["ess"] <= 1.0001 and line["grad_norm"] > 0 for line in metrics)
+    assert all(line["staleness_max"] <= 4 and line["grad_norm"] > 0 for line in metrics)
+    assert all(0 < line["objective"]["ess"] <= 1.0001 for line in metrics)
+    assert [line["publish_blocked_ms"] for line in metrics] == [0.0, 2.0, 2.0, 2.0], "of the version before"
     assert [line["version"] for line in lines(directory / "publications.jsonl")] == [0, 1, 2, 3, 4]
     result = msgspec.json.decode((directory / "summary.json").read_bytes())
     assert (result["steps"], result["sync_count"], result["sync_pause_ms_p50"]) == (4, 5, 5.0)
     assert (directory / "reward.png").stat().st_size > 1000
+
+
+class MadeUp(Objective):
+    """Gives a sum that nothing else has heard of."""
+
+    def __call__(self, tokens: Tokens) -> TokenLosses:
+        return TokenLosses(-tokens.logprobs * tokens.advantages * tokens.weights, {"anything": tokens.weights.sum()})
+
+
+def test_an_objective_s_sums_reach_the_metrics_under_their_names(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OBJECTIVES, "ppo_clip", MadeUp)
+    train(config_for(model_path, tmp_path, steps=2, groups_per_step=12), FakeQueue(endless()))
+    metrics = lines(tmp_path / "test" / "metrics.jsonl")
+    assert [line["rows"] for line in metrics] == [2, 2], "or sums over several rows are not tried"
+    assert [line["objective"] for line in metrics] == [{"anything": 1.0}] * 2
 
 
 def test_the_last_version_is_published_whatever_the_interval(model_path: Path, tmp_path: Path) -> None:
@@ -162,7 +186,7 @@ def test_a_run_finished_from_outside_ends_with_a_checkpoint(model_path: Path, tm
     def until_step_1(n: int, version: int) -> Any:
         if version == 0:
             return supply(n, version)
-        queue.policy_now.finished = True
+        queue.now.finished = True
         return []
 
     queue.supply = until_step_1

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM, 
 from learner.feed.packing import pack_row
 from learner.model.policy import Policy, Scoring, load_policy
 from protocol.config import ConfigError, ModelSection
-from tests.kit.learner import VOCABULARY, sample
+from tests.kit import VOCABULARY
+from tests.kit.learner import sample
 
 SCORING = Scoring(1.0, 16)
 SIZES = {
@@ -47,7 +48,7 @@ def test_weights_have_checkpoint_names_and_no_gradient(make_policy: Callable[...
 
 def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
     CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.05)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"CohereForCausalLM makes its logits in a way"):
+    with pytest.raises(ConfigError, match=r"CohereForCausalLM computes its logits in a way"):
         load_policy(str(tmp_path), ModelSection(path=str(tmp_path), attention="sdpa"), SCORING)
 
 
@@ -56,7 +57,7 @@ def test_softcapped_logits_are_understood_and_softcapped_attention_is_refused(tm
     config = Gemma2Config(**SIZES, final_logit_softcapping=0.5, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     load_policy(str(tmp_path), ModelSection(path=str(tmp_path), attention="eager"), SCORING)
-    with pytest.raises(ConfigError, match="does not know softcap"):
+    with pytest.raises(ConfigError, match="does not support softcap"):
         load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING)
 
 

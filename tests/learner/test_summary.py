@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import ast
 import io
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
+import learner
+from learner.feed.tally import Tally
 from learner.report import summary
-from learner.report.journal import Journal, PublicationRecord, StepRecord
+from learner.report.journal import Journal
 from learner.report.progress import Progress
-from protocol.messages import Server
+from learner.report.record import PublicationRecord, StepRecord, StepTimes
+from learner.trainer import StepFigures
+from protocol.messages import LearnerReport, Server
 from protocol.status import WorkerStatus
 from tests.kit.learner import status
+from weight_sync.publisher import PublishRecord
 
 REQUIRED = """
 steps wall_s worker_cpu_ms_per_episode reward_first10 reward_last10 groups_trained groups_dropped tokens_sampled
@@ -20,30 +27,38 @@ tokens_trained staleness_mean staleness_max learner_wait_share worker_wait_share
 sync_count sync_pause_ms_p50 sync_pause_ms_p95 sync_transfer_ms_p50 sync_learner_blocked_ms_p50 probe_max_abs_diff
 """
 
+KEYS = """
+step version reward_mean reward_std loss entropy grad_norm learning_rate objective staleness_mean staleness_max
+staleness_in_flight staleness_in_queue groups_trained groups_dropped tokens_sampled tokens_trained tokens_masked
+tokens_dropped rollouts two_span_rollouts rows packing_fill wait_s train_s step_s cpu_s publish_blocked_ms
+"""
+
 
 def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecord:
-    numbers = dict.fromkeys((field for field in StepRecord.__struct_fields__), 0)
-    counts: dict[str, dict[str, int]] = {"groups_dropped": {}, "tokens_masked": {}, "tokens_dropped": {}}
-    changes = {
-        "step": step,
-        "version": step,
-        "reward_mean": reward,
-        "tokens_sampled": 120,
-        "tokens_trained": 100,
-        "groups_trained": 4,
-        "staleness_mean": staleness,
-        "staleness_max": staleness,
-        "step_s": 2.0,
-        "wait_s": 0.5,
-        "cpu_s": 0.01,
-        "rollouts": 8,
-        "two_span_rollouts": 1,
-    }
-    return msgspec.convert({**numbers, **counts, **changes}, StepRecord)
+    tally = Tally(
+        reward_mean=reward,
+        reward_std=0.0,
+        staleness_mean=staleness,
+        staleness_max=staleness,
+        staleness_in_flight=0.0,
+        staleness_in_queue=0.0,
+        groups_trained=4,
+        groups_dropped={"overage": 1},
+        tokens_sampled=120,
+        tokens_trained=100,
+        tokens_masked={},
+        tokens_dropped={"overage": 20},
+        rollouts=8,
+        two_span_rollouts=1,
+        rows=2,
+        packing_fill=0.9,
+    )
+    figures = StepFigures(0.1, 1.5, 0.2, 1e-3, {"kl": 0.01, "wild": None}, train_s=0.4)
+    return StepRecord(step, step, tally, figures, StepTimes(wait_s=0.5, step_s=2.0, cpu_s=0.01, publish_blocked_ms=3.0))
 
 
 def publication(step: int, pause_s: float) -> PublicationRecord:
-    return PublicationRecord(step, step, 0.001, 0.002, 0.1, pause_s, 1e-5 * step, ["vllm-0"], {})
+    return PublicationRecord(step, PublishRecord(step, 0.001, 0.002, 0.1, pause_s, 1e-5 * step, ["vllm-0"], {}))
 
 
 def test_summary_of_a_run() -> None:
@@ -93,6 +108,39 @@ def test_the_reward_curve_is_a_picture_and_a_line_of_text(tmp_path: Path) -> Non
     assert summary.smoothed([0.0, 1.0, 2.0]) == [0.0, 0.5, 1.0]
 
 
+def test_a_line_holds_the_fields_of_all_parts_side_by_side_and_is_read_back(tmp_path: Path) -> None:
+    record, path = step_record(3), tmp_path / "metrics.jsonl"
+    Journal(path, StepRecord, 0).append(record)
+    line = msgspec.json.decode(path.read_bytes())
+    names = [field.name for part in (record.tally, record.figures, record.times) for field in fields(part)]
+    assert sorted(line) == sorted(["step", "version", *names]), "two parts with a field of the same name?"
+    assert line["objective"] == {"kl": 0.01, "wild": None}
+    assert Journal(path, StepRecord, 3).records == [record]
+
+    published, path = publication(4, 0.1), tmp_path / "publications.jsonl"
+    Journal(path, PublicationRecord, 0).append(published)
+    line = msgspec.json.decode(path.read_bytes())
+    assert (line["step"], line["version"], line["pause_s"], line["servers_ok"]) == (4, 4, 0.1, ["vllm-0"])
+    assert Journal(path, PublicationRecord, 4).records == [published]
+
+
+def test_people_find_the_figures_that_they_read_today() -> None:
+    assert set(KEYS.split()) == set(step_record(1).flat())
+
+
+def test_the_status_page_s_report_is_a_part_of_the_record() -> None:
+    assert step_record(3, reward=0.25).report(publishing=2) == LearnerReport(
+        step=3,
+        reward_mean=0.25,
+        wait_s=0.5,
+        step_s=2.0,
+        tokens_trained=100,
+        staleness_mean=1,
+        staleness_max=1,
+        publishing=2,
+    )
+
+
 def test_a_journal_forgets_the_time_line_that_a_resume_gave_up(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = Journal(path, StepRecord, 0)
@@ -121,5 +169,12 @@ def test_a_log_file_gets_a_line_now_and_then() -> None:
             progress.show(step_record(step))
     lines = text.getvalue().splitlines()
     assert [line.split("|")[0] for line in lines] == ["step  1/25 ", "step 10/25 ", "step 20/25 ", "step 25/25 "]
-    assert "reward 0.500 | staleness 1.00 (max 1) | depth 7 | 60 tokens/s | 2.00 s, 25% waiting" in lines[0]
+    assert "reward 0.500 | staleness 1.00 (max 1) | depth 3.5 | 60 tokens/s | 2.00 s, 25% waiting" in lines[0]
     assert asked == [1, 10, 20, 25]
+
+
+def test_only_the_curve_needs_matplotlib() -> None:
+    """A learner without it trains: no module imports it when it is loaded."""
+    for file in Path(learner.__file__).parent.rglob("*.py"):
+        loaded = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert "matplotlib" not in " ".join(ast.unparse(node) for node in loaded), file

@@ -1,0 +1,14 @@
+"""Advantages, one file a variant: how the rewards of a group say which of its rollouts to reinforce."""
+
+from learner.algorithm.advantages.base import Advantage
+from learner.algorithm.advantages.grpo import Grpo
+from protocol.config import LearnerSection
+
+ADVANTAGES: dict[str, type[Advantage]] = {
+    "grpo": Grpo,
+}
+
+
+def build(section: LearnerSection) -> Advantage:
+    """The variant that `learner.advantage` names."""
+    return ADVANTAGES[section.advantage](section)

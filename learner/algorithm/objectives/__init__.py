@@ -1,6 +1,14 @@
-"""Objectives: what an optimiser step maximises, as small pure functions of tokens."""
+"""Objectives, one file a variant: the loss of each sampled token, from its log-probs and its advantage."""
 
-from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
-from learner.algorithm.objectives.ppo_clip import Grpo
+from learner.algorithm.objectives.base import Objective
+from learner.algorithm.objectives.ppo_clip import PpoClip
+from protocol.config import LearnerSection
 
-__all__ = ["Grpo", "Objective", "TokenLosses", "Tokens"]
+OBJECTIVES: dict[str, type[Objective]] = {
+    "ppo_clip": PpoClip,
+}
+
+
+def build(section: LearnerSection) -> Objective:
+    """The variant that `learner.objective` names."""
+    return OBJECTIVES[section.objective](section)

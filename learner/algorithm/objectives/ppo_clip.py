@@ -1,47 +1,48 @@
-"""GRPO with PPO's clip against the sampler's log-probs."""
+"""`objective = "ppo_clip"`: PPO's clip, against the log-probs of the policy that sampled."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
-from learner.algorithm.objectives.base import TokenLosses, Tokens
+from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
 
 # exp() of more overflows a float32 sum of squares; no useful ratio is near it.
 MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True)
-class Grpo:
+class PpoClip(Objective):
     """loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p / p_behaviour, for each token.
 
-    Clip as in PPO (arXiv:1707.06347, eq. 7), with DAPO's two bounds (arXiv:2503.14476, eq. 10). The sums, over
-    tokens with weight: `ratio`, `ratio_squared`; `clipped_low`, `clipped_high`, tokens that the clip takes the
-    gradient from; `kl`, the k3 estimate of KL(behaviour || policy), r - 1 - log r (joschu.net/blog/kl-approx.html).
+    Clip as in PPO (arXiv:1707.06347, eq. 7), with DAPO's two bounds (arXiv:2503.14476, eq. 10). Sums: `ratio`,
+    `ratio_squared`; `clipped_low`, `clipped_high`, tokens whose gradient the clip takes away; `kl`, the k3 estimate of
+    KL(behaviour || policy), r - 1 - log r (joschu.net/blog/kl-approx.html).
     """
 
-    clip_low: float
-    clip_high: float
-
     def __call__(self, tokens: Tokens) -> TokenLosses:
+        lowest, highest = 1 - self.section.clip_low, 1 + self.section.clip_high
         weighted = tokens.weights > 0
         # Without weight the ratio is 1: a wild one would turn 0 * inf into NaN.
         log_ratio = torch.where(weighted, tokens.logprobs - tokens.behaviour, 0.0)
         log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        clipped = ratio.clamp(lowest, highest)
         losses = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages) * tokens.weights
-        return TokenLosses(losses, self._sums(log_ratio.detach(), tokens, weighted))
 
-    def _sums(self, log_ratio: torch.Tensor, tokens: Tokens, weighted: torch.Tensor) -> dict[str, torch.Tensor]:
-        ratio = log_ratio.exp()
-        low = weighted & (ratio < 1 - self.clip_low) & (tokens.advantages < 0)
-        high = weighted & (ratio > 1 + self.clip_high) & (tokens.advantages > 0)
-        return {
+        log_ratio, ratio = log_ratio.detach(), ratio.detach()
+        sums = {
             "ratio": ratio[weighted].sum(),
             "ratio_squared": ratio[weighted].square().sum(),
-            "clipped_low": low.sum(),
-            "clipped_high": high.sum(),
+            "clipped_low": (weighted & (ratio < lowest) & (tokens.advantages < 0)).sum(),
+            "clipped_high": (weighted & (ratio > highest) & (tokens.advantages > 0)).sum(),
             "kl": (ratio - 1 - log_ratio).sum(),
         }
+        return TokenLosses(losses, sums)
+
+    def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """Means, and in place of `ratio_squared` the effective sample size of the ratios, from 0 to 1:
+        `ess` = (sum r)^2 / (n sum r^2)."""
+        means = super().figures(sums, tokens)
+        del means["ratio_squared"]
+        return {**means, "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"])}

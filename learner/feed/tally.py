@@ -1,0 +1,122 @@
+"""What arrived for a step and what became of it, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from learner.feed.age_mask import LossWeights
+from learner.feed.packing import PackedRow
+from protocol.messages import Group
+
+
+@dataclass(frozen=True)
+class JudgedGroup:
+    """What is counted of a group that arrived; unlike the group, it holds no tokens, so a dropped one costs little.
+
+    reward_std: the sample's; in_flight, in_queue: versions that passed until arrival, and from then to training, of the
+    oldest token, None where none was sampled; dropped: the reason, None where the group trains.
+    """
+
+    rewards: list[float]
+    reward_std: float
+    tokens_sampled: int
+    two_span_rollouts: int
+    in_flight: int | None
+    in_queue: int | None
+    dropped: str | None
+
+    @classmethod
+    def of(cls, group: Group, version_at_arrival: int, version: int, dropped: str | None) -> Self:
+        rewards, versions = rewards_of(group), group.versions()
+        spans = [
+            [span.version for segment in rollout.segments for span in segment.version_spans]
+            for rollout in group.rollouts
+        ]
+        return cls(
+            rewards=rewards.tolist(),
+            reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+            tokens_sampled=group.sampled_tokens,
+            two_span_rollouts=sum(len(set(of_rollout)) > 1 for of_rollout in spans),
+            in_flight=version_at_arrival - versions[0] if versions else None,
+            in_queue=version - version_at_arrival if versions else None,
+            dropped=dropped,
+        )
+
+
+@dataclass(frozen=True)
+class Tally:
+    """One step's counts, a part of its line in `metrics.jsonl`.
+
+    Rewards are over every group that arrived, dropped ones too: else they would look better or worse than they are;
+    `reward_std` is the mean over the groups. Staleness in versions, of the tokens that train; `_in_flight` and
+    `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every group that
+    arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason. packing_fill: tokens of the rows by
+    rows times budget.
+    """
+
+    reward_mean: float
+    reward_std: float
+    staleness_mean: float
+    staleness_max: int
+    staleness_in_flight: float
+    staleness_in_queue: float
+    groups_trained: int
+    groups_dropped: dict[str, int]
+    tokens_sampled: int
+    tokens_trained: int
+    tokens_masked: dict[str, int]
+    tokens_dropped: dict[str, int]
+    rollouts: int
+    two_span_rollouts: int
+    rows: int
+    packing_fill: float
+
+
+def tally(
+    judged: Sequence[JudgedGroup], trained: Sequence[LossWeights], rows: Sequence[PackedRow], budget: int
+) -> Tally:
+    """Count a full step: every group that arrived, the weights of those that train, and their rows.
+
+    At least one token must train.
+    """
+    rewards = [reward for group in judged for reward in group.rewards]
+    tokens_trained = sum(weights.tokens_trained for weights in trained)
+    return Tally(
+        reward_mean=fmean(rewards),
+        reward_std=fmean(group.reward_std for group in judged),
+        staleness_mean=sum(weights.staleness_sum for weights in trained) / tokens_trained,
+        staleness_max=max(weights.staleness_max for weights in trained),
+        staleness_in_flight=fmean(group.in_flight for group in judged if group.in_flight is not None),
+        staleness_in_queue=fmean(group.in_queue for group in judged if group.in_queue is not None),
+        groups_trained=len(trained),
+        groups_dropped=_sums((group.dropped, 1) for group in judged),
+        tokens_sampled=sum(group.tokens_sampled for group in judged),
+        tokens_trained=tokens_trained,
+        tokens_masked=_sums(masked for weights in trained for masked in weights.masked.items()),
+        tokens_dropped=_sums((group.dropped, group.tokens_sampled) for group in judged),
+        rollouts=len(rewards),
+        two_span_rollouts=sum(group.two_span_rollouts for group in judged),
+        rows=len(rows),
+        packing_fill=sum(row.tokens for row in rows) / (len(rows) * budget),
+    )
+
+
+def rewards_of(group: Group) -> npt.NDArray[np.float64]:
+    """float64 [G]"""
+    return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+
+
+def _sums(counts: Iterable[tuple[str | None, int]]) -> dict[str, int]:
+    """Counts added up by reason, without those that have none."""
+    sums: Counter[str] = Counter()
+    for reason, count in counts:
+        if reason is not None:
+            sums[reason] += count
+    return dict(sums)

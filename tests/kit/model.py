@@ -1,0 +1,38 @@
+"""Tiny models with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.kit.messages import VOCABULARY
+
+
+def tiny_model(**config: Any) -> Qwen3ForCausalLM:
+    """A random Qwen3 of two layers over the kit's vocabulary, the same at each call; `config` overrides its fields.
+
+    Its weights are large enough for log-probs that differ from token to token.
+    """
+    torch.manual_seed(0)
+    values: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**{**values, **config}))
+
+
+def save_tiny_model(path: Path) -> Path:
+    """Write a tiny model to the folder `path`, with a tokenizer in name only."""
+    tiny_model().save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path

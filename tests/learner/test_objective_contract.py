@@ -1,0 +1,126 @@
+"""What every objective must keep, whatever its formula."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+
+from learner.algorithm import objectives
+from learner.algorithm.objectives import OBJECTIVES
+from learner.algorithm.objectives.base import Objective, Tokens
+from protocol.config import LearnerSection
+
+
+@pytest.fixture(params=OBJECTIVES)
+def objective(request: pytest.FixtureRequest) -> Objective:
+    return objectives.build(LearnerSection(objective=request.param))
+
+
+def tokens(ratios: ArrayLike, advantages: ArrayLike, weights: ArrayLike) -> Tokens:
+    """Tokens of the given ratios p / p_behaviour, each [N]; the sampler gave each a log-prob of -2."""
+    log_ratios, *given = (
+        torch.from_numpy(np.asarray(value, dtype=np.float32)) for value in (np.log(ratios), advantages, weights)
+    )
+    behaviour = torch.full_like(log_ratios, -2.0)
+    return Tokens((behaviour + log_ratios).requires_grad_(), behaviour, *given)
+
+
+def some_tokens(seed: int, count: int = 40) -> Tokens:
+    """A row as training meets it: ratios near 1 and far from it, a quarter of the tokens without weight."""
+    random = np.random.default_rng(seed)
+    return tokens(np.exp(random.normal(0, 0.5, count)), random.normal(size=count), random.random(count) < 0.75)
+
+
+def joined(first: Tokens, second: Tokens) -> Tokens:
+    return Tokens(*(torch.cat([a, b]) for a, b in zip(vars(first).values(), vars(second).values(), strict=True)))
+
+
+def test_the_run_file_offers_every_variant() -> None:
+    assert set(OBJECTIVES) == set(get_args(LearnerSection.model_fields["objective"].annotation))
+
+
+def test_a_loss_a_token(objective: Objective) -> None:
+    row = some_tokens(0)
+    losses = objective(row).losses
+    assert (losses.dtype, losses.shape) == (torch.float32, row.weights.shape)
+    assert torch.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("log_ratio", [-1e9, -100.0, 0.0, 100.0, 1e9])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+def test_a_token_without_weight_has_no_loss_no_gradient_and_no_part_in_the_sums(
+    objective: Objective, log_ratio: float, advantage: float
+) -> None:
+    """However wild its ratio: 0 * inf would be NaN."""
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    behaviour, advantages = torch.tensor([-1.0, -1.0 - log_ratio]), torch.tensor([1.0, advantage])
+    result = objective(Tokens(logprobs, behaviour, advantages, torch.tensor([1.0, 0.0])))
+    result.losses.sum().backward()
+    assert result.losses[1] == 0
+    assert logprobs.grad is not None
+    assert logprobs.grad[1] == 0
+    alone = objective(Tokens(logprobs[:1], behaviour[:1], advantages[:1], torch.ones(1)))
+    assert {name: float(value) for name, value in result.sums.items()} == {
+        name: float(value) for name, value in alone.sums.items()
+    }
+
+
+@pytest.mark.parametrize("log_ratio", [-1e9, -100.0, 100.0, 1e9])
+@pytest.mark.parametrize("advantage", [-2.0, 2.0])
+def test_a_wild_ratio_with_weight_stays_finite(objective: Objective, log_ratio: float, advantage: float) -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    behaviour, advantages = torch.tensor([-1.0 - log_ratio]), torch.tensor([advantage])
+    result = objective(Tokens(logprobs, behaviour, advantages, torch.ones(1)))
+    result.losses.sum().backward()
+    assert logprobs.grad is not None
+    assert torch.isfinite(torch.stack([result.losses[0], logprobs.grad[0]])).all()
+    assert all(torch.isfinite(value) for value in result.sums.values())
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 0.5])
+def test_at_ratio_1_the_gradient_is_the_policy_gradient_s(objective: Objective, advantage: float) -> None:
+    row = tokens([1.0], [advantage], [1.0])
+    objective(row).losses.sum().backward()
+    assert row.logprobs.grad is not None
+    assert row.logprobs.grad.item() == pytest.approx(-advantage)
+
+
+def test_what_is_given_has_no_gradient(objective: Objective) -> None:
+    row = some_tokens(0)
+    given = [row.behaviour, row.advantages, row.weights]
+    objective(row).losses.sum().backward()
+    assert [value.grad for value in given] == [None] * 3
+
+
+def test_packing_cannot_change_the_losses_or_the_sums(objective: Objective) -> None:
+    first, second = some_tokens(1), some_tokens(2, count=7)
+    apart, together = [objective(first), objective(second)], objective(joined(first, second))
+    torch.testing.assert_close(together.losses, torch.cat([result.losses for result in apart]))
+    for name, value in together.sums.items():
+        torch.testing.assert_close(value, apart[0].sums[name] + apart[1].sums[name], msg=name)
+
+
+def test_sums_are_scalars_without_a_gradient_whose_names_never_change(objective: Objective) -> None:
+    rows = [some_tokens(1), some_tokens(2, count=1), tokens([1.0, 3.0], [0.0, 0.0], [0.0, 0.0])]
+    results = [objective(row) for row in rows]
+    assert len({tuple(result.sums) for result in results}) == 1
+    for value in (value for result in results for value in result.sums.values()):
+        assert value.shape == ()
+        assert not value.requires_grad
+        assert torch.isfinite(value)
+
+
+def test_figures_are_finite_and_have_names_that_never_change(objective: Objective) -> None:
+    names = set()
+    for seed in range(3):
+        row = some_tokens(seed)
+        sums = {name: float(value) for name, value in objective(row).sums.items()}
+        figures = objective.figures(sums, int(row.weights.sum()))
+        assert all(math.isfinite(value) for value in figures.values())
+        names.add(tuple(figures))
+    assert len(names) == 1

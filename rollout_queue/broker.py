@@ -76,7 +76,8 @@ class Broker:
             for name, url in self.config.server_names.items():
                 known = self.fleet.get(name)
                 if known is None or known.url != url:
-                    await self.put_server(Server(name, url))
+                    async with self.lock:
+                        await self.commit(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._expire_when_due())
                 yield
@@ -135,11 +136,6 @@ class Broker:
             leases = {record.lease_id for record in self.ledger.expired(self.now) if record.lease_id is not None}
             await self.commit(tickets.expire(self.ledger, self.now))
             self.ledger.expired_leases |= leases
-
-    async def put_server(self, wanted: Server) -> None:
-        """Register a server or change its state."""
-        async with self.lock:
-            await self.commit(servers.put(self.fleet, self.ledger, wanted, self.clock.wall()))
 
     def grant(self) -> Grant:
         """How many tickets may be issued now."""

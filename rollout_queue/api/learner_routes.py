@@ -25,7 +25,7 @@ from protocol.messages import (
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
 from rollout_queue.broker import Broker
-from rollout_queue.ledger import leases
+from rollout_queue.ledger import leases, servers
 from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.observe.observations import FEEDER, LEARNER
@@ -52,10 +52,10 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
             seen.session_began(broker.now)
         case Checkpointed():
             async with broker.lock:
-                _hear(broker, message.session)
+                _fence(broker, message.session)
                 await broker.commit(leases.checkpointed(broker.ledger, message.step))
         case _:
-            _hear(broker, message.session)
+            _fence(broker, message.session)
             if message.what is None:
                 seen.waits.end(LEARNER)
             else:
@@ -72,11 +72,11 @@ async def lease(request: Request, broker: ReadyBroker) -> Response:
     while True:
         groups_came = broker.groups_came.listen()
         async with broker.lock:
-            _hear(broker, message.session)
+            _fence(broker, message.session)
             ledger.renew_lease(message.lease_id, broker.now)
             records: Sequence[TicketRecord] = leases.undelivered(ledger, message.lease_id, message.have)
             more = message.max_groups > 0 and ledger.count(TicketState.READY) > 0 and not broker.closing
-            if not records and more and not await request.is_disconnected():
+            if more and not records and not await request.is_disconnected():
                 decision = leases.lease(ledger, message.lease_id, message.max_groups)
                 await broker.commit(decision)
                 ledger.expired_leases.discard(message.lease_id)  # the same name is a lease again
@@ -98,7 +98,7 @@ async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Respons
     """
     message: LeaseAck = await read_json(request, LeaseAck)
     async with broker.lock:
-        _hear(broker, message.session)
+        _fence(broker, message.session)
         named = (*message.trained, *message.dropped)
         ended = [ticket_id for ticket_id in named if broker.ledger.get(ticket_id) is None]
         version = broker.ledger.run.version
@@ -117,7 +117,7 @@ async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Respons
 async def renew(id: str, request: Request, broker: ReadyBroker) -> Response:
     """Refused if the lease has expired: its groups may be leased anew."""
     message: LeaseRenewal = await read_json(request, LeaseRenewal)
-    _hear(broker, message.session)
+    _fence(broker, message.session)
     leases.check_renewal(broker.ledger, id)
     broker.ledger.renew_lease(id, broker.now)
     return Response(status_code=204)
@@ -128,7 +128,7 @@ async def release(id: str, request: Request, broker: ReadyBroker) -> Response:
     """Return a lease's groups untrained."""
     message: LeaseRenewal = await read_json(request, LeaseRenewal)
     async with broker.lock:
-        _hear(broker, message.session)
+        _fence(broker, message.session)
         await broker.commit(leases.release(broker.ledger, id))
     return Response(status_code=204)
 
@@ -144,7 +144,8 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
     server: Server = await read_json(request, Server)
     if server.name != name:
         raise Refusal(reasons.SERVER_MISMATCH, f"the path names server {name!r}, the body {server.name!r}")
-    await broker.put_server(server)
+    async with broker.lock:
+        await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
     return reply_json(broker.fleet.get(name))
 
 
@@ -157,8 +158,8 @@ async def finish(broker: ReadyBroker) -> Response:
     return reply_json(broker.position())
 
 
-def _hear(broker: Broker, session: int) -> None:
-    """Refuse any but the newest session, and note that the learner lives."""
+def _fence(broker: Broker, session: int) -> None:
+    """Refuse any but the newest session; note that the learner is alive."""
     leases.check_session(broker.ledger, session)
     broker.observations.learner_seen(broker.now)
 

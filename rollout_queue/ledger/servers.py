@@ -63,8 +63,9 @@ class Fleet:
                 raise Refusal(
                     reasons.SERVER_UNKNOWN, f"server {wanted.name!r} is not registered: put it as joining first"
                 )
-            if _same(known.server, wanted):
-                return None
+            now = known.server
+            if (now.state, now.url) == (wanted.state, wanted.url) and wanted.version in (None, now.version):
+                return None  # a repeat, as after a lost answer
             if wanted.state not in ALLOWED[known.server.state]:
                 allowed = ", ".join(sorted({ServerState.JOINING, *ALLOWED[known.server.state]}))
                 raise Refusal(
@@ -76,7 +77,7 @@ class Fleet:
                 raise Refusal(reasons.VERSION_MISSING, f"a server cannot be {wanted.state} without a version: name it")
         distrust = known.distrust if known is not None else ()
         if wanted.state is ServerState.QUARANTINED and wanted.version is not None:
-            distrust = (*(d for d in distrust if d.until_serial is not None), _open(distrust, wanted.version))
+            distrust = (*(d for d in distrust if d.until_serial is not None), _distrust_from(wanted.version, distrust))
         elif wanted.state is ServerState.SERVING:
             distrust = tuple(
                 Distrust(d.version, serial if d.until_serial is None else d.until_serial) for d in distrust
@@ -122,11 +123,6 @@ def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decis
     return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), server=record)
 
 
-def _open(distrust: Iterable[Distrust], version: int) -> Distrust:
+def _distrust_from(version: int, distrust: Iterable[Distrust]) -> Distrust:
     """The distrust of a server that failed at `version`, and perhaps at others since it was last proven."""
     return Distrust(min([version, *(d.version for d in distrust if d.until_serial is None)]))
-
-
-def _same(known: Server, wanted: Server) -> bool:
-    """Whether `wanted` repeats the last change, as after a lost answer."""
-    return known.state is wanted.state and known.url == wanted.url and wanted.version in (None, known.version)

@@ -26,7 +26,7 @@ class Migration(msgspec.Struct, frozen=True):
 # MIGRATIONS[n] leads from layout n to n + 1. Once released, a step never changes: append.
 MIGRATIONS = (
     Migration(
-        "new",
+        "a new file",
         (
             """CREATE TABLE tickets (
                 id TEXT PRIMARY KEY, "index" INT, attempt INT, serial INT, worker_id TEXT, version INT, state TEXT,

@@ -72,7 +72,17 @@ class SqliteStore:
         with contextlib.ExitStack() as opened:
             if self._path != MEMORY:
                 opened.enter_context(_lock(Path(path)))
-            self._db = opened.enter_context(contextlib.closing(_open(self._path)))
+            try:
+                # check_same_thread: the broker calls from one thread of an executor, not from the one that opened it.
+                db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                self._db = opened.enter_context(contextlib.closing(db))
+                _check_layout(db, path)
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute("PRAGMA synchronous = NORMAL")
+                db.execute("PRAGMA journal_size_limit = 67108864")
+                migrate(db, self._path)
+            except sqlite3.Error as error:
+                raise ConfigError(f"{path}: cannot be used as the queue's store: {error}; move it away") from error
             self._opened = opened.pop_all()
 
     def load(self) -> StoreContents:
@@ -175,23 +185,6 @@ def _lock(path: Path) -> IO[str]:
         lock.close()
         raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
     return lock
-
-
-def _open(path: str) -> sqlite3.Connection:
-    with contextlib.ExitStack() as opened:
-        try:
-            # check_same_thread: the broker calls from one thread of an executor, not from the one that opened it.
-            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            opened.enter_context(contextlib.closing(db))
-            _check_layout(db, path)
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("PRAGMA journal_size_limit = 67108864")
-            migrate(db, path)
-        except sqlite3.Error as error:
-            raise ConfigError(f"{path}: cannot be used as the queue's store: {error}; move it away") from error
-        opened.pop_all()
-        return db
 
 
 def _check_layout(db: sqlite3.Connection, path: Path | str) -> None:

@@ -16,7 +16,7 @@ from rollout_queue.api.bodies import read_body, read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
 from rollout_queue.broker import Broker
 from rollout_queue.ledger import tickets, validation
-from rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
+from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.wakeup import MAX_WAIT_S, wait
 
@@ -98,7 +98,8 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
         limit = broker.config.queue.max_group_bytes
         body = await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes")
         if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
-            facts = await asyncio.to_thread(_validate, broker, record, body)
+            size, version = broker.config.rollout.group_size, broker.ledger.run.version
+            facts = await asyncio.to_thread(validation.read, body, record, size, version)  # a large group takes a while
             async with broker.lock:
                 if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
                     broker.fleet.check(facts, record.serial)
@@ -112,13 +113,6 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
         if broker.failure is None:
             await _count_refused(broker, id, refusal)
         raise
-
-
-def _validate(broker: Broker, record: TicketRecord, body: bytes) -> GroupFacts:
-    """Runs in a thread: a large group takes a while."""
-    group = validation.decode(body)
-    validation.check(group, record, broker.config.rollout.group_size, broker.ledger.run.version)
-    return GroupFacts.of(group, len(body))
 
 
 async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.messages import SCHEMA_VERSION, Group, Rollout, Segment
-from rollout_queue.ledger.records import TicketRecord
+from rollout_queue.ledger.records import GroupFacts, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
 
@@ -20,8 +20,15 @@ class _Stamp(msgspec.Struct):
     schema_version: int = SCHEMA_VERSION
 
 
+def read(body: bytes, ticket: TicketRecord, group_size: int, learner_version: int) -> GroupFacts:
+    """The facts of the group in a request's body; refused for the first rule that it breaks."""
+    group = decode(body)
+    check(group, ticket, group_size, learner_version)
+    return GroupFacts.of(group, len(body))
+
+
 def decode(body: bytes) -> Group:
-    """The group in a request's body; raises `Refusal`."""
+    """The group in a request's body; refused if it is not one (SCHEMA_VERSION, UNDECODABLE)."""
     try:
         stamp = codec.decode(body, _Stamp)
         if stamp.schema_version != SCHEMA_VERSION:
@@ -36,7 +43,7 @@ def decode(body: bytes) -> Group:
 
 
 def check(group: Group, ticket: TicketRecord, group_size: int, learner_version: int) -> None:
-    """Raises `Refusal` for the first rule that the group breaks."""
+    """Refuses a group for the first rule that it breaks."""
     if (group.ticket_id, group.index) != (ticket.id, ticket.index) or group.epoch < 0:
         raise Refusal(
             reasons.TICKET_MISMATCH,

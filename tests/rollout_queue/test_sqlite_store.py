@@ -17,8 +17,9 @@ import pytest
 
 from deploy.ledger_view import print_ledger
 from protocol import codec, reasons
+from protocol.client import QueueClient
 from protocol.config import ConfigError
-from protocol.messages import BeginSession, Group, LeaseAck, Server, ServerState
+from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
 from rollout_queue.ledger import leases, tickets
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import (
@@ -34,6 +35,7 @@ from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of
 from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger
 from tests.kit import config, group
+from tests.kit.queue import serving
 
 # The schema of the release that wrote layout 1.
 LAYOUT_1 = """
@@ -49,7 +51,7 @@ CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), record BLOB NOT NULL)
 PRAGMA user_version = 1;
 """
 RUN = RunState(version=4, step=4, total_steps=9, session=2, checkpoint_step=2, staleness_max=1)
-SERVER = ServerRecord(Server("vllm-0", "http://s", ServerState.SERVING, 4, None, 7.5), (Distrust(2, 3),))
+SERVER = ServerRecord(Server("vllm-0", "http://s:1", ServerState.SERVING, 4, None, 7.5), (Distrust(2, 3),))
 
 # A run at step 4 with a checkpoint of step 2; one row was given up, one failed and waits to be issued again.
 GROUP = {"bytes": 300, "tokens": 6, "servers": '["vllm-0"]'}
@@ -87,7 +89,13 @@ def old_file(tmp_path: Path) -> Path:
         columns = [row[1] for row in db.execute("PRAGMA table_info(tickets)")]
         for serial, (ticket_id, row) in enumerate(ROWS.items()):
             index, attempt = ticket_id.split(".")
-            values = {"bytes": 0, "tokens": 0, "oldest_version": 0, "newest_version": 0, "arrival_version": 0}
+            values: dict[str, Any] = {
+                "bytes": 0,
+                "tokens": 0,
+                "oldest_version": 0,
+                "newest_version": 0,
+                "arrival_version": 0,
+            }
             values |= {"failures": 0, "servers": "[]", "worker_id": "w", "version": 3, **row}
             values |= {"id": ticket_id, "index": int(index), "attempt": int(attempt), "serial": serial}
             marks = ", ".join("?" * len(columns))
@@ -157,6 +165,20 @@ def test_i1_a_resume_after_the_migration_issues_again_what_the_checkpoint_lacks(
     assert (counts.issued, counts.trained, counts.dropped, counts.reissued, counts.outstanding) == (10, 2, 1, 6, 1)
     fresh = Ledger(config(), migrated.load(), 0.0)
     assert (fresh.summary(), fresh.to_reissue, fresh.run) == (counts, ledger.to_reissue, ledger.run)
+
+
+async def test_a_queue_on_a_migrated_file_goes_on_with_its_run(old_file: Path) -> None:
+    run = config(vllm={"servers": ["http://s:1"]})
+    async with serving(run, SqliteStore(old_file)) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        position = await client.position()
+        assert (position.version, position.step, position.session, position.served_version) == (4, 4, 2, 4)
+        given = (await client.tickets(TicketRequest("w", 8, wait_s=0.0))).tickets
+        assert [ticket.id for ticket in given] == ["4.1", "5.1", "8.1"]
+        await client.submit(group(given[0]))
+        reply = await client.lease(LeaseRequest(2, "l", 8, wait_s=0.0))
+        assert codec.decode(bytes(reply.groups[0]), Group).ticket_id == "4.1"
+        counts = (await client.status()).ledger
+        assert counts.issued == counts.trained + counts.dropped + counts.reissued + counts.outstanding == 13
 
 
 def test_a_learner_that_goes_on_cannot_train_what_was_let_go(migrated: SqliteStore) -> None:

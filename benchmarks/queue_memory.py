@@ -2,8 +2,8 @@
 
     python benchmarks/queue_memory.py [--groups 10000] [--kilobytes 64] [--producers 8]
 
-`rss_mb`: resident memory of the queue's process; `puts_per_s` and `leases_per_s`: groups per second in
-and out, with client and queue on the same machine.
+`rss_mb`: resident memory of the queue's process in MB; `puts_per_s` and `leases_per_s`: groups per second in and out,
+with client and queue on the same machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ SERVE = (
 )
 
 
-def make_group(ticket: Ticket, kilobytes: int) -> Group:
+def group_of(ticket: Ticket, kilobytes: int) -> Group:
+    """A valid group of about `kilobytes`."""
     length = kilobytes * 1024 // ROLLOUTS // BYTES_PER_TOKEN
     segment = Segment(
         np.arange(length, dtype=np.int32),
@@ -63,7 +64,7 @@ async def fill(client: QueueClient, count: int, kilobytes: int, producers: int) 
 
     async def produce() -> None:
         for ticket in waiting:
-            await client.submit(make_group(ticket, kilobytes))
+            await client.submit(group_of(ticket, kilobytes))
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -93,7 +94,7 @@ async def measure(url: str, pid: int, arguments: argparse.Namespace) -> dict[str
         leases = await drain(client, session, arguments.groups)
     return {
         "groups": arguments.groups,
-        "group_bytes": len(codec.encode(make_group(Ticket("0.0", 0, ROLLOUTS, 0, 0, 60.0), arguments.kilobytes))),
+        "group_bytes": len(codec.encode(group_of(Ticket("0.0", 0, ROLLOUTS, 0, 0, 60.0), arguments.kilobytes))),
         "rss_mb_empty": round(empty / 1e6, 1),
         "rss_mb": round(full / 1e6, 1),
         "rss_mb_after_leases": round(memory.memory_info().rss / 1e6, 1),

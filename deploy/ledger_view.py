@@ -1,15 +1,18 @@
-"""The ledger of a run, for audits: what became of every ticket."""
+"""`slipstream ledger`: what became of every ticket of a run, for audits."""
 
 from __future__ import annotations
 
 import msgspec
 
 from protocol.config import ConfigError, RunConfig
-from rollout_queue.store.sqlite import read_ledger
+from rollout_queue.store.sqlite import FILE_NAME, MEMORY, read_ledger
 
 
 def print_ledger(config: RunConfig) -> None:
-    path = config.run_dir / "queue.db"
+    """One JSON object a line; works beside a running queue. Raises `ConfigError` where there is no ledger."""
+    if config.queue.store == MEMORY:
+        raise ConfigError(f'queue.store = "{MEMORY}" keeps no ledger: choose "sqlite" to be able to read it later')
+    path = config.run_dir / FILE_NAME
     if not path.exists():
         raise ConfigError(f"{path}: there is no ledger; has the run's queue been started?")
     for row in read_ledger(path):

@@ -1,4 +1,4 @@
-"""The queue as an HTTP service, and the server that runs it."""
+"""Runs the queue: its listening socket, its store, and uvicorn until a signal or a failing store ends it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
 from protocol.config import ConfigError, RunConfig
-from rollout_queue.api import endpoints, web
-from rollout_queue.broker import Broker, Clock
-from rollout_queue.store.base import Store, StoreError
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue import store
+from rollout_queue.api.app import create_app
+from rollout_queue.broker import Broker
+from rollout_queue.store.base import StoreError
 
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
 _GRACE_S = 5
@@ -27,11 +27,10 @@ logger = logging.getLogger(__name__)
 def serve(config: RunConfig) -> None:
     """Run the queue until SIGTERM or SIGINT.
 
-    Raises `ConfigError` if the address or the store cannot be used, `StoreError` if the store fails on the way.
+    Raises `ConfigError` if the address or the store cannot be used, `StoreError` if the store fails later.
     """
     with contextlib.closing(listen(config.queue.host, config.queue.port)) as listener:
-        store = SqliteStore(MEMORY if config.queue.store == MEMORY else config.run_dir / "queue.db")
-        app = create_app(config, store)
+        app = create_app(config, store.build(config))
         broker: Broker = app.state.broker
         server = _Server(app)
         broker.on_failure = server.stop
@@ -39,30 +38,10 @@ def serve(config: RunConfig) -> None:
         try:
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
                 runner.run(server.serve(sockets=[listener]))
-        except SystemExit as error:  # how uvicorn says that the app did not start
+        except SystemExit as error:  # uvicorn's way to say that the app did not start
             raise StoreError(broker.failure or "the queue did not start: see the lines above") from error
     if broker.failure is not None:
         raise StoreError(broker.failure)
-
-
-def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> FastAPI:
-    """The service over `store`, which it closes when it ends. `app.state.broker` is what it serves."""
-    broker = Broker(config, store, clock or Clock())
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with broker.running():
-            yield
-
-    app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None)
-    app.state.broker = broker
-    web.answer_in_problems(app)
-    endpoints.add_observer_routes(app, broker)
-    endpoints.add_worker_routes(app, broker)
-    endpoints.add_learner_routes(app, broker)
-    if config.token:
-        app.add_middleware(web.BearerToken, token=config.token)
-    return app
 
 
 class _Server(uvicorn.Server):
@@ -94,7 +73,7 @@ class _Server(uvicorn.Server):
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises `ConfigError`."""
-    # With the protocol named, asyncio switches Nagle's algorithm off: it costs 40 ms an answer otherwise.
+    # asyncio switches Nagle's algorithm off only where the protocol is named; it would cost 40 ms an answer.
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

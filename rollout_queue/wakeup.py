@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+MAX_WAIT_S = 60.0  # longest wait of one long-poll
+
 
 class WakeUp:
-    """Wakes everyone who listens. Take `listen()` before looking at the state, then `wait` on what it gave: a change
-    that comes between the look and the wait has set that very event (F8)."""
+    """Wakes everyone who listens. Call `listen()` before looking at the state, then `wait` for its event: a change
+    between the look and the wait has set that event already (F8)."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

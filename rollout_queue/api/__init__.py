@@ -1,0 +1,1 @@
+"""The queue over HTTP: one file of routes for each side, and what they share."""

@@ -4,12 +4,13 @@ With B groups per step, K = max_staleness, learner version L and s the lowest ve
 samples its first token at version s or later and is trained after the groups before it. It stays within K if at most
 (K + 1 - (L - s)) * B groups are outstanding, itself included.
 
-Below that bound the depth d, in steps, is as small as the learner's supply allows, since depth that brings no groups
-sooner only ages them: it grows when the learner waited for groups while workers were refused for depth, and is cut
-when a good part of a step's groups came too late to train. Single late groups are no reason to cut: where episodes'
-lengths have a heavy tail they come at any depth, and a cut would let the stragglers block the rest. In simulation
-(Pareto 1.2, K = 4, B = 16) a cut at each late group made a run of 300 steps six to eighteen times longer and still
-discarded 3 %; this rule is within 15 % of the time at the full depth. Dropping is only the safety net.
+Below that bound the depth d, groups outstanding in optimiser steps, is as small as the learner's supply allows: more
+brings no group sooner and only ages them. It grows when the learner waited for groups while workers were refused for
+depth, and shrinks when a good part of a step's groups came too late to train. Single late groups are no reason to
+shrink: where the lengths of episodes have a heavy tail they come at any depth, and less depth would let the stragglers
+block the rest. In simulation (Pareto 1.2, K = 4, B = 16) shrinking at each late group made a run of 300 steps six to
+eighteen times longer and still discarded 3 %; this rule is within 15 % of the time at the full depth. Dropping is only
+the safety net.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _LATE_SHARE = 0.2
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The queue as admission sees it. `served_version` is None while no server serves."""
+    """The queue as admission sees it: groups outstanding and their bytes, the learner's version and session, and the
+    lowest version on a serving server, None while none serves."""
 
     outstanding: int
     bytes: int
@@ -35,7 +37,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """`count` tickets may be issued now; with 0, `blocked_by` says what they wait for, `for_depth` if that is d."""
+    """`count` tickets may be issued now. If 0, `blocked_by` says what they wait for, `for_depth` whether that is d."""
 
     count: int
     blocked_by: str | None = None
@@ -52,7 +54,7 @@ class StepFacts(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """Decides on tickets for one run. `depth` is d of DESIGN.md."""
+    """Decides on tickets for one run. `depth`: how many groups may be outstanding, in optimiser steps, d above."""
 
     def __init__(self, config: RunConfig) -> None:
         self._groups_per_step = config.learner.groups_per_step
@@ -61,43 +63,41 @@ class Admission:
         self._capacity_bytes = config.queue.capacity_bytes
         self._adapts = config.queue.depth == "auto"
         self._deepest = float(self._max_staleness + 1)
-        # A step needs B groups at one time: with less than one step outstanding no step would ever be full.
+        # A step needs B groups at once: with less than one step outstanding no step would ever be full.
         self.depth = min(2.0, self._deepest) if config.queue.depth == "auto" else max(1.0, config.queue.depth)
         self._refused_for_depth = False
 
     def limit(self, version: int, served_version: int | None) -> int:
         """Groups that may be outstanding while the servers' oldest version is `served_version`."""
-        return min(int(self.depth * self._groups_per_step), self._bound(version, served_version))
+        return min(self._depth_groups, self._bound(version, served_version))
 
     def grant(self, load: Load) -> Grant:
         """How many tickets may be issued under `load`."""
+        outstanding = f"{load.outstanding} groups outstanding"
         if load.session == 0:
             return Grant(0, "no learner has begun a session")
         if load.served_version is None:
             return Grant(0, "no server is serving")
         if load.outstanding >= self._capacity_groups:
-            return Grant(0, f"the queue is full: {load.outstanding} groups, queue.capacity_groups")
+            return Grant(0, f"the queue is full: {outstanding}, queue.capacity_groups = {self._capacity_groups}")
         if load.bytes >= self._capacity_bytes:
-            return Grant(0, f"the queue is full: {load.bytes} bytes, queue.capacity_bytes")
+            return Grant(0, f"the queue is full: {load.bytes} bytes, queue.capacity_bytes = {self._capacity_bytes}")
         limit = self.limit(load.version, load.served_version)
         count = min(limit, self._capacity_groups) - load.outstanding
         if count > 0:
             return Grant(count)
-        if self._bound(load.version, load.served_version) <= int(self.depth * self._groups_per_step):
+        if self._bound(load.version, load.served_version) <= self._depth_groups:
             lag = load.version - load.served_version
-            return Grant(
-                0, f"the staleness bound: {load.outstanding} groups outstanding, servers {lag} versions behind"
-            )
-        return Grant(
-            0, f"the depth limit: {load.outstanding} groups outstanding, {self.depth:.2f} steps allowed", for_depth=True
-        )
+            return Grant(0, f"the staleness bound: {outstanding}, servers {lag} versions behind")
+        allowed = f"{limit} allowed = {self.depth:.2f} steps of {self._groups_per_step}"
+        return Grant(0, f"the depth limit: {outstanding}, {allowed}", for_depth=True)
 
     def observe_refusal(self, grant: Grant) -> None:
         """A worker that had room got no ticket."""
         self._refused_for_depth |= grant.for_depth
 
     def observe_step(self, facts: StepFacts) -> None:
-        """Adapt the depth to what one step met."""
+        """Adapt the depth to what one step saw."""
         refused, self._refused_for_depth = self._refused_for_depth, False
         if not self._adapts or self._max_staleness == 0:
             return
@@ -105,6 +105,10 @@ class Admission:
             self.depth = max(1.0, self.depth * _DECREASE)
         elif refused and facts.wait_share > _WAIT_SHARE:
             self.depth = min(self._deepest, self.depth + _INCREASE)
+
+    @property
+    def _depth_groups(self) -> int:
+        return int(self.depth * self._groups_per_step)
 
     def _bound(self, version: int, served_version: int | None) -> int:
         lag = max(0, version - served_version) if served_version is not None else 0

@@ -1,7 +1,7 @@
 """The queue's memory of tickets and groups: live ones, and counts of the ended ones.
 
-Holds no payload and does no I/O. `ticketing` and `training` read it and decide; `apply` is the only way to change it.
-Deadlines are kept here alone: after a restart of the queue each ticket and lease gets its full time again.
+Holds no payload. `tickets`, `leases` and `servers` read it and decide; `apply` alone changes records and counts.
+Deadlines are kept here only: after a restart of the queue each ticket and lease gets its full time again.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from rollout_queue.ledger.records import LIVE, OUTSTANDING, Decision, StoreConte
 class Ledger:
     """`config` gives the limits and time-outs; `now` is the clock that deadlines are in, seconds."""
 
-    def __init__(self, config: RunConfig, snapshot: StoreContents, now: float) -> None:
+    def __init__(self, config: RunConfig, contents: StoreContents, now: float) -> None:
         self.config = config
-        self.run = snapshot.run
-        self.next_index = snapshot.next_index
-        self.counts: Counter[TicketState] = Counter(snapshot.counts)
-        self.drops: Counter[str] = Counter(snapshot.drops)
-        self.tokens_sampled = snapshot.tokens_sampled
+        self.run = contents.run
+        self.next_index = contents.next_index
+        self.counts: Counter[TicketState] = Counter(contents.counts)
+        self.drops: Counter[str] = Counter(contents.drops)
+        self.tokens_sampled = contents.tokens_sampled
         self.bytes = 0
-        self.to_reissue = {record.index: record for record in snapshot.to_reissue}
-        self.lapsed_leases: set[str] = set()
+        self.to_reissue = {record.index: record for record in contents.to_reissue}
+        self.expired_leases: set[str] = set()
         self._live: dict[str, TicketRecord] = {}
         self._by_state: dict[TicketState, dict[str, TicketRecord]] = {state: {} for state in LIVE}
         self._leases: dict[str, set[str]] = {}
         self._ticket_deadlines: dict[str, float] = {}
         self._lease_deadlines: dict[str, float] = {}
-        for record in snapshot.live:
+        for record in contents.live:
             self._enter(record, now)
 
-    def get(self, ticket_id: str) -> TicketRecord | None:
-        """The live ticket of this id."""
-        return self._live.get(ticket_id)
+    def get(self, ticket_id: str, state: TicketState | None = None) -> TicketRecord | None:
+        """The live ticket of this id, if it is in `state` where one is given."""
+        record = self._live.get(ticket_id)
+        return record if record is None or state in (None, record.state) else None
 
     def tickets(self, state: TicketState) -> Iterable[TicketRecord]:
-        """The live tickets in `state`, in the order in which they came there."""
+        """The live tickets in `state`, in the order in which they got there."""
         return self._by_state[state].values()
 
     def leased(self, lease_id: str) -> list[TicketRecord]:
@@ -83,8 +84,8 @@ class Ledger:
         if lease_id in self._lease_deadlines:
             self._lease_deadlines[lease_id] = now + self.config.queue.lease_timeout_s
 
-    def lapsed(self, now: float) -> list[TicketRecord]:
-        """Issued and leased tickets whose holder was not heard of in time."""
+    def expired(self, now: float) -> list[TicketRecord]:
+        """Issued and leased tickets whose holder was not heard from in time."""
         late = [self._live[ticket_id] for ticket_id, deadline in self._ticket_deadlines.items() if deadline <= now]
         for lease_id, deadline in self._lease_deadlines.items():
             if deadline <= now:
@@ -92,7 +93,7 @@ class Ledger:
         return late
 
     def next_deadline(self, now: float) -> float:
-        """When to look for lapsed ones again: no deadline set later can come before this."""
+        """When to look for expired ones again: no deadline that is set later can come before this."""
         soonest = now + min(self.config.queue.ticket_timeout_s, self.config.queue.lease_timeout_s)
         return min([soonest, *self._ticket_deadlines.values(), *self._lease_deadlines.values()])
 
@@ -110,7 +111,7 @@ class Ledger:
             self._tally(before, record)
         if decision.run is not None:
             if decision.run.session != self.run.session:
-                self.lapsed_leases.clear()
+                self.expired_leases.clear()
             self.run = decision.run
 
     def _tally(self, before: TicketRecord | None, after: TicketRecord) -> None:
@@ -122,7 +123,7 @@ class Ledger:
         elif after.state is TicketState.DROPPED:
             self.drops[after.reason or "unknown"] += 1
         elif after.state is TicketState.READY and before is not None and before.state is TicketState.ISSUED:
-            self.tokens_sampled += after.tokens
+            self.tokens_sampled += after.group.tokens
 
     def _enter(self, record: TicketRecord, now: float) -> None:
         if record.state not in LIVE:
@@ -131,7 +132,7 @@ class Ledger:
         if record.state is TicketState.ISSUED:
             self._ticket_deadlines[record.id] = now + self.config.queue.ticket_timeout_s
         elif record.state is not TicketState.TRAINED:
-            self.bytes += record.bytes
+            self.bytes += record.group.bytes
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases.setdefault(record.lease_id, set()).add(record.id)
             self._lease_deadlines[record.lease_id] = now + self.config.queue.lease_timeout_s
@@ -141,7 +142,7 @@ class Ledger:
         if record.state is TicketState.ISSUED:
             del self._ticket_deadlines[record.id]
         elif record.state is not TicketState.TRAINED:
-            self.bytes -= record.bytes
+            self.bytes -= record.group.bytes
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases[record.lease_id].discard(record.id)
             if not self._leases[record.lease_id]:

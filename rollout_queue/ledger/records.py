@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.messages import Server
+from protocol.messages import Group, Server, TicketKind
 
 
 class TicketState(StrEnum):
@@ -43,13 +43,29 @@ _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
 }
 
 
+class GroupFacts(msgspec.Struct, frozen=True):
+    """What the ledger keeps of a group: its size as submitted, its sampled tokens, and what sampled them."""
+
+    bytes: int = 0
+    tokens: int = 0
+    oldest_version: int = 0
+    newest_version: int = 0
+    servers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, group: Group, size: int) -> GroupFacts:
+        """The facts of a valid group of `size` bytes."""
+        versions = group.versions()
+        return cls(size, group.sampled_tokens, versions[0], versions[-1], tuple(sorted(set(group.server_names))))
+
+
 class TicketRecord(msgspec.Struct, frozen=True):
     """One ticket and, once it arrived, the group produced for it.
 
     `serial`: tickets issued before it in this run, a clock that restarts do not turn back. `failures`: attempts at this
     row that failed. `version`: the learner's at issue; `arrival_version`: the learner's when the group came in.
-    `oldest_version`, `newest_version`: of the group's tokens. `step`, `trained_version`: of the optimiser step that
-    trained it. `bytes` is 0 until a group was accepted, and stays afterwards.
+    `group`: empty until a group was accepted, and stays afterwards. `step`, `trained_version`: of the optimiser step
+    that trained it.
     """
 
     index: int
@@ -57,16 +73,13 @@ class TicketRecord(msgspec.Struct, frozen=True):
     serial: int
     worker_id: str
     version: int
+    kind: TicketKind = "train"
     state: TicketState = TicketState.ISSUED
     failures: int = 0
     reason: str | None = None
     lease_id: str | None = None
-    bytes: int = 0
-    tokens: int = 0
-    oldest_version: int = 0
-    newest_version: int = 0
+    group: GroupFacts = GroupFacts()
     arrival_version: int = 0
-    servers: tuple[str, ...] = ()
     step: int | None = None
     trained_version: int | None = None
 
@@ -76,7 +89,7 @@ class TicketRecord(msgspec.Struct, frozen=True):
 
     @property
     def was_accepted(self) -> bool:
-        return self.bytes > 0
+        return self.group.bytes > 0
 
     def to(self, state: TicketState, **changes: Any) -> Self:
         """This record in another state; a move that the ledger does not know is a bug and raises."""

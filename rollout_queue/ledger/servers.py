@@ -1,8 +1,8 @@
 """The vLLM servers and their states: only one whose weights were proven serves episodes (I5).
 
-A server that (re)starts is `joining`, whatever it was before. A version that failed its proof makes what the server
-sampled since suspect: groups that carry such tokens are turned away until the server is proven again, and afterwards
-for tickets that were out at that time.
+A server that starts or restarts is `joining`, whatever it was before. Once a version fails its proof, what the server
+samples under that version or a newer one is distrusted: groups with such tokens are dropped and rejected until the
+server is proven again, and afterwards still for tickets that were out at that time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from protocol import reasons
 from protocol.messages import Server, ServerState
-from rollout_queue.ledger.records import Distrust, ServerRecord, TicketRecord
+from rollout_queue.ledger import tickets
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, ServerRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-
-UNVERIFIED_SERVER = "unverified_server"
 
 _S = ServerState
 ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
@@ -30,7 +31,7 @@ ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
 
 
 class Fleet:
-    """The registry. `decide` is pure; `apply` takes in what was stored."""
+    """The registry of servers. `decide` is pure; `apply` takes in what was stored."""
 
     def __init__(self, records: Iterable[ServerRecord] = ()) -> None:
         self._records = {record.server.name: record for record in records}
@@ -38,6 +39,10 @@ class Fleet:
     @property
     def servers(self) -> list[Server]:
         return [record.server for record in self._records.values()]
+
+    def get(self, name: str) -> Server | None:
+        record = self._records.get(name)
+        return record.server if record is not None else None
 
     @property
     def served_version(self) -> int | None:
@@ -47,29 +52,32 @@ class Fleet:
         )
 
     def decide(self, wanted: Server, wall_time: float, serial: int) -> ServerRecord | None:
-        """The server's next record, None if it is so already. `serial`: tickets issued so far.
+        """The server's next record, None if nothing changes. `serial`: tickets issued so far.
 
-        Raises 409 `Refusal`s: an unknown server, or a change of state that is not allowed.
+        Refuses an unknown server (SERVER_UNKNOWN) and a change that is not allowed (TRANSITION_FORBIDDEN,
+        VERSION_MISSING).
         """
         known = self._records.get(wanted.name)
         if wanted.state is not ServerState.JOINING:
             if known is None:
-                raise Refusal(409, "server_unknown", f"server {wanted.name!r} is not registered: put it as joining")
-            if _same(known.server, wanted):
-                return None
+                raise Refusal(
+                    reasons.SERVER_UNKNOWN, f"server {wanted.name!r} is not registered: put it as joining first"
+                )
+            now = known.server
+            if (now.state, now.url) == (wanted.state, wanted.url) and wanted.version in (None, now.version):
+                return None  # a repeat, as after a lost answer
             if wanted.state not in ALLOWED[known.server.state]:
                 allowed = ", ".join(sorted({ServerState.JOINING, *ALLOWED[known.server.state]}))
                 raise Refusal(
-                    409,
-                    "transition_forbidden",
+                    reasons.TRANSITION_FORBIDDEN,
                     f"server {wanted.name!r} is {known.server.state} and cannot become {wanted.state}; from there it "
                     f"can become: {allowed}",
                 )
             if wanted.state in (ServerState.SERVING, ServerState.QUARANTINED) and wanted.version is None:
-                raise Refusal(409, "version_missing", f"a server cannot be {wanted.state} without a version: name it")
+                raise Refusal(reasons.VERSION_MISSING, f"a server cannot be {wanted.state} without a version: name it")
         distrust = known.distrust if known is not None else ()
         if wanted.state is ServerState.QUARANTINED and wanted.version is not None:
-            distrust = (*(d for d in distrust if d.until_serial is not None), _open(distrust, wanted.version))
+            distrust = (*(d for d in distrust if d.until_serial is not None), _distrust_from(wanted.version, distrust))
         elif wanted.state is ServerState.SERVING:
             distrust = tuple(
                 Distrust(d.version, serial if d.until_serial is None else d.until_serial) for d in distrust
@@ -82,26 +90,39 @@ class Fleet:
     def apply(self, record: ServerRecord) -> None:
         self._records[record.server.name] = record
 
-    def unverified(self, servers: Iterable[str], newest_version: int, serial: int) -> str | None:
-        """The server, if any, for whose sake a group of these servers and of that ticket must not be trained."""
-        for name in servers:
+    def distrusted(self, group: GroupFacts, serial: int) -> str | None:
+        """The server, if any, because of which this group, of the ticket with this serial, must not be trained."""
+        for name in group.servers:
             record = self._records.get(name)
             for distrust in record.distrust if record is not None else ():
                 covered = distrust.until_serial is None or serial < distrust.until_serial
-                if covered and newest_version >= distrust.version:
+                if covered and group.newest_version >= distrust.version:
                     return name
         return None
 
-    def tainted(self, records: Iterable[TicketRecord]) -> list[TicketRecord]:
-        """The groups among `records` that must not be trained."""
-        return [r for r in records if self.unverified(r.servers, r.newest_version, r.serial) is not None]
+    def check(self, group: GroupFacts, serial: int) -> None:
+        """Rejects a group that a distrusted server sampled (UNVERIFIED_SERVER)."""
+        server = self.distrusted(group, serial)
+        if server is not None:
+            raise Refusal(
+                reasons.UNVERIFIED_SERVER,
+                f"server {server} sampled some of its tokens with weights that failed their proof",
+            )
 
 
-def _open(distrust: Iterable[Distrust], version: int) -> Distrust:
+def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
+    """Register a server or change its state; a failed proof drops the ready groups that it taints (I5)."""
+    record = fleet.decide(wanted, wall_time, ledger.issued)
+    if record is None:
+        return Decision()
+    tainted = []
+    if wanted.state is ServerState.QUARANTINED:
+        alone = Fleet([record])
+        ready = ledger.tickets(TicketState.READY)
+        tainted = [ticket for ticket in ready if alone.distrusted(ticket.group, ticket.serial) is not None]
+    return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), server=record)
+
+
+def _distrust_from(version: int, distrust: Iterable[Distrust]) -> Distrust:
     """The distrust of a server that failed at `version`, and perhaps at others since it was last proven."""
     return Distrust(min([version, *(d.version for d in distrust if d.until_serial is None)]))
-
-
-def _same(known: Server, wanted: Server) -> bool:
-    """Whether `wanted` repeats the last change, as after a lost answer."""
-    return known.state is wanted.state and known.url == wanted.url and wanted.version in (None, known.version)

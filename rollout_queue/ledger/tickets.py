@@ -1,51 +1,35 @@
-"""Decisions of the worker's side: issue, submit, give back, lapse. Pure: ledger in, decision out.
+"""Decisions of the workers' side: issue, submit, give back, expire. Pure: ledger in, decision out.
 
-Every ticket that fails leads to its row being issued again under the next attempt, or to a drop with a reason (I1).
+A ticket that fails ends in one of two ways: its row is issued again under the next attempt, or it is dropped for a
+reason (I1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import msgspec
-
-from protocol.messages import Group, Ticket
+from protocol import reasons
+from protocol.messages import Ticket
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
+from rollout_queue.ledger.records import Decision, GroupFacts, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-
-EXPIRED = "expired"
-
-
-class GroupFacts(msgspec.Struct, frozen=True):
-    """What the ledger keeps of a group that passed the door."""
-
-    bytes: int
-    tokens: int
-    oldest_version: int
-    newest_version: int
-    servers: tuple[str, ...]
-
-    @classmethod
-    def of(cls, group: Group, size: int) -> GroupFacts:
-        versions = group.versions()
-        return cls(size, group.sampled_tokens, versions[0], versions[-1], tuple(sorted(set(group.server_names))))
 
 
 def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
     """`count` tickets: rows that failed first, lowest first, then new rows."""
     version, serial = ledger.run.version, ledger.issued
-    again = sorted(ledger.to_reissue)[:count]
+    again = [ledger.to_reissue[index] for index in sorted(ledger.to_reissue)[:count]]
     records = [
         TicketRecord(
-            index=index,
-            attempt=ledger.to_reissue[index].attempt + 1,
+            index=ended.index,
+            attempt=ended.attempt + 1,
             serial=serial + position,
             worker_id=worker_id,
             version=version,
-            failures=ledger.to_reissue[index].failures,
+            kind=ended.kind,
+            failures=ended.failures,
         )
-        for position, index in enumerate(again)
+        for position, ended in enumerate(again)
     ]
     records += [
         TicketRecord(ledger.next_index + offset, 0, serial + len(again) + offset, worker_id, version)
@@ -54,8 +38,15 @@ def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
     return Decision(tuple(records))
 
 
-def ticket(ledger: Ledger, record: TicketRecord) -> Ticket:
-    """The record as a worker sees it."""
+def undelivered(ledger: Ledger, worker_id: str, have: Sequence[str]) -> list[TicketRecord]:
+    """The worker's tickets that it does not have: the answer was lost, or it was restarted under its name (F10)."""
+    held = set(have)
+    issued = ledger.tickets(TicketState.ISSUED)
+    return [record for record in issued if record.worker_id == worker_id and record.id not in held]
+
+
+def message(ledger: Ledger, record: TicketRecord) -> Ticket:
+    """The ticket as a worker sees it."""
     return Ticket(
         id=record.id,
         index=record.index,
@@ -63,26 +54,29 @@ def ticket(ledger: Ledger, record: TicketRecord) -> Ticket:
         seed=ledger.config.run.seed,
         version=record.version,
         expires_in_s=ledger.config.queue.ticket_timeout_s,
+        kind=record.kind,
     )
 
 
-def submit(ledger: Ledger, record: TicketRecord, arrival: GroupFacts) -> Decision:
-    """Accept a group that passed the door; raises a 429 `Refusal` while its bytes do not fit (I3)."""
+def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
+    """Take in a valid group; refused (FULL) while its bytes do not fit (I3)."""
     limit = ledger.config.queue.capacity_bytes
-    if ledger.bytes + arrival.bytes > limit:
+    if ledger.bytes + group.bytes > limit:
         raise Refusal(
-            429,
-            "full",
-            f"{ledger.bytes} of {limit} bytes are taken and the group has {arrival.bytes}: wait for the learner, or "
+            reasons.FULL,
+            f"{ledger.bytes} of {limit} bytes are taken and the group has {group.bytes}: wait for the learner, or "
             f"raise queue.capacity_bytes",
             retry_after_s=1.0,
         )
-    accepted = record.to(
-        TicketState.READY,
-        arrival_version=ledger.run.version,
-        **{f: getattr(arrival, f) for f in GroupFacts.__struct_fields__},
-    )
-    return Decision((accepted,))
+    return Decision((record.to(TicketState.READY, arrival_version=ledger.run.version, group=group),))
+
+
+def check_accepted(ticket_id: str, record: TicketRecord | None) -> None:
+    """Refuses a group whose ticket is not out (TICKET_UNKNOWN, TICKET_ENDED), unless it was accepted before (F24)."""
+    if record is None:
+        raise Refusal(reasons.TICKET_UNKNOWN, f"ticket {ticket_id} was never issued in this run")
+    if not record.was_accepted:
+        raise Refusal(reasons.TICKET_ENDED, f"ticket {ticket_id} was {record.state}: {record.reason}")
 
 
 def fail(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> Decision:
@@ -91,13 +85,13 @@ def fail(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> 
 
 
 def expire(ledger: Ledger, now: float) -> Decision:
-    """End the tickets and return the groups whose holders were not heard of in time (F10)."""
+    """End the tickets and return the groups whose holders were not heard from in time (F10)."""
     return Decision(
         tuple(
-            _failed(ledger, record, EXPIRED, retryable=True)
+            _failed(ledger, record, reasons.EXPIRED, retryable=True)
             if record.state is TicketState.ISSUED
             else record.to(TicketState.READY, lease_id=None)
-            for record in ledger.lapsed(now)
+            for record in ledger.expired(now)
         )
     )
 

@@ -1,7 +1,7 @@
 """How old groups are when they are trained, and where they aged.
 
 The staleness of a group is the learner's version before the step that trains it, minus the version of its oldest token.
-It splits at the queue's door: `in_flight` is what passed while the group was made, `in_queue` what it then waited.
+It splits at the group's arrival: `in_flight` passed while the group was made, `in_queue` while it waited here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import msgspec
 from protocol.status import Staleness
 from rollout_queue.ledger.records import TicketRecord
 
-OVER_AGE = "overage"  # the learner's reason for a group that was dropped for its age
 WINDOW_STEPS = 20
 
 
@@ -32,7 +31,7 @@ def age_of(record: TicketRecord) -> GroupAge:
     if record.trained_version is None:
         raise ValueError(f"ticket {record.id} was not trained")
     return GroupAge(
-        in_flight=record.arrival_version - record.oldest_version,
+        in_flight=record.arrival_version - record.group.oldest_version,
         in_queue=record.trained_version - 1 - record.arrival_version,
     )
 

@@ -1,22 +1,26 @@
-"""What the status page tells beyond the ledger: rates, waits, ages, the newest reports of learner and workers.
+"""What the status tells beyond the ledger: rates, waits, ages, the newest reports of learner and workers.
 
-Kept in memory alone: after a restart of the queue it fills again within a minute.
+Kept in memory only: after a restart of the queue it fills again within a minute.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import msgspec
 
+from protocol import reasons
 from protocol.messages import LearnerReport, WorkerReport
 from protocol.status import LearnerStatus, WorkerStatus
-from rollout_queue.ledger.records import RunState
+from rollout_queue.ledger.admission import StepFacts
+from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
 from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow
 from rollout_queue.observe.rates import RateMeter, Waits
 
 LEARNER, FEEDER = "learner", "learner's feeder"
-WORKER_KEPT_S = 3600.0
+_WORKER_KEPT_S = 3600.0
+_REPORTED = [name for name in WorkerStatus.__struct_fields__ if name in WorkerReport.__struct_fields__]
 
 
 class _Heard(msgspec.Struct):
@@ -25,7 +29,7 @@ class _Heard(msgspec.Struct):
 
 
 class Observations:
-    """Times are the broker's clock, seconds."""
+    """`now` is the broker's clock, seconds; `progress_at`: when a group, step or session last came."""
 
     def __init__(self, now: float) -> None:
         self.started = self.progress_at = now
@@ -33,6 +37,7 @@ class Observations:
         self.waits = Waits()
         self.staleness = StalenessWindow()
         self.rejections: Counter[str] = Counter()
+        self._over_age = 0
         self._learner_at: float | None = None
         self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)
         self._learner_waited_s = self._learner_s = 0.0
@@ -41,14 +46,38 @@ class Observations:
     def learner_seen(self, now: float) -> None:
         self._learner_at = now
 
-    def learner_reports(self, report: LearnerReport) -> None:
-        self._reports.append(report)
-        self._learner_waited_s += report.wait_s
-        self._learner_s += report.step_s
+    def session_began(self, now: float) -> None:
+        self._learner_at = self.progress_at = now
+        self.waits.end(LEARNER)
+
+    def group_came(self, tokens: int, now: float) -> None:
+        self.rates.add(now, groups=1, tokens_sampled=tokens)
+        self.progress_at = now
+
+    def acknowledged(
+        self, ended: Sequence[TicketRecord], report: LearnerReport | None, stepped: bool, now: float
+    ) -> StepFacts | None:
+        """Take in what an acknowledgement ended; if it made a step, its facts for admission."""
+        trained = [record for record in ended if record.state is TicketState.TRAINED]
+        self._over_age += sum(record.reason == reasons.OVERAGE for record in ended)
+        if stepped or trained:
+            self.staleness.add_step(trained, report.staleness_max if report else None)
+        if not stepped:
+            return None
+        self.progress_at = now
+        self.rates.add(now, steps=1, tokens_trained=report.tokens_trained if report else 0)
+        if report is not None:
+            self._reports.append(report)
+            self._learner_waited_s += report.wait_s
+            self._learner_s += report.step_s
+        wait_share = report.wait_s / report.step_s if report and report.step_s > 0 else 0.0
+        facts = StepFacts(len(trained), self._over_age, wait_share)
+        self._over_age = 0
+        return facts
 
     def worker_reports(self, report: WorkerReport, now: float) -> None:
         self._workers[report.worker_id] = _Heard(report, now)
-        self._workers = {name: heard for name, heard in self._workers.items() if now - heard.at < WORKER_KEPT_S}
+        self._workers = {name: heard for name, heard in self._workers.items() if now - heard.at < _WORKER_KEPT_S}
 
     def worker_seen(self, worker_id: str, now: float) -> None:
         """A sign of life that carries no figures."""
@@ -58,17 +87,17 @@ class Observations:
         return None if self._learner_at is None else now - self._learner_at
 
     def worker_seen_s_ago(self, now: float) -> float | None:
-        """Since the worker heard last, of all."""
+        """Seconds since any worker was last heard from."""
         return min((now - heard.at for heard in self._workers.values()), default=None)
 
     @property
     def learner_wait_share(self) -> float | None:
-        """Part of its time that the learner waited for groups, since the queue's start."""
+        """Share of its time that the learner waited for groups, since the queue's start."""
         return self._learner_waited_s / self._learner_s if self._learner_s else None
 
     @property
     def worker_wait_share(self) -> float | None:
-        """Part of all workers' capacity that stood idle for want of tickets."""
+        """Share of all workers' capacity that was idle because there were no tickets."""
         reports = [heard.report for heard in self._workers.values()]
         capacity_s = sum(report.elapsed_s * report.capacity for report in reports)
         return sum(report.waited_s * report.capacity for report in reports) / capacity_s if capacity_s else None
@@ -98,19 +127,8 @@ class Observations:
 
 def _worker_status(report: WorkerReport, seen_s_ago: float) -> WorkerStatus:
     return WorkerStatus(
-        worker_id=report.worker_id,
-        host=report.host,
-        pid=report.pid,
-        capacity=report.capacity,
-        episodes_in_flight=report.episodes_in_flight,
-        episodes_done=report.episodes_done,
-        episodes_failed=report.episodes_failed,
-        tokens_sampled=report.tokens_sampled,
-        tool_calls=report.tool_calls,
-        tool_failures=report.tool_failures,
-        requests_retried=report.requests_retried,
+        **{name: getattr(report, name) for name in _REPORTED},
         wait_share=report.waited_s / report.elapsed_s if report.elapsed_s else 0.0,
         cpu_ms_per_episode=1000 * report.cpu_s / report.episodes_done if report.episodes_done else None,
         seen_s_ago=seen_s_ago,
-        failures=report.failures,
     )

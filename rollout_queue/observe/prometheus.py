@@ -1,4 +1,4 @@
-"""Prometheus text of `GET /metrics`, drawn from the status so that the two cannot differ."""
+"""Prometheus text of `GET /metrics`, made from the status, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _StatusCollector(Collector):
 def _gauges(status: Status) -> Iterator[Metric]:
     groups, staleness, rates = status.groups, status.staleness, status.rates
     places = {"tickets": groups.tickets, "ready": groups.ready, "leased": groups.leased}
-    yield _gauge("slipstream_groups_outstanding", "groups ticketed, ready or leased, by place", places, "place")
-    yield _gauge("slipstream_groups_limit", "groups that admission allows outstanding", groups.limit)
+    yield _gauge("slipstream_groups_outstanding", "groups outstanding, by place", places, "place")
+    yield _gauge("slipstream_groups_limit", "groups that admission lets be outstanding", groups.limit)
     yield _gauge("slipstream_groups_capacity", "groups that the queue holds at most", groups.capacity_groups)
     yield _gauge("slipstream_bytes", "bytes of ready and leased groups", groups.bytes)
     yield _gauge("slipstream_bytes_capacity", "bytes that the queue holds at most", groups.capacity_bytes)
@@ -44,22 +44,26 @@ def _gauges(status: Status) -> Iterator[Metric]:
         "in_flight": staleness.in_flight_mean,
         "in_queue": staleness.in_queue_mean,
     }
-    yield _gauge("slipstream_staleness_mean", "versions, newest steps, by where they passed", means, "part")
-    yield _gauge("slipstream_staleness_max", "versions, newest steps", staleness.max)
-    yield _gauge("slipstream_staleness_max_ever", "versions, whole run", staleness.max_ever)
+    yield _gauge("slipstream_staleness_mean", "versions, over the newest steps, by where they passed", means, "part")
+    yield _gauge("slipstream_staleness_max", "versions, over the newest steps", staleness.max)
+    yield _gauge("slipstream_staleness_max_ever", "versions, over the whole run", staleness.max_ever)
     yield _gauge("slipstream_staleness_bound", "max_staleness, K", status.max_staleness)
-    yield _gauge("slipstream_policy_version", "version of the learner", status.version)
-    yield _gauge("slipstream_served_version", "lowest version that serves", status.served_version)
-    yield _gauge("slipstream_step", "optimiser steps", status.step)
-    yield _gauge("slipstream_reward_mean", "reward of the newest step", status.learner.reward_mean)
-    yield _gauge("slipstream_learner_wait_share", "time the learner waited for groups", status.learner.wait_share)
-    yield _gauge("slipstream_worker_wait_share", "capacity idle for want of tickets", status.worker_wait_share)
+    yield _gauge("slipstream_policy_version", "the learner's version", status.version)
+    yield _gauge("slipstream_served_version", "lowest version on a serving server", status.served_version)
+    yield _gauge("slipstream_step", "optimiser steps made", status.step)
+    yield _gauge("slipstream_reward_mean", "mean reward of the newest step", status.learner.reward_mean)
+    yield _gauge(
+        "slipstream_learner_wait_share", "share of time that the learner waited for groups", status.learner.wait_share
+    )
+    yield _gauge(
+        "slipstream_worker_wait_share", "share of capacity idle because there were no tickets", status.worker_wait_share
+    )
     per_second = {name: getattr(rates, name) for name in rates.__struct_fields__}
-    yield _gauge("slipstream_rate_per_second", "over the last minute", per_second, "of")
+    yield _gauge("slipstream_rate_per_second", "events per second, over the last minute", per_second, "of")
     yield _gauge("slipstream_stalled", "1 while the stall alarm is raised", int(status.stall.stalled))
-    yield _gauge("slipstream_workers", "workers heard within the last hour", len(status.workers))
+    yield _gauge("slipstream_workers", "workers heard from within the last hour", len(status.workers))
     states = {str(state): sum(server.state is state for server in status.servers) for state in ServerState}
-    yield _gauge("slipstream_servers", "vLLM servers by state", states, "state")
+    yield _gauge("slipstream_servers", "vLLM servers, by state", states, "state")
 
 
 def _counters(status: Status) -> Iterator[Metric]:
@@ -70,9 +74,9 @@ def _counters(status: Status) -> Iterator[Metric]:
         "dropped": ledger.dropped,
         "reissued": ledger.reissued,
     }
-    yield _counter("slipstream_tickets", "tickets by outcome", outcomes, "outcome")
+    yield _counter("slipstream_tickets", "tickets, by outcome", outcomes, "outcome")
     yield _counter("slipstream_drops", "tickets dropped, by reason", status.drops, "reason")
-    yield _counter("slipstream_rejections", "groups turned away at the door", status.rejections, "reason")
+    yield _counter("slipstream_rejections", "groups refused, by reason", status.rejections, "reason")
     yield _counter("slipstream_tokens_sampled", "sampled tokens of accepted groups", status.tokens_sampled)
 
 
@@ -91,7 +95,7 @@ def _counter(name: str, text: str, value: Mapping[str, float] | float, label: st
 
 
 def _samples(value: Mapping[str, float] | float | None) -> Iterator[tuple[list[str], float]]:
-    """Label values and number of each sample; a figure that is not known yet has none."""
+    """Labels and number of each sample; a figure that is not known yet has none."""
     if isinstance(value, Mapping):
         yield from (([key], number) for key, number in value.items())
     elif value is not None:

@@ -1,4 +1,4 @@
-"""Events per second over the last minute, and waits with their beginning. Times come in as arguments."""
+"""Events per second over the last minute, and waits with their beginning. Times are arguments, in seconds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Waits:
         self._waits: dict[str, _Entry] = {}
 
     def begin(self, who: str, what: str, now: float, until: float = math.inf) -> None:
-        """Note a wait, or that it goes on. One that is not renewed is forgotten after `until`: its owner has gone."""
+        """Note a wait, or that it goes on. It is forgotten after `until` if not renewed: its owner has gone."""
         entry = self._waits.get(who)
         since = entry.since if entry is not None and entry.until >= now else now
         self._waits[who] = _Entry(what, since, until)

@@ -8,20 +8,18 @@ from __future__ import annotations
 import msgspec
 
 from protocol.messages import Server, ServerState
-from protocol.status import Stall
+from protocol.status import GroupCounts, Stall
 
 
 class Scene(msgspec.Struct, frozen=True):
-    """What the alarm judges by; times are seconds ago, None: never."""
+    """What the alarm judges by. Times are seconds ago, None for never; `session` is 0 before the first."""
 
     quiet_s: float
     stall_after_s: float
     finished: bool
     session: int
     servers: list[Server]
-    tickets: int
-    ready: int
-    leased: int
+    groups: GroupCounts
     groups_per_step: int
     bytes_refused: bool
     blocked_by: str | None
@@ -37,32 +35,29 @@ def judge(scene: Scene) -> Stall:
 
 
 def likeliest_cause(scene: Scene) -> str:
-    """The first link of the chain that is broken, seen from the learner's start to the last group."""
+    """What is missing first, from the learner's start to the last group."""
     patience = scene.stall_after_s / 2
     if scene.session == 0:
         return "no learner has begun a session: start it with `slipstream learner run.toml`"
     if scene.learner_seen_s_ago is None or scene.learner_seen_s_ago > patience:
-        return f"the learner was last heard {_ago(scene.learner_seen_s_ago)}: see its log, restart it with --resume"
+        return f"the learner was {_heard(scene.learner_seen_s_ago)}: see its log, restart it with --resume"
     if not any(server.state is ServerState.SERVING for server in scene.servers):
         states = ", ".join(f"{s.name} is {s.state}{f' ({s.reason})' if s.reason else ''}" for s in scene.servers)
         return f"no vLLM server is serving: {states or 'none is registered'}"
-    held = scene.ready + scene.leased
+    held = scene.groups.ready + scene.groups.leased
     if held >= scene.groups_per_step:
         doing = f"waits for {scene.learner_waits_for}" if scene.learner_waits_for else "makes no step"
-        return f"the learner {doing} while {held} groups are there and a step needs {scene.groups_per_step}"
+        return f"the learner {doing} although {held} groups are there and a step needs {scene.groups_per_step}"
     if scene.bytes_refused:
-        return (
-            f"queue.capacity_bytes holds {held} groups and a step needs {scene.groups_per_step}: raise "
-            f"queue.capacity_bytes"
-        )
+        return f"{held} groups fill queue.capacity_bytes and a step needs {scene.groups_per_step}: raise it"
     if scene.worker_seen_s_ago is None or scene.worker_seen_s_ago > patience:
-        return f"a worker was last heard {_ago(scene.worker_seen_s_ago)}: start one with `slipstream worker run.toml`"
-    if scene.tickets:
-        return f"workers hold {scene.tickets} tickets and hand in no group: see their failures, tools and vLLM's log"
+        return f"workers were {_heard(scene.worker_seen_s_ago)}: start one with `slipstream worker run.toml`"
+    if scene.groups.tickets:
+        return f"workers hold {scene.groups.tickets} tickets and submit no group: see their logs and vLLM's"
     if scene.blocked_by:
         return f"no ticket is given: {scene.blocked_by}"
-    return "workers are there and tickets are free, but none is asked for: see the workers' logs"
+    return "tickets are free, but the workers ask for none: see their logs"
 
 
-def _ago(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{seconds:.0f} s ago"
+def _heard(seconds_ago: float | None) -> str:
+    return "never heard from" if seconds_ago is None else f"last heard from {seconds_ago:.0f} s ago"

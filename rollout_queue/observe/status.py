@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from protocol import reasons
 from protocol.status import GroupCounts, Stall, Status
 from rollout_queue.broker import Broker
 from rollout_queue.ledger.records import TicketState
@@ -11,7 +12,7 @@ from rollout_queue.observe.observations import LEARNER
 
 def assemble(broker: Broker) -> Status:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
-    run = ledger.run
+    run, groups = ledger.run, _groups(broker)
     return Status(
         run=broker.config.run.name,
         uptime_s=now - seen.started,
@@ -24,14 +25,14 @@ def assemble(broker: Broker) -> Status:
         max_staleness=broker.config.queue.max_staleness,
         depth=ledger.outstanding / broker.config.learner.groups_per_step,
         depth_target=broker.admission.depth,
-        groups=_groups(broker),
+        groups=groups,
         staleness=seen.staleness.figures(run.staleness_max),
         rates=seen.rates.rates(now),
         learner=seen.learner(run, now),
         workers=seen.workers(now),
         servers=broker.fleet.servers,
         waits=seen.waits.list(now),
-        stall=_stall(broker),
+        stall=_stall(broker, groups),
         ledger=ledger.summary(),
         tokens_sampled=ledger.tokens_sampled,
         learner_wait_share=seen.learner_wait_share,
@@ -56,7 +57,7 @@ def _groups(broker: Broker) -> GroupCounts:
     )
 
 
-def _stall(broker: Broker) -> Stall:
+def _stall(broker: Broker, groups: GroupCounts) -> Stall:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
     return stall.judge(
         stall.Scene(
@@ -65,11 +66,9 @@ def _stall(broker: Broker) -> Stall:
             finished=ledger.run.finished,
             session=ledger.run.session,
             servers=broker.fleet.servers,
-            tickets=ledger.count(TicketState.ISSUED),
-            ready=ledger.count(TicketState.READY),
-            leased=ledger.count(TicketState.LEASED),
+            groups=groups,
             groups_per_step=broker.config.learner.groups_per_step,
-            bytes_refused=seen.rejections["full"] > 0,
+            bytes_refused=seen.rejections[reasons.FULL] > 0,
             blocked_by=broker.grant().blocked_by,
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
             learner_waits_for=seen.waits.what(LEARNER),

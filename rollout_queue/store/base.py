@@ -1,4 +1,7 @@
-"""What the broker asks of a store. Calls block; the broker makes them one at a time, from one thread."""
+"""What the broker asks of a store. Calls block; the broker makes them one at a time, from one thread.
+
+`tests/rollout_queue/test_store_contract.py` proves these docstrings for every store.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,35 @@ class StoreError(QueueError):
 
 
 class Store(Protocol):
-    """Records and payloads. Every method raises `StoreError`."""
+    """Ticket records, the run's and the servers' records, and payloads: the groups as they were submitted, in bytes.
+
+    Every method may raise `StoreError`.
+    """
 
     def load(self) -> StoreContents:
-        """Everything that the queue keeps in memory."""
+        """Everything that the queue keeps in memory; of a new store, `StoreContents()`."""
         ...
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
-        """Store a decision and new payloads by ticket id, all or nothing, safe from a crash of the process.
+        """Store a decision and new payloads by ticket id, all or nothing.
 
-        The payload of a ticket that ends goes with it.
+        Records replace those before them. A ticket that ends without a payload (a state outside `HOLDS_PAYLOAD`) takes
+        its payload along. A durable store keeps what was committed when the process is killed.
         """
         ...
 
     def payloads(self, ticket_ids: Sequence[str]) -> dict[str, bytes]:
-        """The groups of these tickets as they were submitted; those that are gone are left out."""
+        """The payloads of these tickets; those that are gone are left out."""
         ...
 
     def records(self, ticket_ids: Sequence[str]) -> dict[str, TicketRecord]:
-        """The records of these tickets, ended ones too; those never issued are left out."""
+        """The records of these tickets, ended ones too, by ticket id; those never issued are left out."""
         ...
 
     def forgotten_after(self, step: int) -> list[TicketRecord]:
         """The forgotten tickets that were trained at a step above `step`."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the store; nothing else may be called afterwards."""
+        ...

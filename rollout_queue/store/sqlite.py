@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     Decision,
+    GroupFacts,
     RunState,
     ServerRecord,
     StoreContents,
@@ -26,22 +27,15 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.store.base import StoreError
+from rollout_queue.store.migrations import LAYOUT, layout_of, migrate
 
 MEMORY = ":memory:"
-_LAYOUT = 1
-_COLUMNS = TicketRecord.__struct_fields__
-_SCHEMA = f"""
-CREATE TABLE tickets (
-    id TEXT PRIMARY KEY, "index" INT, attempt INT, serial INT, worker_id TEXT, version INT, state TEXT, failures INT,
-    reason TEXT, lease_id TEXT, bytes INT, tokens INT, oldest_version INT, newest_version INT, arrival_version INT,
-    servers TEXT, step INT, trained_version INT, UNIQUE ("index", attempt)
-) WITHOUT ROWID;
-CREATE INDEX tickets_by_state ON tickets (state, step);
-CREATE TABLE payloads (id TEXT PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE servers (name TEXT PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), record BLOB NOT NULL);
-PRAGMA user_version = {_LAYOUT};
-"""
+FILE_NAME = "queue.db"
+
+# A group's facts lie flat in its ticket's row.
+_OF_TICKET = tuple(name for name in TicketRecord.__struct_fields__ if name != "group")
+_OF_GROUP = GroupFacts.__struct_fields__
+_COLUMNS = (*_OF_TICKET, *_OF_GROUP)
 _SELECT = "SELECT " + ", ".join(f'"{column}"' for column in _COLUMNS) + " FROM tickets"
 _UPSERT = (
     "INSERT OR REPLACE INTO tickets (id, "
@@ -73,22 +67,23 @@ class SqliteStore:
     """One writer per file, kept by a lock that a dead process lets go of; `:memory:` keeps nothing."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open or create the file; raises `ConfigError` if it cannot be used."""
+        """Open, create or migrate the file; raises `ConfigError` if it cannot be used."""
         self._path = str(path)
-        self._lock = _lock(Path(path)) if self._path != MEMORY else None
-        try:
-            # check_same_thread: the broker calls from one thread of an executor, not from the one that opened it.
-            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("PRAGMA journal_size_limit = 67108864")
-            layout = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if layout == 0:
-                self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-        except sqlite3.Error as error:
-            raise ConfigError(f"{path}: cannot be used as the queue's store: {error}; move it away") from error
-        if layout not in (0, _LAYOUT):
-            raise ConfigError(f"{path}: written by another release (layout {layout}, not {_LAYOUT}); move it away")
+        with contextlib.ExitStack() as opened:
+            if self._path != MEMORY:
+                opened.enter_context(_lock(Path(path)))
+            try:
+                # check_same_thread: the broker calls from one thread of an executor, not from the one that opened it.
+                db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                self._db = opened.enter_context(contextlib.closing(db))
+                _check_layout(db, path)
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute("PRAGMA synchronous = NORMAL")
+                db.execute("PRAGMA journal_size_limit = 67108864")
+                migrate(db, self._path)
+            except sqlite3.Error as error:
+                raise ConfigError(f"{path}: cannot be used as the queue's store: {error}; move it away") from error
+            self._opened = opened.pop_all()
 
     def load(self) -> StoreContents:
         with self._guard():
@@ -112,7 +107,9 @@ class SqliteStore:
             )
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
-        ended = [(record.id,) for record in decision.tickets if record.state not in HOLDS_PAYLOAD and record.bytes]
+        ended = [
+            (record.id,) for record in decision.tickets if record.state not in HOLDS_PAYLOAD and record.was_accepted
+        ]
         with self._guard():
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(_UPSERT, [_row(record) for record in decision.tickets])
@@ -144,20 +141,18 @@ class SqliteStore:
             return self._select(" WHERE state = 'forgotten' AND step > ?", step)
 
     def close(self) -> None:
-        self._db.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._opened.close()
 
     def _select(self, where: str, *parameters: object) -> list[TicketRecord]:
         return [_record(row) for row in self._db.execute(_SELECT + where, parameters)]
 
-    @contextmanager
+    @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
             raise StoreError(
-                f"the queue's store {self._path} failed: {error}; free its disk or mend it, then start the queue again"
+                f"the queue's store {self._path} failed: {error}; free or repair its disk, then start the queue again"
             ) from error
         finally:
             if self._db.in_transaction:
@@ -165,16 +160,23 @@ class SqliteStore:
 
 
 def read_ledger(path: Path | str) -> list[LedgerRow]:
-    """Every ticket of a run, from its queue.db, in the order of issue; works beside a running queue."""
-    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    """Every ticket of a run, from its store of this or any older layout, in the order of issue.
+
+    Changes nothing, and works beside a running queue. Raises `ConfigError`.
+    """
     try:
-        records = [_record(row) for row in db.execute(_SELECT + " ORDER BY serial")]
-    finally:
-        db.close()
-    return [LedgerRow(r.id, r.index, r.state, r.reason, r.step, r.trained_version) for r in records]
+        with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)) as db:
+            _check_layout(db, path)
+            # Columns that every layout has.
+            rows = db.execute(
+                """SELECT id, "index", state, reason, step, trained_version FROM tickets ORDER BY serial"""
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path}: cannot be read as a run's ledger: {error}") from error
+    return [LedgerRow(row[0], row[1], TicketState(row[2]), *row[3:]) for row in rows]
 
 
-def _lock(path: Path) -> Any:
+def _lock(path: Path) -> IO[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock").open("w")
     try:
@@ -185,15 +187,25 @@ def _lock(path: Path) -> Any:
     return lock
 
 
+def _check_layout(db: sqlite3.Connection, path: Path | str) -> None:
+    if (layout := layout_of(db)) > LAYOUT:
+        raise ConfigError(
+            f"{path}: written by a newer release of Slipstream (layout {layout}, this one knows {LAYOUT}): upgrade, or "
+            f"move it away"
+        )
+
+
 def _row(record: TicketRecord) -> tuple[object, ...]:
-    values = [getattr(record, column) for column in _COLUMNS]
-    values[_COLUMNS.index("servers")] = msgspec.json.encode(record.servers).decode()
-    values[_COLUMNS.index("state")] = str(record.state)
-    return (record.id, *values)
+    values = {name: getattr(record, name) for name in _OF_TICKET}
+    values |= {name: getattr(record.group, name) for name in _OF_GROUP}
+    values["servers"] = msgspec.json.encode(record.group.servers).decode()
+    values["state"] = str(record.state)
+    return (record.id, *values.values())
 
 
 def _record(row: tuple[Any, ...]) -> TicketRecord:
     values = dict(zip(_COLUMNS, row, strict=True))
     values["servers"] = tuple(msgspec.json.decode(values["servers"], type=list[str]))
     values["state"] = TicketState(values["state"])
-    return TicketRecord(**values)
+    group = GroupFacts(**{name: values.pop(name) for name in _OF_GROUP})
+    return TicketRecord(**values, group=group)

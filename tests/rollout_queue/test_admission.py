@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_queue.ledger.admission import Admission, Grant, Load, StepFacts
-from tests.kit.queue import make_config
+from tests.kit import config
 
 
 def admission(k: int, b: int, depth: float | str = "auto", **queue: int) -> Admission:
-    return Admission(make_config(queue={"max_staleness": k, "depth": depth, **queue}, learner={"groups_per_step": b}))
+    return Admission(config(queue={"max_staleness": k, "depth": depth, **queue}, learner={"groups_per_step": b}))
 
 
 def load(outstanding: int = 0, version: int = 0, served: int | None = 0, size: int = 0, session: int = 1) -> Load:
@@ -250,10 +250,10 @@ def test_grants_fill_the_depth_or_what_the_lag_leaves_of_the_bound(granted: int,
     [
         ("no learner has begun", load(session=0)),
         ("no server is serving", load(served=None)),
-        ("queue.capacity_groups", load(outstanding=10)),
-        ("queue.capacity_bytes", load(size=2048)),
-        ("servers 5 versions behind", load(version=5, served=0)),
-        ("the depth limit", load(outstanding=8)),
+        ("the queue is full: 10 groups outstanding, queue.capacity_groups = 10", load(outstanding=10)),
+        ("the queue is full: 2048 bytes, queue.capacity_bytes = 2048", load(size=2048)),
+        ("the staleness bound: 0 groups outstanding, servers 5 versions behind", load(version=5, served=0)),
+        ("the depth limit: 8 groups outstanding, 8 allowed = 2.00 steps of 4", load(outstanding=8)),
     ],
 )
 def test_i7_a_refused_ticket_names_its_reason(blame: str, now: Load) -> None:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_queue.ledger.records import TicketRecord, TicketState
+from rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
 from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow, age_of
 from rollout_queue.observe.rates import RateMeter, Waits
 
 
 def trained(oldest: int, arrival: int, version: int) -> TicketRecord:
-    return TicketRecord(
-        0,
-        0,
-        0,
-        "w",
-        oldest,
-        TicketState.TRAINED,
-        oldest_version=oldest,
-        arrival_version=arrival,
-        trained_version=version,
-    )
+    issued = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=oldest)
+    facts = GroupFacts(bytes=1, tokens=1, oldest_version=oldest, newest_version=oldest)
+    arrived = issued.to(TicketState.READY, arrival_version=arrival, group=facts)
+    return arrived.to(TicketState.TRAINED, trained_version=version)
 
 
-def test_age_splits_at_the_door() -> None:
+def test_age_splits_at_arrival() -> None:
     """Sampled at 3, arrived at 5, trained on version 9 (making 10)."""
     age = age_of(trained(oldest=3, arrival=5, version=10))
     assert (age.in_flight, age.in_queue, age.total) == (2, 4, 6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -19,10 +18,11 @@ from protocol import codec
 from protocol.client import QueueClient, Refused, RunFinished
 from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
-from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
 from rollout_queue.service import listen, serve
-from rollout_queue.store.sqlite import LedgerRow, SqliteStore, read_ledger
-from tests.kit.queue import SERVER, make_group, serve_version
+from rollout_queue.store.sqlite import read_ledger
+from tests.kit import group
+from tests.kit.messages import SERVER
+from tests.kit.queue import serve_version
 
 B, STEPS = 4, 30
 SERVE = """
@@ -73,9 +73,9 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
 
 @dataclass
 class Traffic:
-    """Two workers and a learner, who go on through every restart, and what they were promised.
+    """Two workers and a learner that carry on through every restart, and what they were promised.
 
-    Tickets lapse soon: an answer that a kill cut off takes its tickets with it until they do."""
+    Tickets expire soon: those in an answer that a kill cut off come back only then."""
 
     client: QueueClient
     accepted: set[str] = field(default_factory=set)
@@ -91,7 +91,7 @@ class Traffic:
                 return
             for ticket in reply.tickets:
                 try:
-                    await self.client.submit(make_group(ticket))
+                    await self.client.submit(group(ticket))
                 except Refused as refusal:
                     if refusal.reason != "ticket_ended":
                         raise
@@ -104,7 +104,7 @@ class Traffic:
             while len(have) < B:
                 request = LeaseRequest(session, f"lease-{self.step}", B - len(have), have, wait_s=5.0)
                 reply = await self.client.lease(request)
-                have += [codec.decode(bytes(group), Group).ticket_id for group in reply.groups]
+                have += [codec.decode(bytes(data), Group).ticket_id for data in reply.groups]
             await self.client.ack("lease", LeaseAck(session, have, step=self.step + 1, version=self.step + 1))
             self.trained += have
             async with self.at_step:
@@ -153,7 +153,7 @@ async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Proce
         await client.begin_session(BeginSession(0, 0, STEPS, resume=False))
         await serve_version(client, 0)
         before = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
-        await client.submit(make_group(before[0]))
+        await client.submit(group(before[0]))
         process.end(signal.SIGKILL)
         process.start()
         assert (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets == []
@@ -163,7 +163,7 @@ async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Proce
         url = status.servers[0].url
         assert (await client.put_server(Server(SERVER, url, ServerState.SERVING, 0))).version == 0
         again = await client.lease(LeaseRequest(status.learner.session, "l", 5, wait_s=0.0))
-        assert [codec.decode(bytes(group), Group).ticket_id for group in again.groups] == ["0.0"]
+        assert [codec.decode(bytes(data), Group).ticket_id for data in again.groups] == ["0.0"]
 
 
 async def test_f23_a_signal_ends_the_queue_although_clients_wait(process: Process) -> None:
@@ -189,29 +189,3 @@ def test_bad_input_a_taken_port_is_named(process: Process) -> None:
     assert f"queue.port = {process.config.queue.port}" in str(error.value)
     assert "choose another queue.port" in str(error.value)
     assert not process.config.run_dir.exists()
-
-
-def test_one_run_directory_has_one_queue(tmp_path: Path) -> None:
-    first = SqliteStore(tmp_path / "queue.db")
-    with pytest.raises(ConfigError, match="in use by another queue"):
-        SqliteStore(tmp_path / "queue.db")
-    first.close()
-    SqliteStore(tmp_path / "queue.db").close()
-
-
-@pytest.mark.parametrize("content", [b"this is no database, but long enough to look like a file", None])
-def test_bad_input_a_file_that_is_no_store_is_named(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "queue.db"
-    if content is None:
-        sqlite3.connect(path).execute("PRAGMA user_version = 99")
-    else:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"queue\.db.*move it away"):
-        SqliteStore(path)
-
-
-def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "queue.db")
-    store.commit(Decision((TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0),)), {})
-    assert read_ledger(tmp_path / "queue.db") == [LedgerRow("4.1", 4, TicketState.ISSUED, None, None, None)]
-    store.close()

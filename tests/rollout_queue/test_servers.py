@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import Server, ServerState
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import GroupFacts, StoreContents, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import ALLOWED, Fleet
+from rollout_queue.ledger.servers import ALLOWED, Fleet, put
+from tests.kit import config
 
 J, SY, SE, ST, Q, D = (
     ServerState.JOINING,
@@ -25,7 +28,7 @@ PERMITTED = {
 }
 
 
-def put(fleet: Fleet, state: ServerState, version: int | None = None, serial: int = 0, name: str = "a") -> None:
+def move(fleet: Fleet, state: ServerState, version: int | None = None, serial: int = 0, name: str = "a") -> None:
     record = fleet.decide(Server(name, f"http://{name}", state, version), wall_time=5.0, serial=serial)
     if record is not None:
         fleet.apply(record)
@@ -33,10 +36,14 @@ def put(fleet: Fleet, state: ServerState, version: int | None = None, serial: in
 
 def fleet_in(state: ServerState) -> Fleet:
     fleet = Fleet()
-    put(fleet, J)
+    move(fleet, J)
     for step in WAY[state]:
-        put(fleet, step, 3)
+        move(fleet, step, 3)
     return fleet
+
+
+def sampled_by(servers: list[str], newest_version: int) -> GroupFacts:
+    return GroupFacts(bytes=1, tokens=1, newest_version=newest_version, servers=tuple(servers))
 
 
 @pytest.mark.parametrize("before", list(ServerState))
@@ -44,12 +51,12 @@ def fleet_in(state: ServerState) -> Fleet:
 def test_transitions(before: ServerState, after: ServerState) -> None:
     fleet = fleet_in(before)
     if (before, after) in PERMITTED:
-        put(fleet, after, 4)
+        move(fleet, after, 4)
         assert fleet.servers[0].state is after
     else:
         with pytest.raises(Refusal) as refusal:
-            put(fleet, after, 4)
-        assert refusal.value.status == 409
+            move(fleet, after, 4)
+        assert refusal.value.reason == "transition_forbidden"
         assert f"is {before} " in refusal.value.message
         assert f"become {after};" in refusal.value.message
         assert fleet.servers[0].state is before
@@ -61,28 +68,28 @@ def test_the_table_names_every_state() -> None:
 
 def test_an_unknown_server_must_join_first() -> None:
     with pytest.raises(Refusal, match="not registered"):
-        put(Fleet(), SY)
+        move(Fleet(), SY)
 
 
 def test_a_later_version_is_proven_while_the_one_before_serves() -> None:
     fleet = fleet_in(SE)
-    put(fleet, SE, 4)
+    move(fleet, SE, 4)
     assert fleet.served_version == 4
 
 
 @pytest.mark.parametrize("state", [SE, Q])
 def test_a_proof_needs_a_version(state: ServerState) -> None:
     fleet = Fleet()
-    put(fleet, J)
-    put(fleet, SY)
+    move(fleet, J)
+    move(fleet, SY)
     with pytest.raises(Refusal, match="without a version"):
-        put(fleet, state)
+        move(fleet, state)
 
 
 def test_i5_f16_a_restarted_server_is_unverified() -> None:
     fleet = fleet_in(SE)
     assert fleet.served_version == 3
-    put(fleet, J)
+    move(fleet, J)
     assert fleet.served_version is None
     assert fleet.servers[0].version is None
 
@@ -90,9 +97,9 @@ def test_i5_f16_a_restarted_server_is_unverified() -> None:
 def test_served_version_is_the_lowest_that_serves() -> None:
     fleet = fleet_in(SE)
     for name, state, version in (("b", SE, 2), ("c", Q, 1)):
-        put(fleet, J, name=name)
-        put(fleet, SY, name=name)
-        put(fleet, state, version, name=name)
+        move(fleet, J, name=name)
+        move(fleet, SY, name=name)
+        move(fleet, state, version, name=name)
     assert fleet.served_version == 2
 
 
@@ -105,24 +112,41 @@ def test_a_lost_answer_may_be_repeated() -> None:
 
 def test_i5_tokens_sampled_under_a_failed_proof_are_tainted() -> None:
     fleet = fleet_in(SE)
-    put(fleet, Q, 4, serial=10)
-    assert fleet.unverified(["b", "a"], newest_version=4, serial=9) == "a"
-    assert fleet.unverified(["a"], newest_version=3, serial=9) is None
-    assert fleet.unverified(["b"], newest_version=4, serial=9) is None
+    move(fleet, Q, 4, serial=10)
+    assert fleet.distrusted(sampled_by(["b", "a"], 4), serial=9) == "a"
+    assert fleet.distrusted(sampled_by(["a"], 3), serial=9) is None
+    assert fleet.distrusted(sampled_by(["b"], 4), serial=9) is None
 
 
 def test_i5_the_taint_stays_on_tickets_that_were_out_then() -> None:
     fleet = fleet_in(SE)
-    put(fleet, Q, 4, serial=10)
-    put(fleet, SY, serial=12)
-    put(fleet, SE, 4, serial=15)
-    assert fleet.unverified(["a"], newest_version=4, serial=14) == "a"
-    assert fleet.unverified(["a"], newest_version=4, serial=15) is None
+    move(fleet, Q, 4, serial=10)
+    move(fleet, SY, serial=12)
+    move(fleet, SE, 4, serial=15)
+    assert fleet.distrusted(sampled_by(["a"], 4), serial=14) == "a"
+    assert fleet.distrusted(sampled_by(["a"], 4), serial=15) is None
 
 
 def test_i5_a_second_failure_keeps_the_first_bad_version() -> None:
     fleet = fleet_in(SE)
-    put(fleet, Q, 4)
-    put(fleet, SY)
-    put(fleet, Q, 6)
-    assert fleet.unverified(["a"], newest_version=4, serial=0) == "a"
+    move(fleet, Q, 4)
+    move(fleet, SY)
+    move(fleet, Q, 6)
+    assert fleet.distrusted(sampled_by(["a"], 4), serial=0) == "a"
+
+
+def test_i5_a_failed_proof_drops_the_ready_groups_that_it_taints_and_no_others() -> None:
+    def ready(index: int, servers: list[str], newest_version: int) -> TicketRecord:
+        ticket = TicketRecord(index=index, attempt=0, serial=index, worker_id="w", version=0)
+        return ticket.to(TicketState.READY, group=sampled_by(servers, newest_version))
+
+    groups = [ready(0, ["a", "b"], 4), ready(1, ["a"], 3), ready(2, ["b"], 4)]
+    counts = {TicketState.READY: 3}
+    ledger = Ledger(config(), StoreContents(live=groups, counts=counts, next_index=3), now=0.0)
+    decision = put(fleet_in(SE), ledger, Server("a", "http://a", Q, 4, "probe"), wall_time=5.0)
+    assert [(record.id, record.state, record.reason) for record in decision.tickets] == [
+        ("0.0", TicketState.DROPPED, "unverified_server")
+    ]
+    assert decision.server is not None
+    assert decision.server.server.state is Q
+    assert not put(fleet_in(Q), ledger, Server("a", "http://a", Q, 3), wall_time=9.0), "a repeat changes nothing"

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from protocol import codec, routes
+from protocol import codec, reasons, routes
 from protocol.client import QueueClient, Refused, RunFinished
 from protocol.messages import (
     BeginSession,
@@ -27,10 +27,11 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.observe.ages import OVER_AGE
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
-from tests.kit.queue import SERVER, Served, make_config, make_group, serve_version, serving
+from tests.kit import config, group
+from tests.kit.messages import SERVER
+from tests.kit.queue import Served, serve_version, serving
 
 MIB = 1024**2
 
@@ -38,7 +39,7 @@ MIB = 1024**2
 @asynccontextmanager
 async def running(begin: bool = True, **sections: dict[str, Any]) -> AsyncIterator[tuple[Served, QueueClient]]:
     """A queue with a client, by default with a learner session and a server at version 0."""
-    async with serving(make_config(**sections)) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+    async with serving(config(**sections)) as queue, QueueClient(queue.url, patience_s=5.0) as client:
         if begin:
             await client.begin_session(BeginSession(0, 0, 100, resume=False))
             await serve_version(client, 0)
@@ -68,10 +69,11 @@ async def refusal(call: Any) -> Refused:
 async def test_the_way_of_one_group() -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
-        group = make_group(ticket)
-        assert await client.submit(group) is True
+        assert ticket.kind == "train"
+        sent = group(ticket)
+        assert await client.submit(sent) is True
         reply = await lease(client)
-        assert codec.encode(codec.decode(bytes(reply.groups[0]), Group)) == codec.encode(group)
+        assert codec.encode(codec.decode(bytes(reply.groups[0]), Group)) == codec.encode(sent)
         assert reply.version_at_arrival == [0]
         await step(client, [ticket.id], 1)
         policy = await client.checkpointed(1, 1)
@@ -117,22 +119,22 @@ async def test_a_server_cannot_skip_its_proof() -> None:
 async def test_f24_a_repeated_submit_counts_once() -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
-        assert [await client.submit(make_group(ticket)) for _ in range(3)] == [True, False, False]
+        assert [await client.submit(group(ticket)) for _ in range(3)] == [True, False, False]
         assert len((await lease(client)).groups) == 1
         await step(client, [ticket.id], 1)
-        assert await client.submit(make_group(ticket)) is False
+        assert await client.submit(group(ticket)) is False
         await client.checkpointed(1, 1)
-        assert await client.submit(make_group(ticket)) is False
+        assert await client.submit(group(ticket)) is False
 
 
-async def test_f10_a_late_group_of_a_lapsed_ticket_is_refused() -> None:
+async def test_f10_a_late_group_of_an_expired_ticket_is_refused() -> None:
     async with running() as (queue, client):
         ticket = (await take(client))[0]
         queue.time.now += 61.0
         await queue.broker.expire()
         beat = await client.heartbeat(WorkerReport("w", [ticket.id]))
         assert beat.lost_tickets == [ticket.id]
-        refused = await refusal(client.submit(make_group(ticket)))
+        refused = await refusal(client.submit(group(ticket)))
         assert (refused.status, refused.reason) == (410, "ticket_ended")
         assert (await take(client))[0].id == "0.1"
 
@@ -145,8 +147,8 @@ async def test_a_heartbeat_keeps_tickets() -> None:
         assert beat.lost_tickets == []
         queue.time.now += 40.0
         await queue.broker.expire()
-        assert await client.submit(make_group(mine)) is True
-        assert (await refusal(client.submit(make_group(other)))).status == 410
+        assert await client.submit(group(mine)) is True
+        assert (await refusal(client.submit(group(other)))).status == 410
 
 
 async def test_f10_tickets_whose_answer_was_lost_are_given_again() -> None:
@@ -163,7 +165,7 @@ async def test_f10_tickets_whose_answer_was_lost_are_given_again() -> None:
 
 async def test_a_ticket_that_was_never_issued_is_refused() -> None:
     async with running() as (_, client):
-        refused = await refusal(client.submit(make_group(Ticket("7.0", 7, 2, 0, 0, 60.0))))
+        refused = await refusal(client.submit(group(Ticket("7.0", 7, 2, 0, 0, 60.0))))
         assert (refused.status, refused.reason) == (410, "ticket_unknown")
 
 
@@ -173,7 +175,7 @@ async def test_f15_whatever_fails_a_ticket_its_permit_comes_back() -> None:
         assert await take(client) == []
         await client.fail_ticket(tickets[0].id, TicketFailure("w", "judge"))
         await client.fail_ticket(tickets[0].id, TicketFailure("w", "judge"))
-        bad = make_group(tickets[1])
+        bad = group(tickets[1])
         bad.rollouts[0].reward = float("nan")
         refused = await refusal(client.submit(bad))
         assert (refused.status, refused.reason) == (422, "reward_not_finite")
@@ -189,7 +191,7 @@ async def test_another_worker_cannot_give_back_my_ticket() -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
         await client.fail_ticket(ticket.id, TicketFailure("thief", "spite", retryable=False))
-        assert await client.submit(make_group(ticket)) is True
+        assert await client.submit(group(ticket)) is True
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -213,14 +215,14 @@ async def test_a_group_that_is_too_large_is_refused_and_the_connection_lives(chu
 
 
 async def test_i3_a_full_queue_holds_producers_back_until_there_is_room() -> None:
-    group_bytes = len(codec.encode(make_group(Ticket("0.0", 0, 2, 0, 0, 60.0))))
+    group_bytes = len(codec.encode(group(Ticket("0.0", 0, 2, 0, 0, 60.0))))
     limits = {"capacity_bytes": max(1024, 2 * group_bytes), "max_group_bytes": max(1024, group_bytes)}
     async with running(queue=limits) as (_, client):
         tickets = await take(client, 100)
         fitting = limits["capacity_bytes"] // group_bytes
         for ticket in tickets[:fitting]:
-            await client.submit(make_group(ticket))
-        late = make_group(tickets[fitting])
+            await client.submit(group(ticket))
+        late = group(tickets[fitting])
         refused = await refusal(client._call("PUT", routes.GROUP_OF.format(id=late.ticket_id), codec.encode(late)))
         assert (refused.status, refused.reason, refused.retry_after_s) == (429, "full", 1.0)
         waiting = asyncio.create_task(client.submit(late))
@@ -234,7 +236,7 @@ async def test_a_lease_whose_answer_was_lost_is_delivered_again() -> None:
     async with running() as (_, client):
         tickets = await take(client, 3)
         for ticket in tickets:
-            await client.submit(make_group(ticket))
+            await client.submit(group(ticket))
         assert len((await lease(client, 2)).groups) == 2
         again = await lease(client, 2, have=[tickets[0].id])
         assert [codec.decode(bytes(g), Group).ticket_id for g in again.groups] == [tickets[1].id]
@@ -242,9 +244,9 @@ async def test_a_lease_whose_answer_was_lost_is_delivered_again() -> None:
         assert [codec.decode(bytes(g), Group).ticket_id for g in more.groups] == [tickets[2].id]
 
 
-async def test_a_lapsed_lease_returns_its_groups_and_says_so() -> None:
+async def test_an_expired_lease_returns_its_groups_and_says_so() -> None:
     async with running() as (queue, client):
-        await client.submit(make_group((await take(client))[0]))
+        await client.submit(group((await take(client))[0]))
         await lease(client)
         queue.time.now += 100.0
         await client.renew("l", 1)
@@ -260,7 +262,7 @@ async def test_a_lapsed_lease_returns_its_groups_and_says_so() -> None:
 
 async def test_released_groups_are_ready_again() -> None:
     async with running() as (_, client):
-        await client.submit(make_group((await take(client))[0]))
+        await client.submit(group((await take(client))[0]))
         await lease(client)
         await client.release("l", 1)
         assert (await client.status()).groups.ready == 1
@@ -269,7 +271,7 @@ async def test_released_groups_are_ready_again() -> None:
 async def test_f6_a_new_session_takes_over_and_fences_the_old_one() -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
-        await client.submit(make_group(ticket))
+        await client.submit(group(ticket))
         await lease(client)
         waiting = asyncio.create_task(lease(client, wait_s=30.0, lease_id="other"))
         await asyncio.sleep(0.05)
@@ -293,7 +295,7 @@ async def test_f6_a_new_session_takes_over_and_fences_the_old_one() -> None:
 async def test_a_second_fresh_start_is_told_to_resume() -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
-        await client.submit(make_group(ticket))
+        await client.submit(group(ticket))
         await lease(client)
         await step(client, [ticket.id], 1)
         refused = await refusal(client.begin_session(BeginSession(0, 0, 100, resume=False)))
@@ -309,10 +311,10 @@ async def test_f8_long_polls_wake_as_soon_as_there_is_something() -> None:
             for number in range(1, 6):
                 tickets = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
                 groups = asyncio.create_task(lease(client, wait_s=30.0))
-                await client.submit(make_group((await tickets).tickets[0]))
-                group = codec.decode(bytes((await groups).groups[0]), Group)
+                await client.submit(group((await tickets).tickets[0]))
+                leased = codec.decode(bytes((await groups).groups[0]), Group)
                 blocked = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
-                await step(client, [group.ticket_id], number)
+                await step(client, [leased.ticket_id], number)
                 await serve_version(client, number)
                 ticket = (await blocked).tickets[0]
                 assert ticket.version == number
@@ -326,7 +328,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
 
         async def submit(ticket: Ticket) -> None:
             try:
-                await client.submit(make_group(ticket))
+                await client.submit(group(ticket))
             except Refused:
                 if not queue.broker.ledger.run.finished:
                     raise
@@ -350,7 +352,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
                 have: list[str] = []
                 while len(have) < b:
                     reply = await lease(client, b - len(have), have=have, wait_s=60.0)
-                    have += [codec.decode(bytes(group), Group).ticket_id for group in reply.groups]
+                    have += [codec.decode(bytes(data), Group).ticket_id for data in reply.groups]
                 await step(client, have, number)
                 await serve_version(client, number)
             await client.finish()
@@ -368,12 +370,12 @@ async def test_f12_f14_drops_are_counted_and_free_their_permits() -> None:
     async with running() as (_, client):
         tickets = await take(client, 100)
         for ticket in tickets:
-            await client.submit(make_group(ticket))
+            await client.submit(group(ticket))
         assert await take(client) == []
         await lease(client)
-        await client.ack("l", LeaseAck(1, dropped={ticket.id: OVER_AGE for ticket in tickets}))
+        await client.ack("l", LeaseAck(1, dropped={ticket.id: reasons.OVERAGE for ticket in tickets}))
         status = await client.status()
-        assert status.drops == {OVER_AGE: 4}
+        assert status.drops == {reasons.OVERAGE: 4}
         assert status.groups.outstanding == 0
         assert len(await take(client, 100)) == 4
 
@@ -382,13 +384,13 @@ async def test_f12_ages_and_the_depth_follow_what_the_learner_meets() -> None:
     async with running(queue={"max_staleness": 2}, learner={"groups_per_step": 1}) as (_, client):
         for number in (1, 2):
             for ticket in await take(client, 100):
-                await client.submit(make_group(ticket))
+                await client.submit(group(ticket))
             assert await take(client) == []
-            group = codec.decode(bytes((await lease(client, 1)).groups[0]), Group)
+            leased = codec.decode(bytes((await lease(client, 1)).groups[0]), Group)
             report = LearnerReport(
                 number, 0.5, wait_s=1.0, step_s=4.0, tokens_trained=6, staleness_mean=0.5, staleness_max=number - 1
             )
-            await step(client, [group.ticket_id], number, report=report)
+            await step(client, [leased.ticket_id], number, report=report)
         status = await client.status()
         assert (status.staleness.max, status.staleness.max_ever, status.staleness.mean) == (1, 1, 0.5)
         assert (status.staleness.in_flight_mean, status.staleness.in_queue_mean) == (0.0, 0.5)
@@ -400,23 +402,23 @@ async def test_f12_ages_and_the_depth_follow_what_the_learner_meets() -> None:
 async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refused() -> None:
     async with running() as (_, client):
         here, late = await take(client, 2)
-        await client.submit(make_group(here, server_names=[SERVER]))
+        await client.submit(group(here, server_names=[SERVER]))
         url = (await client.servers())[0].url
         await client.put_server(Server(SERVER, url, ServerState.QUARANTINED, 0, "probe"))
         assert (await client.status()).drops == {"unverified_server": 1}
-        assert (await refusal(client.submit(make_group(late)))).reason == "unverified_server"
+        assert (await refusal(client.submit(group(late)))).reason == "unverified_server"
 
 
 async def test_finish_ends_the_run_for_everyone() -> None:
     async with running() as (_, client):
         tickets = await take(client, 4)
-        await client.submit(make_group(tickets[0]))
+        await client.submit(group(tickets[0]))
         waiting = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
         await asyncio.sleep(0.05)
         await client.finish()
         with pytest.raises(RunFinished):
             await waiting
-        assert (await refusal(client.submit(make_group(tickets[1])))).status == 410
+        assert (await refusal(client.submit(group(tickets[1])))).status == 410
         assert (await client.heartbeat(WorkerReport("w", []))).finished
         status = await client.status()
         assert (status.finished, status.ledger.outstanding, status.drops) == (True, 0, {"run_finished": 4})
@@ -432,9 +434,9 @@ async def test_f7_a_stall_is_raised_and_ends_with_progress() -> None:
         stall = (await client.status()).stall
         assert stall.stalled
         assert stall.since_s == 121.0
-        assert "last heard 62 s ago" in (stall.why or "")
+        assert "last heard from 62 s ago" in (stall.why or "")
         assert [(w.who, w.what) for w in (await client.status()).waits] == [("learner", "groups")]
-        await client.submit(make_group(ticket))
+        await client.submit(group(ticket))
         await client.waiting(1, None)
         status = await client.status()
         assert not status.stall.stalled
@@ -458,12 +460,18 @@ async def test_worker_figures() -> None:
 async def test_metrics_say_what_the_status_says() -> None:
     async with running() as (_, client):
         tickets = await take(client, 3)
-        await client.submit(make_group(tickets[0]))
+        await client.submit(group(tickets[0]))
         await client.fail_ticket(tickets[1].id, TicketFailure("w", "row", retryable=False))
         lines = (await client._call("GET", routes.METRICS)).decode().splitlines()
+        assert not any("slipstream_queue_depth" in line for line in lines), "groups are not called depth"
         for line in (
-            'slipstream_queue_depth{place="tickets"} 1.0',
-            'slipstream_queue_depth{place="ready"} 1.0',
+            'slipstream_groups_outstanding{place="tickets"} 1.0',
+            'slipstream_groups_outstanding{place="ready"} 1.0',
+            'slipstream_groups_outstanding{place="leased"} 0.0',
+            "slipstream_groups_limit 4.0",
+            "slipstream_groups_capacity 10000.0",
+            "slipstream_depth 1.0",
+            "slipstream_depth_target 2.0",
             'slipstream_tickets_total{outcome="issued"} 3.0',
             'slipstream_drops_total{reason="failed:row"} 1.0',
             "slipstream_tokens_sampled_total 6.0",
@@ -474,7 +482,7 @@ async def test_metrics_say_what_the_status_says() -> None:
 
 
 async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
-    async with serving(make_config(queue={"token": "secret"})) as queue:
+    async with serving(config(queue={"token": "secret"})) as queue:
         async with aiohttp.ClientSession() as session:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
                 for path in (routes.STATUS, routes.METRICS, routes.READY, "/nowhere"):
@@ -523,7 +531,7 @@ class FailingStore(SqliteStore):
 
 async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
     store = FailingStore(MEMORY)
-    async with serving(make_config(), store) as queue, QueueClient(queue.url, patience_s=0.5) as client:
+    async with serving(config(), store) as queue, QueueClient(queue.url, patience_s=0.5) as client:
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)
         stopped: list[str] = []

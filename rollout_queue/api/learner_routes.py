@@ -1,0 +1,174 @@
+"""The learner's side: sessions and checkpoints, leases and acknowledgements, servers, the run's end.
+
+Every change of the ledger stands within `async with broker.lock`: look, decide, commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from protocol import codec, reasons, routes
+from protocol.client import MSGPACK
+from protocol.messages import (
+    BeginSession,
+    Checkpointed,
+    LeaseAck,
+    LeaseRenewal,
+    LeaseReply,
+    LeaseRequest,
+    PolicyCommand,
+    Server,
+)
+from rollout_queue.api.bodies import read_json, reply_json
+from rollout_queue.api.dependencies import ReadyBroker
+from rollout_queue.broker import Broker
+from rollout_queue.ledger import leases, servers
+from rollout_queue.ledger.records import TicketRecord, TicketState
+from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.observe.observations import FEEDER, LEARNER
+from rollout_queue.wakeup import MAX_WAIT_S, wait
+
+router = APIRouter()
+
+
+@router.get(routes.POLICY)
+async def read_position(broker: ReadyBroker) -> Response:
+    return reply_json(broker.position())
+
+
+@router.post(routes.POLICY)
+async def command(request: Request, broker: ReadyBroker) -> Response:
+    """Begin a session, note a checkpoint, or say what the learner waits for; answers the run's position."""
+    message: PolicyCommand = await read_json(request, PolicyCommand)
+    seen = broker.observations
+    match message:
+        case BeginSession():
+            async with broker.lock:
+                forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
+                await broker.commit(leases.begin(broker.ledger, message, forgotten))
+            seen.session_began(broker.now)
+        case Checkpointed():
+            async with broker.lock:
+                _fence(broker, message.session)
+                await broker.commit(leases.checkpointed(broker.ledger, message.step))
+        case _:
+            _fence(broker, message.session)
+            if message.what is None:
+                seen.waits.end(LEARNER)
+            else:
+                seen.waits.begin(LEARNER, message.what, broker.now)
+    return reply_json(broker.position())
+
+
+@router.post(routes.LEASES)
+async def lease(request: Request, broker: ReadyBroker) -> Response:
+    """Groups as soon as there are any, none after the wait."""
+    message: LeaseRequest = await read_json(request, LeaseRequest)
+    ledger, waits = broker.ledger, broker.observations.waits
+    deadline = broker.now + min(message.wait_s, MAX_WAIT_S)
+    while True:
+        groups_came = broker.groups_came.listen()
+        async with broker.lock:
+            _fence(broker, message.session)
+            ledger.renew_lease(message.lease_id, broker.now)
+            records: Sequence[TicketRecord] = leases.undelivered(ledger, message.lease_id, message.have)
+            more = message.max_groups > 0 and ledger.count(TicketState.READY) > 0 and not broker.closing
+            if more and not records and not await request.is_disconnected():
+                decision = leases.lease(ledger, message.lease_id, message.max_groups)
+                await broker.commit(decision)
+                ledger.expired_leases.discard(message.lease_id)  # the same name is a lease again
+                records = decision.tickets
+            if records:
+                waits.end(FEEDER)
+                payloads = await broker.call(broker.store.payloads, [record.id for record in records])
+                return _reply(broker, message.lease_id, records, payloads)
+        waits.begin(FEEDER, "groups", broker.now, until=broker.now + 2 * MAX_WAIT_S)
+        if broker.closing or not await wait(groups_came, deadline - broker.now):
+            return _reply(broker, message.lease_id, [], {})
+
+
+@router.post(routes.LEASE_ACK_OF)
+async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Response:
+    """End groups as trained or dropped; a new step raises the policy's version.
+
+    Renews lease `id`; the groups may be of any of this session's leases.
+    """
+    message: LeaseAck = await read_json(request, LeaseAck)
+    async with broker.lock:
+        _fence(broker, message.session)
+        named = (*message.trained, *message.dropped)
+        ended = [ticket_id for ticket_id in named if broker.ledger.get(ticket_id) is None]
+        version = broker.ledger.run.version
+        decision = leases.ack(broker.ledger, message, await broker.call(broker.store.records, ended))
+        await broker.commit(decision)
+        broker.ledger.renew_lease(id, broker.now)
+        stepped = broker.ledger.run.version > version
+        facts = broker.observations.acknowledged(decision.tickets, message.report, stepped, broker.now)
+        if facts is not None:
+            broker.admission.observe_step(facts)
+            broker.room_came.notify()  # the depth may have grown after the commit woke the workers
+    return reply_json(broker.position())
+
+
+@router.post(routes.LEASE_RENEW_OF)
+async def renew(id: str, request: Request, broker: ReadyBroker) -> Response:
+    """Refused if the lease has expired: its groups may be leased anew."""
+    message: LeaseRenewal = await read_json(request, LeaseRenewal)
+    _fence(broker, message.session)
+    leases.check_renewal(broker.ledger, id)
+    broker.ledger.renew_lease(id, broker.now)
+    return Response(status_code=204)
+
+
+@router.post(routes.LEASE_RELEASE_OF)
+async def release(id: str, request: Request, broker: ReadyBroker) -> Response:
+    """Return a lease's groups untrained."""
+    message: LeaseRenewal = await read_json(request, LeaseRenewal)
+    async with broker.lock:
+        _fence(broker, message.session)
+        await broker.commit(leases.release(broker.ledger, id))
+    return Response(status_code=204)
+
+
+@router.get(routes.SERVERS)
+async def read_servers(broker: ReadyBroker) -> Response:
+    return reply_json(broker.fleet.servers)
+
+
+@router.put(routes.SERVER_OF)
+async def put_server(name: str, request: Request, broker: ReadyBroker) -> Response:
+    """Register a server or change its state; answers its record."""
+    server: Server = await read_json(request, Server)
+    if server.name != name:
+        raise Refusal(reasons.SERVER_MISMATCH, f"the path names server {name!r}, the body {server.name!r}")
+    async with broker.lock:
+        await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
+    return reply_json(broker.fleet.get(name))
+
+
+@router.post(routes.FINISH)
+async def finish(broker: ReadyBroker) -> Response:
+    """End the run: what is outstanding is dropped, and workers are told."""
+    async with broker.lock:
+        await broker.commit(leases.finish(broker.ledger))
+    broker.observations.waits.end(LEARNER)
+    return reply_json(broker.position())
+
+
+def _fence(broker: Broker, session: int) -> None:
+    """Refuse any but the newest session; note that the learner is alive."""
+    leases.check_session(broker.ledger, session)
+    broker.observations.learner_seen(broker.now)
+
+
+def _reply(broker: Broker, lease_id: str, records: Sequence[TicketRecord], payloads: dict[str, bytes]) -> Response:
+    reply = LeaseReply(
+        lease_id=lease_id,
+        groups=[msgspec.Raw(payloads[record.id]) for record in records],
+        version_at_arrival=[record.arrival_version for record in records],
+        expires_in_s=broker.config.queue.lease_timeout_s,
+    )
+    return Response(codec.encode(reply), media_type=MSGPACK)

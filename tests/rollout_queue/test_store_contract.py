@@ -1,0 +1,187 @@
+"""What `store/base.py` promises, over every store that `queue.store` can name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from protocol.config import RunConfig
+from protocol.config.schema import QueueSection
+from protocol.messages import Server, ServerState
+from rollout_queue import store as stores
+from rollout_queue.ledger.records import (
+    HOLDS_PAYLOAD,
+    Decision,
+    Distrust,
+    GroupFacts,
+    RunState,
+    ServerRecord,
+    StoreContents,
+    TicketRecord,
+    TicketState,
+)
+from rollout_queue.store.base import Store, StoreError
+from tests.kit import config
+
+# Each store, and whether it keeps what was committed when it is closed and opened again.
+VARIANTS = {
+    "sqlite": True,
+    ":memory:": False,
+}
+FACTS = GroupFacts(bytes=300, tokens=7, oldest_version=2, newest_version=4, servers=("vllm-0", "vllm-1"))
+
+
+def test_every_store_of_the_schema_is_registered_and_tested() -> None:
+    named = set(get_args(QueueSection.model_fields["store"].annotation))
+    assert set(stores.STORES) == named == set(VARIANTS)
+
+
+@pytest.fixture(params=VARIANTS)
+def run_config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
+    return config(run={"dir": str(tmp_path)}, queue={"store": request.param})
+
+
+@pytest.fixture
+def store(run_config: RunConfig) -> Iterator[Store]:
+    store = stores.build(run_config)
+    yield store
+    store.close()
+
+
+def ticket(index: int, state: TicketState = TicketState.ISSUED, attempt: int = 0, **fields: Any) -> TicketRecord:
+    group = FACTS if state in HOLDS_PAYLOAD or state is TicketState.FORGOTTEN else GroupFacts()
+    values = {"index": index, "attempt": attempt, "serial": 10 * index + attempt, "worker_id": "w", "version": 4}
+    return TicketRecord(**{**values, "state": state, "group": group, **fields})
+
+
+def commit(store: Store, *tickets: TicketRecord, **payloads: bytes) -> None:
+    store.commit(Decision(tickets), {name.replace("_", "."): body for name, body in payloads.items()})
+
+
+def test_a_new_store_is_empty(store: Store) -> None:
+    assert store.load() == StoreContents()
+    assert store.payloads(["0.0"]) == {}
+    assert store.records(["0.0"]) == {}
+    assert store.forgotten_after(0) == []
+
+
+def test_every_field_of_a_record_comes_back(store: Store) -> None:
+    record = TicketRecord(
+        index=3,
+        attempt=2,
+        serial=9,
+        worker_id="w",
+        version=4,
+        kind="eval",
+        state=TicketState.TRAINED,
+        failures=1,
+        reason="expired",
+        lease_id="l",
+        group=FACTS,
+        arrival_version=5,
+        step=6,
+        trained_version=7,
+    )
+    unset = TicketRecord(index=0, attempt=0, serial=0, worker_id="", version=0)
+    assert all(
+        getattr(record, name) != getattr(unset, name) for name in TicketRecord.__struct_fields__ if name != "state"
+    )
+    commit(store, record, unset)
+    assert store.records(["3.2", "0.0", "9.9"]) == {"3.2": record, "0.0": unset}
+    assert store.load().live == [unset, record]
+
+
+def test_run_and_servers_come_back(store: Store) -> None:
+    run = RunState(version=5, step=4, total_steps=9, session=2, checkpoint_step=3, finished=True, staleness_max=1)
+    server = ServerRecord(
+        Server("a", "http://a", ServerState.QUARANTINED, 4, "probe", 7.5), (Distrust(4), Distrust(2, 8))
+    )
+    store.commit(Decision(run=RunState(session=1), server=ServerRecord(Server("a", "http://old"))), {})
+    store.commit(Decision(run=run, server=server), {})
+    store.commit(Decision(server=ServerRecord(Server("b", "http://b"))), {})
+    contents = store.load()
+    assert contents.run == run
+    assert contents.servers == [server, ServerRecord(Server("b", "http://b"))]
+
+
+def test_load_gives_what_the_queue_keeps_in_memory(store: Store) -> None:
+    """Live tickets in the order of issue; ended ones as counts, and those whose row waits to be issued again."""
+    live = [ticket(i, s) for i, s in enumerate((TicketState.ISSUED, TicketState.READY, TicketState.LEASED))]
+    trained = ticket(3, TicketState.TRAINED, step=1, trained_version=1)
+    forgotten = ticket(4, TicketState.FORGOTTEN, step=1, trained_version=1)
+    dropped = [ticket(i, TicketState.DROPPED, reason=reason) for i, reason in ((5, "a"), (6, "b"), (7, "b"))]
+    again = ticket(8, TicketState.REISSUED, reason="expired")
+    waiting = ticket(8, TicketState.REISSUED, attempt=1, reason="expired")
+    superseded = ticket(9, TicketState.REISSUED, reason="expired")
+    successor = ticket(9, attempt=1)
+    everything = [successor, *reversed(live), trained, forgotten, *dropped, again, waiting, superseded]
+    commit(store, *everything)
+    assert store.load() == StoreContents(
+        live=[*live, trained, successor],
+        to_reissue=[waiting],
+        next_index=10,
+        counts={
+            TicketState.ISSUED: 2,
+            TicketState.READY: 1,
+            TicketState.LEASED: 1,
+            TicketState.TRAINED: 1,
+            TicketState.FORGOTTEN: 1,
+            TicketState.DROPPED: 3,
+            TicketState.REISSUED: 3,
+        },
+        drops={"a": 1, "b": 2},
+        tokens_sampled=4 * FACTS.tokens,
+    )
+
+
+def test_a_commit_replaces_the_record_before_it(store: Store) -> None:
+    commit(store, ticket(0))
+    commit(store, ticket(0, TicketState.READY), **{"0_0": b"group"})
+    assert store.load().counts == {TicketState.READY: 1}
+    assert store.payloads(["0.0"]) == {"0.0": b"group"}
+
+
+@pytest.mark.parametrize("state", list(TicketState))
+def test_a_payload_goes_with_the_ticket_that_no_longer_holds_one(store: Store, state: TicketState) -> None:
+    commit(store, ticket(0, TicketState.READY), ticket(1, TicketState.READY), **{"0_0": b"zero", "1_0": b"one"})
+    commit(store, ticket(0, state, group=FACTS))
+    kept = {"0.0": b"zero"} if state in HOLDS_PAYLOAD else {}
+    assert store.payloads(["0.0", "1.0", "7.0"]) == {**kept, "1.0": b"one"}
+
+
+def test_a_commit_that_fails_changes_nothing(store: Store) -> None:
+    commit(store, ticket(0))
+    before = store.load()
+    broken: Any = object()
+    decision = Decision((ticket(0, TicketState.READY), ticket(1)), RunState(session=1))
+    with pytest.raises(StoreError):
+        store.commit(decision, {"0.0": b"group", "1.0": broken})
+    assert store.load() == before
+    assert store.payloads(["0.0"]) == {}
+    store.commit(decision, {"0.0": b"group"})
+    assert store.load().run.session == 1
+
+
+def test_forgotten_after_finds_what_a_resume_must_issue_again(store: Store) -> None:
+    forgotten = [ticket(step, TicketState.FORGOTTEN, step=step, trained_version=step) for step in (1, 2, 3)]
+    commit(store, *forgotten, ticket(7, TicketState.TRAINED, step=5), ticket(8, TicketState.REISSUED, step=5))
+    assert sorted(store.forgotten_after(1), key=lambda record: record.index) == forgotten[1:]
+    assert store.forgotten_after(3) == []
+
+
+def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunConfig) -> None:
+    store = stores.build(run_config)
+    decision = Decision((ticket(0, TicketState.READY),), RunState(version=3), ServerRecord(Server("a", "u")))
+    store.commit(decision, {"0.0": b"group"})
+    before = store.load()
+    store.close()
+    again = stores.build(run_config)
+    if VARIANTS[run_config.queue.store]:
+        assert again.load() == before
+        assert again.payloads(["0.0"]) == {"0.0": b"group"}
+    else:
+        assert again.load() == StoreContents()
+    again.close()

@@ -59,7 +59,7 @@ class Segment(msgspec.Struct):
         return int(np.count_nonzero(self.loss_mask))
 
     def token_versions(self) -> npt.NDArray[np.int64]:
-        """RunPosition version of each token, int64 [T]; -1 where the token was not sampled."""
+        """Policy version of each token, int64 [T]; -1 where the token was not sampled."""
         versions = np.full(len(self.token_ids), -1, dtype=np.int64)
         for span in self.version_spans:
             versions[span.start : span.end] = span.version

@@ -19,7 +19,7 @@ import uvicorn
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig, WeightSyncSection
 from protocol.messages import Server, ServerState
-from rollout_queue.service import create_app
+from rollout_queue.api.app import create_app
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving

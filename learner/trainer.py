@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,16 +28,16 @@ class DivergedError(RuntimeError):
 class StepFigures:
     """What one optimiser step did, a part of the step's line in `metrics.jsonl`.
 
-    entropy: mean over the tokens with weight, in nats; grad_norm: before it is clipped; objective: the objective's own
-    figures, None where one is not finite; train_s: seconds of the step.
+    entropy: mean over the tokens with weight, in nats; grad_norm: before it is clipped; train_s: seconds of the step;
+    objective: the objective's own figures, None where one is not finite.
     """
 
     loss: float
     entropy: float
     grad_norm: float
     learning_rate: float
-    objective: Mapping[str, float | None]
     train_s: float
+    objective: Mapping[str, float | None] = field(default_factory=dict)
 
 
 class Trainer:
@@ -86,13 +86,14 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.schedule.step()
+        figures = self.objective.figures({name: float(value) for name, value in sums.items()}, tokens)
         return StepFigures(
             loss=float(own["loss"]),
             entropy=float(own["entropy"]) / tokens,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            objective=self.objective.figures({name: float(value) for name, value in sums.items()}, tokens),
             train_s=time.perf_counter() - started,
+            objective=figures,
         )
 
     def state(self) -> dict[str, Any]:

@@ -18,3 +18,9 @@ def test_grpo_is_trl_s_with_the_sample_standard_deviation(rewards: list[float]) 
     expected = (tensor - tensor.mean()) / (tensor.std() + 1e-4)
     actual = advantages.build(LearnerSection(advantage="grpo", advantage_epsilon=1e-4))(np.array(rewards))
     np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
+
+
+def test_rloo_is_the_distance_from_the_mean_of_the_others() -> None:
+    """Worked by hand: 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2."""
+    rloo = advantages.build(LearnerSection(advantage="rloo"))
+    assert rloo(np.array([1.0, 2.0, 6.0])).tolist() == [-3.0, -1.5, 4.5]

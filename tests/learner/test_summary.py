@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ast
 import io
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -53,7 +53,7 @@ def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecor
         rows=2,
         packing_fill=0.9,
     )
-    figures = StepFigures(0.1, 1.5, 0.2, 1e-3, {"kl": 0.01, "wild": None}, train_s=0.4)
+    figures = StepFigures(0.1, 1.5, 0.2, 1e-3, train_s=0.4, objective={"kl": 0.01, "wild": None})
     return StepRecord(step, step, tally, figures, StepTimes(wait_s=0.5, step_s=2.0, cpu_s=0.01, publish_blocked_ms=3.0))
 
 
@@ -122,6 +122,14 @@ def test_a_line_holds_the_fields_of_all_parts_side_by_side_and_is_read_back(tmp_
     line = msgspec.json.decode(path.read_bytes())
     assert (line["step"], line["version"], line["pause_s"], line["servers_ok"]) == (4, 4, 0.1, ["vllm-0"])
     assert Journal(path, PublicationRecord, 4).records == [published]
+
+
+def test_a_figure_that_is_not_finite_costs_no_line(tmp_path: Path) -> None:
+    """JSON has no infinity; a line that cannot be read back would end the journal there."""
+    path, record = tmp_path / "metrics.jsonl", step_record(1)
+    wild = replace(record, figures=replace(record.figures, objective={"kl": float("inf")}))
+    Journal(path, StepRecord, 0).append(wild)
+    assert [read.figures.objective for read in Journal(path, StepRecord, 1).records] == [{"kl": None}]
 
 
 def test_people_find_the_figures_that_they_read_today() -> None:

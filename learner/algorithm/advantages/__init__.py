@@ -2,10 +2,12 @@
 
 from learner.algorithm.advantages.base import Advantage
 from learner.algorithm.advantages.grpo import Grpo
+from learner.algorithm.advantages.rloo import Rloo
 from protocol.config import LearnerSection
 
 ADVANTAGES: dict[str, type[Advantage]] = {
     "grpo": Grpo,
+    "rloo": Rloo,
 }
 
 

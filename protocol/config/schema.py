@@ -142,7 +142,9 @@ class LearnerSection(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's two decay rates")
     weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW's weight decay")
     max_grad_norm: float = Field(1.0, gt=0, le=1e9, description="gradients are scaled down to this norm")
-    advantage: Literal["grpo", "rloo"] = Field("grpo", description="of a group's rewards: grpo (r - mean) / std, rloo r - mean of the others")
+    advantage: Literal["grpo", "rloo"] = Field(
+        "grpo", description="of a group's rewards: grpo (r - mean) / std, rloo r - mean of the others"
+    )
     objective: Literal["ppo_clip"] = Field("ppo_clip", description="the loss of a token, from its ratio and advantage")
     clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: the ratio stays above 1 - clip_low")
     clip_high: float = Field(0.28, gt=0, le=1000, description="PPO clip: the ratio stays below 1 + clip_high")

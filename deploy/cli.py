@@ -58,6 +58,8 @@ def worker(
     name: Annotated[str | None, typer.Option(help="the worker's name; default: host and process id")] = None,
 ) -> None:
     """Run one rollout worker; any number may join and leave."""
+    # Without torch, which it does not need, transformers would warn.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rollout_worker.worker import run
 
     run(load(run_file, context.args), queue, name)

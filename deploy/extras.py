@@ -15,10 +15,10 @@ def require(command: str, modules: tuple[str, ...]) -> None:
     missing = [module for module in modules if not _is_installed(module)]
     if not missing:
         return
-    extra = "cpu (or gpu)" if modules == VLLM else "learner"
+    # Both of vLLM's extras hold the learner's.
+    name, extra = ("cpu (or gpu)", "cpu") if "vllm" in modules else ("learner", "learner")
     raise ConfigError(
-        f"{command} needs the {extra} extra, {', '.join(missing)} is not installed: "
-        f"pip install 'slipstream-rl[{extra.split()[0]}]'"
+        f"{command} needs the {name} extra (not installed: {', '.join(missing)}): pip install 'slipstream-rl[{extra}]'"
     )
 
 

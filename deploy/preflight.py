@@ -16,9 +16,7 @@ from protocol.config import ConfigError, ModelSection, RunConfig, to_toml
 
 def check(config: RunConfig, resume: bool) -> None:
     """Raises `ConfigError` for what would stop the run later: packages, ports, servers, task, model, run directory."""
-    extras.require("slipstream up", extras.LEARNER)
-    if not config.vllm.servers:
-        extras.require("slipstream up", extras.VLLM)
+    extras.require("slipstream up", extras.LEARNER if config.vllm.servers else extras.LEARNER + extras.VLLM)
     _check_run_dir(config, resume)
     _check_port(config.queue.host, config.queue.port, "queue.port")
     if config.vllm.servers:

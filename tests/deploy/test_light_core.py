@@ -83,7 +83,9 @@ def test_queue_and_worker_find_each_other_and_are_shown(
     for process in reversed(queue_and_worker):
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0
-    assert "Traceback" not in (run_file.parent / "log").read_text()
+    log = (run_file.parent / "log").read_text()
+    assert "Traceback" not in log
+    assert "PyTorch was not found" not in log
 
 
 def test_a_run_file_is_checked_and_shown(run_file: Path) -> None:
@@ -95,18 +97,10 @@ def test_a_run_file_is_checked_and_shown(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "hidden", "says"),
     [
-        ("learner", HIDDEN, "slipstream learner needs the learner extra, torch, accelerate, blake3, matplotlib, safe"),
-        (
-            "learner",
-            "matplotlib",
-            "the learner extra, matplotlib is not installed: pip install 'slipstream-rl[learner]",
-        ),
-        ("vllm", HIDDEN, "slipstream vllm needs the cpu (or gpu) extra, vllm is not installed: pip install 'slipstrea"),
-        (
-            "preflight",
-            "torch",
-            "slipstream up needs the learner extra, torch is not installed: pip install 'slipstream-rl[le",
-        ),
+        ("learner", HIDDEN, "slipstream learner needs the learner extra (not installed: torch, accelerate, blake3, "),
+        ("learner", "matplotlib", "learner extra (not installed: matplotlib): pip install 'slipstream-rl[learner]'"),
+        ("vllm", HIDDEN, "slipstream vllm needs the cpu (or gpu) extra (not installed: vllm): pip install 'slipstream"),
+        ("preflight", "torch,vllm", "slipstream up needs the cpu (or gpu) extra (not installed: torch, vllm): pip in"),
     ],
 )
 def test_a_command_whose_packages_are_missing_says_which(run_file: Path, command: str, hidden: str, says: str) -> None:

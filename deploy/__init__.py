@@ -1,1 +1,1 @@
-"""Starting Slipstream: the command line, the launcher scripts and vLLM's server with the flags that RL needs."""
+"""Starting Slipstream: the command line, the supervisor, and vLLM's server with the flags that RL needs."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from deploy import extras
+from deploy.supervisor import SIGNALS, RunFailed, supervise
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, load, to_toml
-
-HERE = Path(__file__).parent
 
 app = typer.Typer(
     help="One command for each process of a run. All take --section.key VALUE to override the run file.",
@@ -34,10 +34,6 @@ OVERRIDES: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
     "options_metavar": "[--section.key VALUE ...] [OPTIONS]",
 }
-
-
-class RunFailed(RuntimeError):
-    """The run ended for a reason that no setting could have told before."""
 
 
 @app.command(**OVERRIDES)
@@ -62,6 +58,8 @@ def worker(
     name: Annotated[str | None, typer.Option(help="the worker's name; default: host and process id")] = None,
 ) -> None:
     """Run one rollout worker; any number may join and leave."""
+    # Without torch, which it does not need, transformers would warn.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rollout_worker.worker import run
 
     run(load(run_file, context.args), queue, name)
@@ -70,6 +68,7 @@ def worker(
 @app.command(**OVERRIDES)
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
+    extras.require("slipstream learner", extras.LEARNER)
     from learner.loop import run
     from learner.trainer import DivergedError
     from weight_sync.publisher import PublishError
@@ -94,9 +93,14 @@ def vllm(
 
 @app.command(**OVERRIDES)
 def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
-    """Run everything on this machine: deploy/launch.sh."""
-    arguments = [run_file, *(["--resume"] if resume else []), *context.args]
-    os.execvp("bash", ["bash", str(HERE / "launch.sh"), *arguments])
+    """Run everything on this machine until the learner is done."""
+    try:
+        supervise(load(run_file, context.args), resume)
+    except (KeyboardInterrupt, SystemExit):
+        # Everything has ended: an impatient second signal has nothing left to stop but the exit.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        raise
 
 
 @app.command(**OVERRIDES)
@@ -109,9 +113,9 @@ def status(
     """Show depth, staleness and who waits for whom."""
     from deploy.status_view import show
 
-    settings = load(run_file, context.args)
+    config = load(run_file, context.args)
     # One look asks once; a watch outlives a restart of the queue.
-    client = QueueClient(queue or settings.queue.url, settings.token, patience_s=60.0 if watch else 0.0, timeout_s=10.0)
+    client = QueueClient(queue or config.queue.url, config.token, patience_s=60.0 if watch else 0.0, timeout_s=10.0)
     try:
         asyncio.run(show(client, watch))
     except QueueError as error:
@@ -128,16 +132,17 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
 
 @app.command(**OVERRIDES, hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
-    """Check all that can be checked before a process starts; print the launcher's shell variables."""
-    from deploy.preflight import check, shell_variables, write_resolved
+    """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read."""
+    from deploy.preflight import check
 
-    # The launcher evaluates what is printed: keep a task file's own prints out of it.
+    # Keep a task file's own prints out of the answer.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        settings = load(run_file, context.args)
-        check(settings, resume)
-        write_resolved(settings)
-        print(shell_variables(settings), file=answer)
+        try:
+            check(load(run_file, context.args), resume)
+        except ConfigError as error:
+            answer.write(str(error))
+            raise typer.Exit(2) from None
 
 
 def main() -> None:
@@ -150,9 +155,17 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         app()
-    except (ConfigError, QueueError, RunFailed) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except ConfigError as error:
+        _end(error, 2)
+    except QueueError as error:
+        _end(error, 1)
+    except RunFailed as error:
+        _end(error, error.code)
+
+
+def _end(error: Exception, code: int) -> NoReturn:
+    print(f"slipstream: {error}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,9 @@ class Placement:
     others: list[int]
     server_threads: int
 
-    @property
-    def server_list(self) -> str:
-        return ",".join(map(str, self.servers))
-
-    @property
-    def others_list(self) -> str:
-        return ",".join(map(str, self.others))
-
 
 def place(cores: list[int], servers: int) -> Placement | None:
-    """Half of `cores` for the servers, the rest for the others; None where there is nothing to part."""
+    """Half of `cores` for the servers, the rest for the others; None where there is nothing to divide."""
     if len(cores) < 2:
         return None
     half = len(cores) // 2

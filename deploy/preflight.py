@@ -1,25 +1,22 @@
-"""What is checked before a launcher starts its first process: each fault is one message with its remedy."""
+"""What is checked before the first process of a run starts: each fault is one message with its remedy."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
-import shlex
-import shutil
 import socket
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 
-from deploy.placement import place
-from deploy.vllm_server import on_cpu
+from deploy import extras
 from protocol.config import ConfigError, ModelSection, RunConfig, to_toml
 
 
 def check(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError` for what would stop the run later: ports, servers, task, model, run directory."""
+    """Raises `ConfigError` for what would stop the run later: packages, ports, servers, task, model, run directory."""
+    extras.require("slipstream up", extras.LEARNER if config.vllm.servers else extras.LEARNER + extras.VLLM)
     _check_run_dir(config, resume)
     _check_port(config.queue.host, config.queue.port, "queue.port")
     if config.vllm.servers:
@@ -31,43 +28,24 @@ def check(config: RunConfig, resume: bool) -> None:
     _check_task_and_model(config)
 
 
-def write_resolved(config: RunConfig) -> Path:
-    """Write the resolved run file into the run directory, for all processes of the run to read."""
+def resolved(config: RunConfig) -> str:
+    """The text of a run file that says the same from any folder. It holds no token: that goes by the environment."""
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
-    # The token stays out of files; the launcher hands it on in the environment.
     queue = config.queue.model_copy(update={"token": None})
+    return to_toml(config.model_copy(update={"run": run, "queue": queue}))
+
+
+def write_resolved(config: RunConfig) -> Path:
+    """Write the resolved run file into the run directory, where all processes of the run read it."""
     path = config.run_dir / "run.toml"
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_toml(config.model_copy(update={"run": run, "queue": queue})), encoding="utf-8")
+        path.write_text(resolved(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"run.dir = {config.run.dir}: {path} cannot be written: {error.strerror}; choose another run.dir"
         ) from None
     return path
-
-
-def shell_variables(config: RunConfig) -> str:
-    """What launch.sh needs to know, as assignments for `eval`."""
-    pins = {"PIN_SERVER": "", "PIN_OTHERS": "", "SERVER_THREADS": "", "OTHER_THREADS": ""}
-    placement = place(sorted(os.sched_getaffinity(0)), config.vllm.count)
-    if on_cpu() and not config.vllm.servers and placement is not None and shutil.which("taskset"):
-        pins = {
-            "PIN_SERVER": f"taskset -c {placement.server_list}",
-            "PIN_OTHERS": f"taskset -c {placement.others_list}",
-            "SERVER_THREADS": str(placement.server_threads),
-            "OTHER_THREADS": str(len(placement.others)),
-        }
-    variables = {
-        "RUN_DIR": str(config.run_dir.absolute()),
-        "RUN_FILE": str((config.run_dir / "run.toml").absolute()),
-        "SERVERS": str(0 if config.vllm.servers else config.vllm.count),
-        "WORKERS": str(config.worker.count),
-        "QUEUE_URL": config.queue.url,
-        "TOKEN": config.token or "",
-        **pins,
-    }
-    return "\n".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 def _check_run_dir(config: RunConfig, resume: bool) -> None:

@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from deploy import extras
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server
@@ -16,7 +17,7 @@ from rollout_worker.inference.client import SERVED_MODEL_NAME
 
 logger = logging.getLogger(__name__)
 
-# What the queue gets to come up beside the server; it takes about two seconds.
+# How long to try to reach the queue, which may be starting beside the server: that takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
 
 
@@ -30,16 +31,16 @@ def on_cpu() -> bool:
 
 
 def command(config: RunConfig, index: int) -> list[str]:
-    """The command line of the server number `index`; `vllm.args` come last and so go first."""
-    settings = config.vllm
+    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours."""
+    vllm = config.vllm
     flags = [
         *("--model", str(Path(config.model.path).resolve()) if Path(config.model.path).exists() else config.model.path),
         *("--served-model-name", SERVED_MODEL_NAME),
-        *("--host", settings.host),
-        *("--port", str(settings.port + index)),
+        *("--host", vllm.host),
+        *("--port", str(vllm.port + index)),
         *("--dtype", config.model.dtype),
-        *("--max-model-len", str(settings.max_model_len)),
-        *("--max-num-seqs", str(settings.max_num_seqs)),
+        *("--max-model-len", str(vllm.max_model_len)),
+        *("--max-num-seqs", str(vllm.max_num_seqs)),
         # Replicas with one seed would sample the same episodes.
         *("--seed", str(config.run.seed * 1000 + index)),
         # The log-probs of the sampling distribution, and no sampling defaults from the checkpoint's folder.
@@ -54,13 +55,14 @@ def command(config: RunConfig, index: int) -> list[str]:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
     if on_cpu():
-        # A compiled CPU graph would hold on to the packed weights of before.
+        # A compiled CPU graph would keep using the packed weights that it was compiled with.
         flags.append("--enforce-eager")
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *settings.args]
+    # -P: nothing is imported from the working directory.
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
 
 
 def environment(config: RunConfig) -> dict[str, str]:
-    """The server's environment: this process's, the RL routes switched on, and what the CPU build wants."""
+    """The server's environment: this process's, the RL routes switched on, and what the CPU build needs."""
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -71,9 +73,9 @@ def environment(config: RunConfig) -> dict[str, str]:
 
 
 async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
-    """Register the server as joining: whatever it proved before, it is about to hold the checkpoint's weights (I5).
+    """Register the server as joining: whatever it proved before, it is about to load the checkpoint's weights (I5).
 
-    A queue that is not there yet registers the run file's servers itself when it starts.
+    A queue that is not up yet registers the run file's servers itself when it starts.
     """
     name = list(config.server_names)[index]
     try:
@@ -85,11 +87,12 @@ async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_F
 
 def run(config: RunConfig, index: int) -> None:
     """Become the server: this process is replaced, so that signals and exit code are vLLM's."""
-    if config.vllm.servers or index >= config.vllm.count:
+    launched = 0 if config.vllm.servers else config.vllm.count
+    if index >= launched:
         raise ConfigError(
-            f"--index {index}: the run file has the launcher start {0 if config.vllm.servers else config.vllm.count} "
-            f"servers (vllm.servers, vllm.count), counted from 0"
+            f"--index {index}: the run file launches {launched} servers (vllm.servers, vllm.count), counted from 0"
         )
+    extras.require("slipstream vllm", extras.VLLM)
     asyncio.run(announce(config, index))
     line = command(config, index)
     os.execve(line[0], line, environment(config))

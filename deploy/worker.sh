@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A rollout worker for a run whose queue is elsewhere; as many as you like, on any machine.
+# A rollout worker for a run whose queue is elsewhere; as many as you like, on any machine. It needs no torch.
 #
 #   SLIPSTREAM_TOKEN=... deploy/worker.sh http://queue-host:8200 run.toml [--section.key value ...]
 set -euo pipefail
@@ -10,5 +10,5 @@ fi
 queue=$1
 shift
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-slipstream_setup
+slipstream_setup core
 exec slipstream worker "$@" --queue "$queue"

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy import cli
+from protocol.config import load
 from tests.deploy.conftest import free_port
 
 
@@ -29,22 +31,15 @@ def test_i7_a_worker_without_a_queue_says_at_once_whom_it_waits_for(run_file: Pa
             worker.kill()
 
 
-def test_up_is_the_launcher_with_the_same_arguments(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    class Replaced(BaseException):
-        pass
-
-    def execvp(file: str, arguments: list[str]) -> None:
-        seen.extend([file, *arguments])
-        raise Replaced
-
-    monkeypatch.setattr(cli.os, "execvp", execvp)
+def test_up_supervises_the_run_of_its_arguments(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(cli, "supervise", lambda config, resume: seen.append((config, resume)))
     monkeypatch.setattr(sys, "argv", ["slipstream", "up", str(run_file), "--learner.steps", "7", "--resume"])
-    with pytest.raises(Replaced):
+    with pytest.raises(SystemExit) as end:
         cli.main()
-    launcher = Path(cli.__file__).with_name("launch.sh")
-    assert seen == ["bash", "bash", str(launcher), str(run_file), "--resume", "--learner.steps", "7"]
+    assert not end.value.code
+    ((config, resume),) = seen
+    assert (config, resume) == (load(run_file, ["--learner.steps", "7"]), True)
 
 
 def test_each_command_is_one_line_of_the_help(

@@ -1,4 +1,4 @@
-"""Cores are parted between the servers and all else: none is given twice, none is left over."""
+"""Cores are divided between the servers and all else: none is given twice, none is left over."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_a_servers_threads_are_its_share_of_the_servers_cores() -> None:
     placement = place(list(range(8)), servers=2)
     assert placement is not None
     assert placement.server_threads == 2
-    assert (placement.server_list, placement.others_list) == ("0,1,2,3", "4,5,6,7")
+    assert (placement.servers, placement.others) == ([0, 1, 2, 3], [4, 5, 6, 7])
 
 
-def test_one_core_is_not_parted() -> None:
+def test_one_core_is_not_divided() -> None:
     assert place([3], servers=1) is None

@@ -1,4 +1,4 @@
-"""vLLM's command line and environment: what RL rests on is there, and what the user adds goes first."""
+"""vLLM's command line and environment: what RL rests on is there, and what the user adds overrides it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_hub_name_stays_as_it_is(run_file: Path, cpu: bool) -> None:
     assert value_of(vllm_server.command(config(run_file, "--model.path", "org/name"), 0), "--model") == "org/name"
 
 
-def test_the_users_arguments_come_last_and_so_go_first(run_file: Path, cpu: bool) -> None:
+def test_the_users_arguments_stand_last_and_so_override_ours(run_file: Path, cpu: bool) -> None:
     command = vllm_server.command(config(run_file, "--vllm.args", '["--max-num-seqs", "1", "--swap space"]'), 0)
     assert command[-3:] == ["--max-num-seqs", "1", "--swap space"]
 

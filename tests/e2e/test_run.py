@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
-from protocol.client import QueueClient, QueueError
 from protocol.status import Status
 from rollout_queue.store.sqlite import read_ledger
 from tests.e2e.conftest import SmallRun
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+# The waits end by themselves where nothing moves any more; the time-out is for what they cannot see.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 SMALL = [
     *("--rollout.group_size", "4"),
@@ -36,28 +38,6 @@ def small(overrides: list[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("small_run", [overrides], indirect=True)
 
 
-def status(run: SmallRun) -> Status | None:
-    async def ask() -> Status:
-        async with QueueClient(run.config.queue.url, patience_s=0.1, timeout_s=5) as client:
-            return await client.status()
-
-    try:
-        return asyncio.run(ask())
-    except QueueError:
-        return None
-
-
-def wait_for(run: SmallRun, reached: Callable[[Status], bool], timeout_s: float = 90) -> Status:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        now = status(run)
-        if now is not None and reached(now):
-            return now
-        time.sleep(0.1)
-    names = list(run.processes.running)
-    pytest.fail("not reached:\n" + "\n".join(run.processes.log(name)[-1500:] for name in names))
-
-
 def get(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=10) as response:
         body: bytes = response.read()
@@ -70,6 +50,12 @@ def summary(run: SmallRun) -> dict[str, Any]:
 
 def metrics(run: SmallRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def newest_checkpoint(run: SmallRun) -> int:
+    """Its step."""
+    names = [folder.name.removeprefix("step-") for folder in (run.config.run_dir / "checkpoints").glob("step-*")]
+    return max(int(name) for name in names if name.isdigit())
 
 
 def check_ledger(run: SmallRun) -> Counter[str]:
@@ -87,7 +73,7 @@ def check_ledger(run: SmallRun) -> Counter[str]:
 @small(SHORT)
 def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     small_run.start("queue", "worker", "learner")
-    seen = wait_for(small_run, lambda now: now.step >= 2)
+    seen = small_run.wait_for(lambda now: now.step >= 2)
     assert seen.groups.outstanding <= seen.groups.limit + small_run.config.learner.groups_per_step
     assert seen.workers[0].capacity == small_run.config.worker.episodes
     page = get(f"{small_run.config.queue.url}/metrics").decode()
@@ -98,8 +84,8 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "staleness" in shown.stdout
 
-    assert small_run.processes.wait("learner", 120) == 0
-    assert small_run.processes.wait("worker", 20) == 0
+    assert small_run.wait("learner") == 0
+    assert small_run.wait("worker") == 0
     result = summary(small_run)
     assert result["steps"] == 12
     assert result["sync_count"] == 13
@@ -116,17 +102,17 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
 def test_i1_worker_and_queue_are_killed_and_nothing_is_lost_or_trained_twice(small_run: SmallRun) -> None:
     processes = small_run.processes
     small_run.start("queue", "worker-a", "learner")
-    wait_for(small_run, lambda now: now.step >= 3)
+    small_run.wait_for(lambda now: now.step >= 3)
     processes.kill("worker-a")
     small_run.start("worker-b")
-    wait_for(small_run, lambda now: now.step >= 8)
-    before = wait_for(small_run, lambda now: now.groups.ready + now.groups.leased > 0)
+    small_run.wait_for(lambda now: now.step >= 8)
+    before = small_run.wait_for(lambda now: now.groups.ready + now.groups.leased > 0)
     processes.kill("queue")
     small_run.start("queue")
-    after = wait_for(small_run, lambda now: now.step >= 9)
+    after = small_run.wait_for(lambda now: now.step >= 9)
     assert after.version >= before.version
-    assert processes.wait("learner", 120) == 0
-    assert processes.wait("worker-b", 20) == 0
+    assert small_run.wait("learner") == 0
+    assert small_run.wait("worker-b") == 0
     result = summary(small_run)
     assert result["steps"] == 24
     assert result["staleness_max"] <= small_run.config.queue.max_staleness
@@ -139,18 +125,50 @@ def test_i1_worker_and_queue_are_killed_and_nothing_is_lost_or_trained_twice(sma
 def test_i2_the_learner_is_killed_and_resumes_where_its_checkpoint_was(small_run: SmallRun) -> None:
     processes = small_run.processes
     small_run.start("queue", "worker", "learner")
-    before = wait_for(small_run, lambda now: now.step >= 6 and now.checkpoint_step is not None)
+    before = small_run.wait_for(lambda now: now.step >= 6 and now.checkpoint_step is not None)
     processes.kill("learner")
+    at_death = small_run.wait_for(lambda now: True)
+    newest = newest_checkpoint(small_run)
     small_run.start("learner", resume=True)
-    after = wait_for(small_run, lambda now: now.version > before.version + 1)
+    after = small_run.wait_for(lambda now: now.version > at_death.version + 1)
     assert after.learner.session == before.learner.session + 1
-    assert processes.wait("learner", 120) == 0
-    assert processes.wait("worker", 20) == 0
+    assert small_run.wait("learner") == 0
+    assert small_run.wait("worker") == 0
     steps = metrics(small_run)
     assert [line["step"] for line in steps] == list(range(1, 25))
     versions = [line["version"] for line in steps]
     assert versions == sorted(set(versions))
-    assert versions[-1] > 24, "the versions of the lost steps were used again"
+    assert versions[-1] >= at_death.version + 24 - newest, "the versions of the lost steps were used again"
     result = summary(small_run)
     assert result["staleness_max"] <= small_run.config.queue.max_staleness
     assert check_ledger(small_run)["trained"] == sum(line["groups_trained"] for line in steps)
+
+
+def at_step(step: int) -> Callable[[Status], bool]:
+    return lambda now: now.step >= step
+
+
+def process_of(run: SmallRun, word: str) -> int:
+    """The child of `up` with `word` on its command line."""
+    (pid,) = [
+        child.pid for child in psutil.Process(run.processes.running["up"].pid).children() if word in child.cmdline()
+    ]
+    return int(pid)
+
+
+@pytest.mark.parametrize("run_of_its_own", [LONG], indirect=True)
+def test_i1_a_run_under_up_outlives_a_worker_the_queue_and_the_server(run_of_its_own: SmallRun) -> None:
+    run = run_of_its_own
+    run.processes.slipstream("up", "up", str(run.run_file))
+    for step, word in ((3, "worker"), (6, "queue"), (9, "vllm.entrypoints.openai.api_server")):
+        run.wait_for(at_step(step))
+        os.kill(process_of(run, word), signal.SIGKILL)
+    assert run.wait("up") == 0
+    told = run.processes.log("up")
+    for name in ("worker-0", "queue", "vllm-0"):
+        assert re.search(rf"slipstream: {name} ended with code 137 \(SIGKILL\).*; starting it again in 1 s", told), told
+    assert [line["step"] for line in metrics(run)] == list(range(1, 25))
+    result = summary(run)
+    assert result["steps"] == 24
+    assert result["staleness_max"] <= run.config.queue.max_staleness
+    assert check_ledger(run)["trained"] == result["groups_trained"]

@@ -1,0 +1,50 @@
+"""The public face: `from slipstream import Task`. Each name is imported when it is first used, so that a task file or a
+queue client loads no more than it needs, and no torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deploy.supervisor import RunFailed
+    from protocol.client import QueueClient
+    from protocol.config import ConfigError
+    from rollout_worker.task.task import Task
+    from slipstream.script import train
+
+    __version__: str
+
+__all__ = ["ConfigError", "QueueClient", "RunFailed", "Task", "__version__", "train"]
+
+DISTRIBUTION = "slipstream-rl"
+
+_MODULES = {
+    "ConfigError": "protocol.config",
+    "QueueClient": "protocol.client",
+    "RunFailed": "deploy.supervisor",
+    "Task": "rollout_worker.task.task",
+    "train": "slipstream.script",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _MODULES:
+        value = getattr(import_module(_MODULES[name]), name)
+    else:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}; it has: {', '.join(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "0+unknown"  # a checkout that is not installed

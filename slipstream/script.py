@@ -1,0 +1,120 @@
+"""A run that a Python script starts, where the command line would be `slipstream up run.toml`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from deploy.supervisor import supervise
+from protocol.config import ConfigError, RunConfig, load
+from protocol.config.text import toml_value
+from rollout_worker.task.task import Task
+
+# What `load_task` calls the modules of task files.
+TASK_MODULE = "slipstream_task_"
+
+_REMEDY = "put the task into a .py file as a global, or name that file in a run file and start it with: slipstream up"
+
+
+def train(
+    task: Task, run_file: str | Path | None = None, *, resume: bool = False, **sections: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run everything on this machine until the learner is done; returns what `summary.json` holds.
+
+        task = Task(dataset=..., rewards=[...])
+
+        if __name__ == "__main__":
+            train(task, model={"path": "Qwen/Qwen3-0.6B"}, learner={"steps": 100})
+
+    sections: those of a run file; they override `run_file`'s. Paths in them are taken from the working directory.
+    resume: go on from the newest checkpoint. Every worker imports the script as its task file, so `task` must be a
+    global of it, and the call must stand under `if __name__ == "__main__":`.
+
+    Raises `ConfigError` for what cannot work, before anything is started, and `RunFailed`. Ctrl-C ends all processes,
+    then raises KeyboardInterrupt.
+    """
+    _refuse_while_loading_a_task()
+    _refuse_in_an_event_loop()
+    task_path = _path_of(task)
+    config = _load(run_file, {**sections, "task": {"path": task_path}})
+    supervise(config, resume)
+    summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _refuse_while_loading_a_task() -> None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(TASK_MODULE):
+            raise ConfigError(
+                f"{frame.f_code.co_filename} calls train() whenever it is imported, and every worker imports it for "
+                f'its task; put the call under: if __name__ == "__main__":'
+            )
+        frame = frame.f_back
+
+
+def _refuse_in_an_event_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigError(
+        "train() cannot be called while an event loop is running, as in a notebook or an async function; call it from "
+        "a plain script, or start the run with: slipstream up run.toml"
+    )
+
+
+def _path_of(task: Task) -> str:
+    """Where a worker finds the task: path/to/file.py:name."""
+    if not isinstance(task, Task):
+        raise ConfigError(f"train(task): the task is a {type(task).__name__}; give a Task(dataset=..., rewards=[...])")
+    main = sys.modules["__main__"]
+    holders = [module for module in (main, *list(sys.modules.values())) if _name_in(module, task)]
+    for module in holders:
+        file = getattr(module, "__file__", None) or ""
+        if file.endswith(".py"):
+            return f"{Path(file).absolute()}:{_name_in(module, task)}"
+    if not holders:
+        raise ConfigError(f"train(task): the task is not a global of any module, so no worker can import it; {_REMEDY}")
+    raise ConfigError(
+        f"train(task): the task {_name_in(holders[0], task)!r} stands in a session or a script that is not a .py file, "
+        f"so no worker can import it; {_REMEDY}"
+    )
+
+
+def _name_in(module: object, task: Task) -> str | None:
+    names = list(getattr(module, "__dict__", {}).items())
+    return next((name for name, value in names if value is task), None)
+
+
+def _load(run_file: str | Path | None, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The sections as overrides, as the command line would give them; raises `ConfigError`."""
+    overrides: list[str] = []
+    for section, settings in sections.items():
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"train({section}={settings!r}): must be a dict of settings, such as learner={{'steps': 100}}"
+            )
+        for key, value in settings.items():
+            if value is not None:
+                overrides += [f"--{section}.{key}", toml_value(value)]
+    if run_file is not None:
+        return _load_named(run_file, overrides, str(run_file))
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        empty = Path(folder, "run.toml")
+        empty.touch()
+        return _load_named(empty, overrides, "train()")
+
+
+def _load_named(path: str | Path, overrides: list[str], name: str) -> RunConfig:
+    """A fault is told with `name` in the place of the run file, and with the call in that of the command line."""
+    try:
+        return load(path, overrides)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{path}:", f"{name}:").replace("command line:", "train():")) from None

@@ -1,0 +1,60 @@
+"""What a child logs, and what is told of it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from deploy.children import Child, Children, describe_end
+from deploy.programs import Program
+from tests.deploy.stage import until
+
+
+async def run_to_its_end(tmp_path: Path, script: str, children: Children) -> Child:
+    child = children.start(Program("it", "worker", ["bash", "-c", script]), tmp_path)
+    until(lambda: child.poll() is not None)
+    await children.end([child])
+    return child
+
+
+@pytest.mark.parametrize(
+    ("logged", "first"),
+    [
+        ("starting\n2026-01-01 INFO all is well\n", None),
+        ("error_rate = 0, errors: none\n", None),
+        ("INFO a\n2026-01-01 ERROR x: it broke\nERROR later\n", "2026-01-01 ERROR x: it broke"),
+        ("Traceback (most recent call last):\n  File\nValueError: no\n", "ValueError: no"),
+        ("torch.OutOfMemoryError: CUDA\n", "torch.OutOfMemoryError: CUDA"),
+        ("waiting\nslipstream: queue.port = 1: no\n", "slipstream: queue.port = 1: no"),
+        ("\xff\xfe\nCRITICAL bytes\n", "CRITICAL bytes"),
+        ("", None),
+    ],
+)
+async def test_the_first_line_that_reports_an_error(tmp_path: Path, logged: str, first: str | None) -> None:
+    (tmp_path / "text").write_text(logged, encoding="latin-1")
+    with Children(grace_s=5) as children:
+        child = await run_to_its_end(tmp_path, f"cat '{tmp_path}/text'", children)
+    assert child.first_error() == first
+
+
+async def test_a_second_life_does_not_tell_of_the_first_and_a_long_log_is_not_read_whole(tmp_path: Path) -> None:
+    with Children(grace_s=5) as children:
+        await run_to_its_end(tmp_path, "echo ERROR of the first", children)
+        again = await run_to_its_end(tmp_path, "echo ERROR long ago; seq 100000; echo the end", children)
+    assert again.first_error() is None
+    assert again.tail()[-1] == "the end"
+    assert len(again.tail()) < 20_000
+    assert again.log.read_text().startswith("ERROR of the first\nERROR long ago\n1\n")
+
+
+def test_an_exit_code_above_128_is_a_signal_where_there_is_one() -> None:
+    assert describe_end("it", 128 + signal.SIGSEGV) == "it ended with code 139 (SIGSEGV)"
+    assert describe_end("it", 255) == "it ended with code 255"
+    assert describe_end("it", 3) == "it ended with code 3"
+
+
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with Children(grace_s=5) as children, pytest.raises(FileNotFoundError):
+        children.start(Program("it", "worker", ["/no/such/program"]), tmp_path)

@@ -1,0 +1,86 @@
+"""The processes of a run: commands, environments and cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy import programs
+from deploy.children import Children
+from deploy.programs import Program
+from protocol.config import load
+
+RUN_FILE = Path("/the run/run.toml")
+
+
+def of(run_file: Path, *overrides: str, resume: bool = False) -> dict[str, Program]:
+    return {program.name: program for program in programs.programs(load(run_file, [*overrides]), RUN_FILE, resume)}
+
+
+def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    for on_cpu, server, other in [(True, ([4, 5], "2"), ([6, 7], "2")), (False, ([], None), ([], None))]:
+        monkeypatch.setattr(programs, "on_cpu", lambda here=on_cpu: here)
+        placed = {name: (p.cores, p.env.get("OMP_NUM_THREADS")) for name, p in of(run_file).items()}
+        assert placed == {"queue": other, "vllm-0": server, "worker-0": other, "learner": other}
+
+
+def test_a_platform_without_affinity_pins_nothing(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(programs.os, "sched_setaffinity")
+    monkeypatch.delattr(programs.os, "sched_getaffinity")
+    assert not any(program.cores for program in of(run_file).values())
+
+
+def test_servers_that_run_elsewhere_are_not_started_and_nothing_is_pinned(run_file: Path) -> None:
+    found = of(run_file, "--vllm.servers", '["http://10.0.0.1:8000"]')
+    assert list(found) == ["queue", "worker-0", "learner"]
+    assert not any(program.cores for program in found.values())
+
+
+def test_queue_and_servers_have_a_route_that_tells_that_they_are_up(run_file: Path) -> None:
+    found = of(run_file, "--queue.port", "7000", "--vllm.port", "7100", "--vllm.count", "2")
+    assert {name: program.health for name, program in found.items() if program.health} == {
+        "queue": "http://127.0.0.1:7000/healthz",
+        "vllm-0": "http://127.0.0.1:7100/health",
+        "vllm-1": "http://127.0.0.1:7101/health",
+    }
+
+
+def test_only_the_learner_speaks_to_the_terminal_and_only_it_resumes(run_file: Path) -> None:
+    found = of(run_file, resume=True)
+    assert [name for name, program in found.items() if program.terminal == "stdout"] == ["learner"]
+    assert [name for name, program in found.items() if "--resume" in program.command] == ["learner"]
+
+
+async def test_a_process_runs_on_its_cores_and_the_parent_keeps_its_own(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    command = ["grep", "Cpus_allowed_list", "/proc/self/status"]
+    with Children(grace_s=5) as children:
+        child = children.start(Program("pinned", "worker", command, cores=[core]), tmp_path)
+        await children.end([child])
+    assert child.tail()[0].split() == ["Cpus_allowed_list:", str(core)]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_folders_of_the_working_directory_are_not_imported(run_file: Path) -> None:
+    for package in ("protocol", "deploy", "rollout_worker"):
+        (run_file.parent / package).mkdir()
+        (run_file.parent / package / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    command = [*programs.SLIPSTREAM, "config", str(run_file)]
+    done = subprocess.run(command, cwd=run_file.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_task_file_still_imports_its_siblings(run_file: Path) -> None:
+    task = run_file.parent / "task.py"
+    task.write_text("import beside_it\n" + task.read_text())
+    (run_file.parent / "beside_it.py").touch()
+    command = [*programs.SLIPSTREAM, "preflight", str(run_file)]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -1,0 +1,90 @@
+"""What follows from the end of a child: a table of histories, with a clock that the test turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.programs import Role
+from deploy.restart import MAX_PAUSE_S, STEADY_AFTER_S, Again, Done, Over, RestartPolicy, Verdict
+
+
+class History:
+    """One child under a policy that allows three restarts in a row."""
+
+    def __init__(self, role: Role, times: int = 3) -> None:
+        self.now = 1000.0
+        self.role = role
+        self.policy = RestartPolicy(times, lambda: self.now)
+
+    def life(self, code: int, up_s: float | None = 0.0) -> Verdict:
+        """It is up for `up_s` (None: it never answers) and ends."""
+        if up_s is None:
+            self.now += 10 * STEADY_AFTER_S
+        else:
+            self.policy.up("it")
+            self.now += up_s
+        return self.policy.ended("it", self.role, code)
+
+
+@pytest.mark.parametrize("code", [1, 3, 137, 143])
+@pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
+def test_it_is_started_again_after_growing_pauses_and_then_no_more(role: Role, code: int) -> None:
+    it = History(role)
+    assert [it.life(code) for _ in range(3)] == [Again(1, 1), Again(2, 2), Again(4, 3)]
+    assert it.life(code) == Over(code, "after 3 restarts in a row (deploy.restart)")
+
+
+@pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
+def test_what_was_up_for_a_while_begins_a_new_row(role: Role) -> None:
+    it = History(role)
+    assert [it.life(1) for _ in range(3)][-1] == Again(4, 3)
+    for _ in range(10):
+        assert it.life(137, up_s=STEADY_AFTER_S) == Again(1, 1)
+
+
+def test_a_long_start_is_not_being_up() -> None:
+    """A server that loads for minutes and dies each time would be started for ever."""
+    it = History("vllm")
+    assert it.life(137) == Again(1, 1)
+    assert [it.life(1, up_s=None) for _ in range(2)] == [Again(2, 2), Again(4, 3)]
+    assert isinstance(it.life(1, up_s=None), Over)
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "up_s", "verdict"),
+    [
+        ("worker", 0, 0.0, Done()),
+        ("learner", 0, 0.0, Done()),
+        ("learner", 1, 0.0, Over(1)),
+        ("learner", 137, 10 * STEADY_AFTER_S, Over(137)),
+        ("queue", 0, 0.0, Again(1, 1)),
+        ("vllm", 0, 0.0, Again(1, 1)),
+        ("vllm", 0, None, Over(1, "before it ever answered")),
+        ("vllm", 137, None, Over(137, "before it ever answered")),
+        ("queue", 137, None, Again(1, 1)),
+        ("queue", 2, 0.0, Over(2, "which is a wrong setting")),
+        ("vllm", 2, 0.0, Over(2, "which is a wrong setting")),
+        ("worker", 2, 10 * STEADY_AFTER_S, Over(2, "which is a wrong setting")),
+    ],
+)
+def test_the_first_end(role: Role, code: int, up_s: float | None, verdict: Verdict) -> None:
+    assert History(role).life(code, up_s) == verdict
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [(0, 1), (1, 1), (137, 137)])
+def test_without_restarts_any_death_ends_the_run(code: int, ends_with: int) -> None:
+    assert History("queue", times=0).life(code, up_s=10 * STEADY_AFTER_S) == Over(ends_with)
+
+
+def test_one_child_does_not_use_up_the_restarts_of_another() -> None:
+    policy = RestartPolicy(1, lambda: 0.0)
+    for name in ("worker-0", "worker-1"):
+        policy.up(name)
+        assert policy.ended(name, "worker", 1) == Again(1, 1)
+
+
+def test_a_pause_has_a_limit() -> None:
+    it = History("worker", times=10**9)
+    pauses = [verdict.pause_s for verdict in (it.life(1) for _ in range(2000)) if isinstance(verdict, Again)]
+    assert len(pauses) == 2000
+    assert max(pauses) == pauses[-1] == MAX_PAUSE_S

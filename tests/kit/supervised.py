@@ -1,0 +1,95 @@
+"""Child processes for whole-run tests, started and ended as the supervisor does it, and waits that grow with the
+machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.children import Child, Children
+from deploy.programs import SLIPSTREAM, Program
+
+GRACE_S = 20.0
+# A run in which nothing at all moves for so long hangs, even on a machine that does ten other things.
+STILL_S = 180.0
+LOG_SHOWN = 4000
+
+
+class Patience:
+    """Ends a wait once what `moves` returns has not changed for `STILL_S`: a fixed limit would fail a slow machine."""
+
+    def __init__(self, moves: Callable[[], object]) -> None:
+        self._moves = moves
+        self._last: object = None
+        self._moved_at = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        now, last = time.monotonic(), self._moves()
+        if last != self._last:
+            self._last, self._moved_at = last, now
+        return now - self._moved_at > STILL_S
+
+
+class Processes:
+    """Child processes by name, each with its log in `log_dir`."""
+
+    def __init__(self, children: Children, log_dir: Path) -> None:
+        self._children = children
+        self._log_dir = log_dir
+        self.running: dict[str, Child] = {}
+
+    def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Child:
+        """`env` is added to this process's."""
+        child = self._children.start(Program(name, "worker", command, env or {}), self._log_dir)
+        self.running[name] = child
+        return child
+
+    def slipstream(self, name: str, *arguments: str) -> Child:
+        return self.start(name, *SLIPSTREAM, *arguments)
+
+    def kill(self, name: str) -> None:
+        """`kill -9`, of the whole group."""
+        child = self.running.pop(name)
+        child.signal(signal.SIGKILL)
+        asyncio.run(self._children.end([child]))
+
+    def log(self, name: str) -> str:
+        return (self._log_dir / f"{name}.log").read_text(errors="replace")
+
+    def logs(self) -> str:
+        """The end of every log, for a test that failed."""
+        return "\n".join(f"--- {name}\n{self.log(name)[-LOG_SHOWN:]}" for name in self.running)
+
+    def logged(self) -> int:
+        """Bytes of all logs: they grow while anybody works."""
+        return sum(file.stat().st_size for file in self._log_dir.rglob("*.log"))
+
+    def wait(self, name: str, moves: Callable[[], object]) -> int:
+        """The exit code of `name`; fails if another process dies first, or if nothing moves any more."""
+        patience = Patience(moves)
+        while not patience.is_over:
+            code = self.running[name].poll()
+            if code is not None:
+                return code
+            for other, child in self.running.items():
+                if child.poll() not in (None, 0):
+                    pytest.fail(f"{other} ended with {child.poll()}:\n{self.log(other)[-LOG_SHOWN:]}")
+            time.sleep(0.1)
+        pytest.fail(f"{name} does not end:\n{self.logs()}")
+
+
+@contextmanager
+def processes(log_dir: Path) -> Iterator[Processes]:
+    """None of them is left at the end."""
+    with Children(GRACE_S) as children:
+        try:
+            yield Processes(children, log_dir)
+        finally:
+            asyncio.run(children.end(list(children.living)))

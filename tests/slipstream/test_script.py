@@ -1,0 +1,198 @@
+"""`slipstream.train(task, ...)` from a script: what reaches the run, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.config import ConfigError, RunConfig, TaskSection
+from rollout_worker.task import Task, load_task
+from slipstream import script as script_module
+from slipstream import train
+from tests.deploy.conftest import free_port
+from tests.slipstream.conftest import Script
+
+LIMIT_S = 100.0
+
+
+def run(script: Script, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, str(script.path)]
+    return subprocess.run(command, cwd=script.folder, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def guarded(code: str) -> str:
+    return 'if __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(code), "    ")
+
+
+PATCHED = """
+import deploy.programs
+deploy.programs.SLIPSTREAM = ("bash", "stand-in")
+"""
+
+# The learner is done at once; all others stay.
+STAND_IN = """
+echo "$@" >>calls
+case $1 in
+    preflight) exec {python} -P -m deploy.cli "$@" ;;
+    learner) until [ $(grep -c . calls) = 5 ]; do sleep 0.1; done; {learner} ;;
+esac
+sleep 300
+"""
+
+
+def stand_in(script: Script, learner: str) -> None:
+    text = STAND_IN.format(python=sys.executable, learner=learner)
+    (script.folder / "stand-in").write_text(text, encoding="utf-8")
+
+
+def sections() -> str:
+    return f"model=MODEL, queue={{'port': {free_port()}}}, vllm={{'port': {free_port()}}}, deploy={{'grace_s': 1.0}}"
+
+
+def test_the_script_runs_everything_and_gets_the_summary(script: Script) -> None:
+    """With the real check, which imports the script as a worker does."""
+    summary = {"steps": 7, "reward_last10": None}
+    stand_in(script, f"echo '{json.dumps(summary)}' >runs/mine/summary.json; echo step 7; exit 0")
+    call = f"result = train(task, {sections()}, run={{'name': 'mine'}}, learner={{'steps': 7, 'learning_rate': 1e-6}})"
+    script.write(PATCHED + guarded(f"{call}\nprint(json.dumps(result))"))
+    done = run(script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == summary
+    assert "step 7" in done.stdout
+    run_file = (script.folder / "runs" / "mine" / "run.toml").read_text()
+    assert f'path = "{script.path}:task"' in run_file
+    assert "steps = 7 " in run_file
+    roles = {line.split()[0] for line in (script.folder / "calls").read_text().splitlines()}
+    assert roles == {"preflight", "queue", "vllm", "worker", "learner"}
+
+
+def test_a_run_that_fails_raises(script: Script) -> None:
+    stand_in(script, "echo last words >&2; exit 3")
+    script.write(
+        PATCHED
+        + guarded(f"""
+        try:
+            train(task, {sections()})
+        except RunFailed as failure:
+            print("failed", failure.code, "last words" in str(failure))
+        """)
+    )
+    done = run(script)
+    assert done.stdout.splitlines()[-1] == "failed 3 True", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_script_and_all_that_it_started(script: Script, number: signal.Signals, code: int) -> None:
+    stand_in(script, "echo up; sleep 300")
+    script.write(PATCHED + guarded(f"train(task, {sections()})"))
+    command = [sys.executable, str(script.path)]
+    with subprocess.Popen(command, cwd=script.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert b"up\n" in process.stdout
+            process.send_signal(number)
+            assert process.wait(LIMIT_S) == code
+        finally:
+            process.kill()
+    left = subprocess.run(["pgrep", "-f", str(script.folder)], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+def test_a_script_that_calls_train_whenever_it_is_imported_is_refused(script: Script) -> None:
+    """Found by the check, before anything is started. It would else start runs within runs."""
+    script.write(f"train(task, {sections()})")
+    done = run(script)
+    assert done.returncode == 1
+    assert "calls train() whenever it is imported" in done.stderr
+    assert 'put the call under: if __name__ == "__main__":' in done.stderr
+    assert not (script.folder / "runs").exists()
+
+
+def test_a_helper_that_calls_train_does_not_hide_it(script: Script) -> None:
+    script.write("def start(): train(task, model=MODEL)\nstart()")
+    with pytest.raises(ConfigError, match="calls train\\(\\) whenever it is imported"):
+        load_task(TaskSection(path=f"{script.path}:task"))
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("train(Task(dataset=task.dataset, rewards=[accuracy]), model=MODEL)", "is not a global of any module"),
+        ("train({}, model=MODEL)", "the task is a dict; give a Task"),
+        ("train(task, model=MODEL, learner=7)", "train(learner=7): must be a dict of settings"),
+        ("train(task)", "train(): the section [model] is missing; it needs path"),
+        ("train(task, model=MODEL, learner={'steps': -1})", "train(): learner.steps = -1: must be at least 1"),
+        ("train(task, model=MODEL, learner={'stepz': 1})", "train(): learner.stepz is not a setting"),
+        ("train(task, model=MODEL, lerner={'steps': 1})", "train(): [lerner] is not a section"),
+        ("train(task, 'no.toml', model=MODEL)", "no.toml: there is no such run file"),
+        (
+            "async def main(): train(task, model=MODEL)\nasyncio.run(main())",
+            "while an event loop is running, as in a notebook",
+        ),
+        (
+            "import concurrent.futures as f\nwith f.ThreadPoolExecutor() as pool:\n"
+            "    pool.submit(train, task, model=MODEL).result()",
+            "from the main thread only",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_remedy(script: Script, code: str, says: str) -> None:
+    script.write(guarded(f"try:\n{textwrap.indent(code, '    ')}\nexcept ConfigError as error:\n    print(error)"))
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout.splitlines()[-1]
+    assert not (script.folder / "runs").exists()
+
+
+def test_a_task_of_a_session_without_a_file_is_refused(script: Script) -> None:
+    script.write("train(task, model=MODEL)")
+    done = subprocess.run([sys.executable], input=script.path.read_text(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "stands in a session or a script that is not a .py file" in done.stderr
+    assert "put the task into a .py file as a global" in done.stderr
+
+
+task = Task(dataset=[{"prompt": "a text"}], rewards=[lambda completions, **columns: [0.0] * len(completions)])
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[RunConfig, bool]]:
+    """What train() would have run."""
+    runs: list[tuple[RunConfig, bool]] = []
+
+    def supervise(config: RunConfig, resume: bool) -> None:
+        runs.append((config, resume))
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(script_module, "supervise", supervise)
+    monkeypatch.chdir(tmp_path)
+    return runs
+
+
+def test_sections_override_the_run_file(supervised: list[Any], model_folder: Path, tmp_path: Path) -> None:
+    run_file = tmp_path / "a.toml"
+    run_file.write_text('[model]\npath = "no/such"\n[learner]\nsteps = 5\nwarmup_steps = 2\n[queue]\ntoken = "t"')
+    model = {"path": model_folder}  # a Path will do
+    train(task, run_file, resume=True, model=model, learner={"steps": 7, "betas": (0.8, 0.9)}, queue={"token": None})
+    ((config, resume),) = supervised
+    assert (config.learner.steps, config.learner.warmup_steps, config.learner.betas) == (7, 2, (0.8, 0.9))
+    assert config.model.path == str(model_folder)
+    assert config.queue.token == "t"
+    assert config.task.path == f"{__file__}:task"
+    assert resume
+
+
+def test_the_task_may_come_from_another_module(supervised: list[Any], model_folder: Path) -> None:
+    train(task, model={"path": str(model_folder)}, vllm={"args": ["--max-num-seqs", "1"]})
+    ((config, resume),) = supervised
+    assert load_task(config.task).dataset == task.dataset
+    assert config.vllm.args == ["--max-num-seqs", "1"]
+    assert not resume

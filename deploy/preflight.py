@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 
 from deploy import extras
 from protocol.config import ConfigError, ModelSection, RunConfig, to_toml
+from rollout_queue.store.sqlite import FILE_NAME
 
 
 def check(config: RunConfig, resume: bool) -> None:
@@ -49,7 +50,7 @@ def write_resolved(config: RunConfig) -> Path:
 
 
 def _check_run_dir(config: RunConfig, resume: bool) -> None:
-    holds_a_run = any((config.run_dir / name).exists() for name in ("queue.db", "checkpoints"))
+    holds_a_run = any((config.run_dir / name).exists() for name in (FILE_NAME, "checkpoints"))
     if holds_a_run and not resume:
         raise ConfigError(
             f"run.name = {config.run.name}: {config.run_dir} already holds a run; go on with it by --resume, or choose "
@@ -93,7 +94,7 @@ def _check_server(url: str, token: str | None) -> None:
 
 
 def _check_task_and_model(config: RunConfig) -> None:
-    from rollout_worker.chat.template import ChatFormat
+    from rollout_worker.chat import build_chat_format
     from rollout_worker.task.task import load_task
     from rollout_worker.task.tools import ToolBox
 
@@ -101,7 +102,7 @@ def _check_task_and_model(config: RunConfig) -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     task = load_task(config.task)
     _check_model(config.model)
-    ChatFormat.load(config.model.path, ToolBox(task.tools, config.worker.tool_timeout_s).schemas)
+    build_chat_format(config, ToolBox(task.tools, config.worker.tool_timeout_s).schemas)
 
 
 def _check_model(model: ModelSection) -> None:

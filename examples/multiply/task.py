@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rollout_worker.task import Task
+from slipstream import Task
 
 
 def multiply(a: int, b: int) -> int:

@@ -24,9 +24,6 @@ slipstream_setup() {
   if [ -f "$done_for" ] && grep -qxF "$stamp" "$done_for"; then return 0; fi
 
   local what="$root${extras:+[$extras]}"
-  # The distribution's former name: two of them would both name the plugin that vLLM loads.
-  pip uninstall -q -y slipstream >/dev/null 2>&1 || true
-
   echo "setup: installing slipstream-rl${extras:+[$extras]} into .venv (about two minutes, once)"
   local log="$root/.venv/setup.log"
   # Installed under its other name as well, it would register its vLLM plug-in twice.

@@ -14,10 +14,11 @@ from deploy.vllm_server import on_cpu
 from protocol import routes
 from protocol.config import RunConfig
 
+# What a process is for, and the name of its command.
 Role = Literal["preflight", "queue", "vllm", "worker", "learner"]
 
 # -P: a folder of the user's that is called `protocol` or `deploy` is not imported from the working directory.
-SLIPSTREAM = (sys.executable, "-P", "-m", "deploy.cli")
+SLIPSTREAM: tuple[str, ...] = (sys.executable, "-P", "-m", "deploy.cli")
 
 
 @dataclass(frozen=True)
@@ -40,36 +41,34 @@ class Program:
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:
     """The checks, in a process of their own: they run the user's task file."""
     command = [*SLIPSTREAM, "preflight", str(run_file), *_resume(resume)]
-    return Program("preflight", "preflight", command, _token(config), terminal="stderr")
+    return Program("preflight", "preflight", command, _environment(config), terminal="stderr")
 
 
 def programs(config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
     """All processes of the run that `run_file` describes, in the order in which they are started."""
-    servers = [] if config.vllm.servers else list(config.server_names.items())
+    env = _environment(config)
     placement = _placement(config)
-    token = _token(config)
-    server_env = token | ({"OMP_NUM_THREADS": str(placement.server_threads)} if placement else {})
-    server_cores = placement.servers if placement else []
-    other_env = token | ({"OMP_NUM_THREADS": str(len(placement.others))} if placement else {})
-    other_cores = placement.others if placement else []
+    servers = {} if config.vllm.servers else config.server_names
 
-    def command(*arguments: str) -> list[str]:
-        return [*SLIPSTREAM, arguments[0], str(run_file), *arguments[1:]]
+    def program(
+        name: str, role: Role, *arguments: str, health: str | None = None, terminal: Literal["stdout"] | None = None
+    ) -> Program:
+        cores, threads = [], {}
+        if placement:
+            is_server = role == "vllm"
+            cores = placement.servers if is_server else placement.others
+            threads = {"OMP_NUM_THREADS": str(placement.server_threads if is_server else len(cores))}
+        command = [*SLIPSTREAM, role, str(run_file), *arguments]
+        return Program(name, role, command, env | threads, cores, health, terminal)
 
-    health = config.queue.url + routes.HEALTH
     return [
-        Program("queue", "queue", command("queue"), other_env, other_cores, health),
+        program("queue", "queue", health=config.queue.url + routes.HEALTH),
         *(
-            Program(name, "vllm", command("vllm", "--index", str(i)), server_env, server_cores, f"{url}/health")
-            for i, (name, url) in enumerate(servers)
+            program(name, "vllm", "--index", str(index), health=f"{url}/health")
+            for index, (name, url) in enumerate(servers.items())
         ),
-        *(
-            Program(name, "worker", command("worker", "--name", name), other_env, other_cores)
-            for name in (f"worker-{i}" for i in range(config.worker.count))
-        ),
-        Program(
-            *("learner", "learner", command("learner", *_resume(resume)), other_env, other_cores), terminal="stdout"
-        ),
+        *(program(name, "worker", "--name", name) for name in (f"worker-{i}" for i in range(config.worker.count))),
+        program("learner", "learner", *_resume(resume), terminal="stdout"),
     ]
 
 
@@ -80,9 +79,12 @@ def _placement(config: RunConfig) -> Placement | None:
     return place(sorted(os.sched_getaffinity(0)), config.vllm.count)
 
 
-def _token(config: RunConfig) -> dict[str, str]:
-    """By the environment only: other users can read a command line."""
-    return {"SLIPSTREAM_TOKEN": config.token} if config.token else {}
+def _environment(config: RunConfig) -> dict[str, str]:
+    """The token goes by the environment only, since other users can read a command line. Programs of an environment
+    that is not activated (vLLM builds kernels with ninja) are found as in one that is."""
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    found = {} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"}
+    return found | ({"SLIPSTREAM_TOKEN": config.token} if config.token else {})
 
 
 def _resume(resume: bool) -> list[str]:

@@ -47,7 +47,7 @@ class RestartPolicy:
     """
 
     def __init__(self, times: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._times = times
+        self.times = times
         self._clock = clock
         self._in_a_row: Counter[str] = Counter()
         self._up_since: dict[str, float] = {}
@@ -67,13 +67,13 @@ class RestartPolicy:
         if role == "learner":
             return Over(code)
         if code == WRONG_SETTING:
-            return Over(code, "which is a wrong setting")
+            return Over(code, "(a wrong setting)")
         if role == "vllm" and name not in self._was_up:
             return Over(code, "before it ever answered")
         if up_since is not None and self._clock() - up_since >= STEADY_AFTER_S:
             self._in_a_row[name] = 0
-        if self._in_a_row[name] >= self._times:
-            return Over(code, f"after {self._times} restarts in a row (deploy.restart)" if self._times else "")
+        if self._in_a_row[name] >= self.times:
+            return Over(code, f"once more than deploy.restart = {self.times} allows" if self.times else "")
         self._in_a_row[name] += 1
         attempt = self._in_a_row[name]
         return Again(min(MAX_PAUSE_S, 2.0 ** min(attempt - 1, 10)), attempt)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -81,8 +81,8 @@ async def _under_signals(
     def note(number: signal.Signals) -> None:
         # A second signal changes nothing: all that was started gets its time to end.
         if not signalled.done():
-            complain(f"{SIGNALS[number]}, stopping; what has not ended in {grace_s:g} s is killed")
             signalled.set_result(number)
+            complain(f"{SIGNALS[number]}, stopping; what has not ended in {grace_s:g} s is killed")
 
     children = Children(grace_s)
     with _handlers(note, children.reap), children:
@@ -114,7 +114,8 @@ def _handlers(note: Callable[[signal.Signals], None], reap: Callable[[], None]) 
     finally:
         for number in (*handled, signal.SIGCHLD):
             loop.remove_signal_handler(number)
-            signal.signal(number, before[number])
+            if before[number] is not None:  # None: not set from Python
+                signal.signal(number, before[number])
 
 
 async def _check(config: RunConfig, resume: bool, children: Children) -> None:
@@ -122,7 +123,8 @@ async def _check(config: RunConfig, resume: bool, children: Children) -> None:
     do not belong here. Raises `ConfigError`."""
     with _scratch_file(resolved(config)) as run_file:
         child = children.start(preflight_program(config, run_file, resume), run_file.parent)
-        code = await child.wait()
+        async with _reminders("the check of run file, task and model"):
+            code = await child.wait()
         fault = "\n".join(child.tail())
         await children.end([child])
     if code == WRONG_SETTING and fault:
@@ -158,8 +160,9 @@ class Keeper:
                 say("stopping the others")
                 for _, task in kept:
                     task.cancel()
-        except* RunFailed as failures:
-            raise failures.exceptions[0] from None
+        except ExceptionGroup as errors:
+            failures, _ = errors.split(RunFailed)
+            raise (failures or errors).exceptions[0] from None
 
     async def _keep(self, program: Program, http: aiohttp.ClientSession) -> None:
         """One program over all its lives."""
@@ -187,7 +190,7 @@ class Keeper:
                     cause = child.first_error()
                     complain(
                         f"{describe_end(name, code)}{f': {cause}' if cause else ''}; starting it again in "
-                        f"{pause_s:g} s (time {attempt} in a row)"
+                        f"{pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
                     )
                     await self._children.end([child])
                     await asyncio.sleep(pause_s)
@@ -195,15 +198,30 @@ class Keeper:
     async def _until_up(self, child: Child, http: aiohttp.ClientSession) -> None:
         """Tell the policy, and the terminal, when the child answers."""
         health, started = child.program.health, time.monotonic()
-        said = started
-        while health and not await _answers(health, http):
-            await asyncio.sleep(HEALTH_EVERY_S)
-            if time.monotonic() - said >= SAY_EVERY_S:
-                said = time.monotonic()
-                say(f"waiting for {child.name}, for {said - started:.0f} s now; its log: {child.log}")
+        async with _reminders(f"{child.name}; its log: {child.log}"):
+            while health:
+                if await _answers(health, http):
+                    break
+                await asyncio.sleep(HEALTH_EVERY_S)
         self._policy.up(child.name)
         if health:
             say(f"{child.name} answers after {time.monotonic() - started:.1f} s")
+
+
+@contextlib.asynccontextmanager
+async def _reminders(what: str) -> AsyncIterator[None]:
+    """Say now and then that `what` is still waited for."""
+
+    async def remind() -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(SAY_EVERY_S)
+            say(f"waiting for {time.monotonic() - started:.0f} s for {what}")
+
+    async with asyncio.TaskGroup() as tasks:
+        reminding = tasks.create_task(remind())
+        yield
+        reminding.cancel()
 
 
 def _session() -> aiohttp.ClientSession:
@@ -231,4 +249,5 @@ def complain(text: str) -> None:
 def _print(text: str, stream: TextIO) -> None:
     # On a terminal the learner's live line may stand where this one goes.
     erase = "\r\x1b[2K" if stream.isatty() else ""
-    print(f"{erase}slipstream: {text}", file=stream, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that is gone must not keep a run from being stopped
+        print(f"{erase}slipstream: {text}", file=stream, flush=True)

@@ -111,7 +111,7 @@ class Stage:
         return self.process
 
     def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **env)
+        process = self.start(*arguments, ignore=None, **env)
         out, err = process.communicate(timeout=LIMIT_S)
         return subprocess.CompletedProcess([], process.returncode, out, err)
 

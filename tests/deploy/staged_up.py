@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 
 from deploy import cli, programs
+from deploy.restart import RestartPolicy
+
+
+def broken(self: RestartPolicy, name: str) -> None:
+    raise RuntimeError("a fault of the supervisor")
+
 
 if __name__ == "__main__":
     programs.SLIPSTREAM = (os.environ["STAND_IN"],)
+    if "BROKEN" in os.environ:
+        setattr(RestartPolicy, "up", broken)  # noqa: B010
     cli.main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from deploy import programs
 from deploy.children import Children
 from deploy.programs import Program
 from protocol.config import load
+from tests.deploy.stage import until
 
 RUN_FILE = Path("/the run/run.toml")
 
@@ -23,7 +25,7 @@ def of(run_file: Path, *overrides: str, resume: bool = False) -> dict[str, Progr
 def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     for on_cpu, server, other in [(True, ([4, 5], "2"), ([6, 7], "2")), (False, ([], None), ([], None))]:
         monkeypatch.setattr(programs, "on_cpu", lambda here=on_cpu: here)
         placed = {name: (p.cores, p.env.get("OMP_NUM_THREADS")) for name, p in of(run_file).items()}
@@ -31,8 +33,8 @@ def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
 
 
 def test_a_platform_without_affinity_pins_nothing(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(programs.os, "sched_setaffinity")
-    monkeypatch.delattr(programs.os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_setaffinity")
+    monkeypatch.delattr(os, "sched_getaffinity")
     assert not any(program.cores for program in of(run_file).values())
 
 
@@ -57,12 +59,23 @@ def test_only_the_learner_speaks_to_the_terminal_and_only_it_resumes(run_file: P
     assert [name for name, program in found.items() if "--resume" in program.command] == ["learner"]
 
 
+@pytest.mark.parametrize("activated", [True, False])
+def test_programs_of_an_environment_that_is_not_activated_are_found(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, activated: bool
+) -> None:
+    ours = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", f"/usr/bin:{ours}" if activated else "/usr/bin")
+    paths = {program.env.get("PATH") for program in of(run_file).values()}
+    assert paths == {None if activated else f"{ours}:/usr/bin"}
+
+
 async def test_a_process_runs_on_its_cores_and_the_parent_keeps_its_own(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     core = max(before)
     command = ["grep", "Cpus_allowed_list", "/proc/self/status"]
     with Children(grace_s=5) as children:
         child = children.start(Program("pinned", "worker", command, cores=[core]), tmp_path)
+        until(lambda: child.poll() is not None)
         await children.end([child])
     assert child.tail()[0].split() == ["Cpus_allowed_list:", str(core)]
     assert os.sched_getaffinity(0) == before

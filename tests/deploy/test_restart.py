@@ -31,7 +31,7 @@ class History:
 def test_it_is_started_again_after_growing_pauses_and_then_no_more(role: Role, code: int) -> None:
     it = History(role)
     assert [it.life(code) for _ in range(3)] == [Again(1, 1), Again(2, 2), Again(4, 3)]
-    assert it.life(code) == Over(code, "after 3 restarts in a row (deploy.restart)")
+    assert it.life(code) == Over(code, "once more than deploy.restart = 3 allows")
 
 
 @pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
@@ -62,9 +62,9 @@ def test_a_long_start_is_not_being_up() -> None:
         ("vllm", 0, None, Over(1, "before it ever answered")),
         ("vllm", 137, None, Over(137, "before it ever answered")),
         ("queue", 137, None, Again(1, 1)),
-        ("queue", 2, 0.0, Over(2, "which is a wrong setting")),
-        ("vllm", 2, 0.0, Over(2, "which is a wrong setting")),
-        ("worker", 2, 10 * STEADY_AFTER_S, Over(2, "which is a wrong setting")),
+        ("queue", 2, 0.0, Over(2, "(a wrong setting)")),
+        ("vllm", 2, 0.0, Over(2, "(a wrong setting)")),
+        ("worker", 2, 10 * STEADY_AFTER_S, Over(2, "(a wrong setting)")),
     ],
 )
 def test_the_first_end(role: Role, code: int, up_s: float | None, verdict: Verdict) -> None:

@@ -115,7 +115,10 @@ def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role:
     os.kill(first.pid, signal.SIGKILL)
     told = process.stderr.readline()
     name = NAMES[role]
-    assert told == f"slipstream: {name} ended with code 137 (SIGKILL); starting it again in 1 s (time 1 in a row)\n"
+    assert (
+        told
+        == f"slipstream: {name} ended with code 137 (SIGKILL); starting it again in 1 s (restart 1 of 1 in a row)\n"
+    )
     until(lambda: len(stage.calls(role)) == 2 and len(stage.children()) == 4)
     assert len(set(before) & set(stage.alive())) == len(before) - 2, "its child went on, or more than it was stopped"
     (stage.folder / "finish").touch()
@@ -130,9 +133,10 @@ def test_restarts_are_bounded_and_each_is_told_with_its_cause(stage: Stage) -> N
     assert result.returncode == 3
     again, *_ = result.stderr.splitlines()
     assert again == (
-        "slipstream: worker-0 ended with code 3: and an Error: of worker; starting it again in 1 s (time 1 in a row)"
+        "slipstream: worker-0 ended with code 3: and an Error: of worker; starting it again in 1 s "
+        "(restart 1 of 1 in a row)"
     )
-    assert "worker-0 ended with code 3 after 1 restarts in a row (deploy.restart); the last lines of" in result.stderr
+    assert "worker-0 ended with code 3 once more than deploy.restart = 1 allows; the last lines of" in result.stderr
     assert len(stage.calls("worker")) == 2
     until(lambda: not stage.alive())
 
@@ -228,15 +232,21 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind(stage: Stage) -> None
 
 
 def test_a_supervisor_that_fails_leaves_nothing_behind(stage: Stage) -> None:
-    """Here because it cannot say that the queue answers."""
-    stage.play(queue="until [ -e closed ]; do sleep 0.1; done; " + stage.answers("queue"))
+    result = stage.run(BROKEN="1")
+    assert result.returncode == 1
+    assert "RuntimeError: a fault of the supervisor" in result.stderr
+    until(lambda: not stage.alive())
+
+
+def test_a_terminal_that_is_gone_does_not_keep_the_run_from_being_stopped(stage: Stage) -> None:
     process = stage.start()
-    until(lambda: len(stage.children()) == 3)
+    until(lambda: len(stage.children()) == 4)
     assert process.stdout is not None
+    assert process.stderr is not None
     process.stdout.close()
-    (stage.folder / "closed").touch()
-    assert process.wait(LIMIT_S) != 0
-    assert stage.process is not None
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    process.wait(LIMIT_S)
     until(lambda: not stage.alive())
 
 

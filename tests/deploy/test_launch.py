@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+import pytest
+
+from protocol.client import QueueClient
+from protocol.config import load
+from protocol.status import Status
 from tests.deploy.conftest import run_directory
+from tests.deploy.stage import until
 
 ROOT = Path(__file__).parents[2]
+# Each starts six interpreters, which a busy machine takes its time for.
+pytestmark = pytest.mark.timeout(400)
+
 LAUNCH = ROOT / "deploy" / "launch.sh"
 BIN = Path(sys.executable).parent
-LIMIT_S = 100.0
+LIMIT_S = 200.0
 
 FAKE_VLLM = """
 import runpy, sys
@@ -21,7 +34,8 @@ sys.argv = ["fake_vllm", "--port", sys.argv[sys.argv.index("--port") + 1]]
 runpy.run_module("tests.kit.fake_vllm", run_name="__main__")
 """
 
-# It is done once everyone has come: the queue answers, with the server announced and a worker's first report.
+# It is done once everyone has come: the queue answers, with the server announced and a worker's first report; and once
+# nothing holds it back.
 LEARNER = """
 import asyncio, os, time
 from urllib.request import urlopen
@@ -42,12 +56,16 @@ def run(config, queue_url, resume):
             break
         except OSError:
             time.sleep(0.1)
-    print(f"step 7: {server.name} {health}, {worker.worker_id}, resume {resume}, {config.learner.steps} steps")
+    facts = f"{server.name} {health}, {worker.worker_id}, resume {resume}, {config.learner.steps} steps"
+    print(f"step 7: {facts}", flush=True)
+    while os.path.exists("hold"):
+        time.sleep(0.1)
 """
 
 
-def test_everything_starts_with_one_command(run_file: Path, tmp_path: Path) -> None:
-    """Real queue, real worker, real checks, from a working directory of its own."""
+@pytest.fixture
+def launcher(run_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Real queue, real worker, real checks, from a working directory of its own; stderr goes to stdout."""
     stubs = tmp_path / "stubs"
     for path, source in {
         "vllm/__init__.py": "",
@@ -61,18 +79,68 @@ def test_everything_starts_with_one_command(run_file: Path, tmp_path: Path) -> N
         file = stubs / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source, encoding="utf-8")
-    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{stubs}:{ROOT}"}
-    command = ["bash", str(LAUNCH), run_file.name, "--resume", "--learner.steps", "7"]
-    done = subprocess.run(command, cwd=run_file.parent, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    (run_file.parent / "hold").touch()
+    with subprocess.Popen(
+        ["bash", str(LAUNCH), run_file.name, "--resume", "--learner.steps", "7"],
+        cwd=run_file.parent,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{stubs}:{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launcher:
+        yield launcher
+        launcher.terminate()
+
+
+def read_until(launcher: subprocess.Popen[str], *texts: str) -> list[str]:
+    """The lines up to the one by which all of `texts` have been said."""
+    assert launcher.stdout is not None
+    lines: list[str] = []
+    while not all(any(text in line for line in lines) for text in texts):
+        line = launcher.stdout.readline()
+        assert line, lines
+        lines.append(line)
+    return lines
+
+
+def release(launcher: subprocess.Popen[str], run_file: Path) -> str:
+    """Let the learner end; what was said until the end, and all logs."""
+    (run_file.parent / "hold").unlink()
+    said, _ = launcher.communicate(timeout=LIMIT_S)
+    told = said + "".join(log.read_text() for log in (run_directory(run_file) / "logs").glob("*"))
+    assert launcher.returncode == 0, told
+    return told
+
+
+def test_everything_starts_with_one_command(run_file: Path, launcher: subprocess.Popen[str]) -> None:
+    step = "step 7: vllm-0 200, worker-0, resume True, 7 steps"
+    read_until(launcher, step, "slipstream: queue answers after", "slipstream: vllm-0 answers after")
+    told = release(launcher, run_file)
+    assert "slipstream: learner is done" in told
     logs = run_directory(run_file) / "logs"
-    told = done.stdout + done.stderr + "".join(log.read_text() for log in logs.glob("*"))
-    assert done.returncode == 0, told
-    assert "step 7: vllm-0 200, worker-0, resume True, 7 steps" in done.stdout
-    assert "slipstream: queue answers after" in done.stdout
-    assert "slipstream: learner is done" in done.stdout
     assert {log.name for log in logs.iterdir()} == {"queue.log", "vllm-0.log", "worker-0.log", "learner.log"}
     assert "Traceback" not in told
     assert "worker worker-0: 0 episodes done" in (logs / "worker-0.log").read_text()
+
+
+def test_a_worker_the_queue_and_a_server_are_killed_and_the_run_goes_on(
+    run_file: Path, launcher: subprocess.Popen[str]
+) -> None:
+    read_until(launcher, "step 7", "queue answers after", "vllm-0 answers after")
+    for name, word in (("worker-0", "worker"), ("queue", "queue"), ("vllm-0", "vllm.entrypoints.openai.api_server")):
+        (pid,) = [child.pid for child in psutil.Process(launcher.pid).children() if word in child.cmdline()]
+        os.kill(pid, signal.SIGKILL)
+        again = f"slipstream: {name} ended with code 137 (SIGKILL); starting it again in 1 s (restart 1 of 3 in a row)"
+        read_until(launcher, again, *([f"{name} answers after"] if name != "worker-0" else []))
+    url = load(run_file).queue.url
+    until(lambda: "worker-0" in {worker.worker_id for worker in asyncio.run(status(url)).workers})
+    told = release(launcher, run_file)
+    assert "queue of run small" in told
+
+
+async def status(url: str) -> Status:
+    async with QueueClient(url) as queue:
+        return await queue.status()
 
 
 def shadow_checkout(tmp_path: Path) -> Path:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from deploy.supervisor import supervise
-from protocol.config import ConfigError, RunConfig, load
+from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
 from protocol.config.text import toml_value
 from rollout_worker.task.task import Task
 
@@ -104,17 +103,4 @@ def _load(run_file: str | Path | None, sections: Mapping[str, Mapping[str, Any]]
         for key, value in settings.items():
             if value is not None:
                 overrides += [f"--{section}.{key}", toml_value(value)]
-    if run_file is not None:
-        return _load_named(run_file, overrides, str(run_file))
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        empty = Path(folder, "run.toml")
-        empty.touch()
-        return _load_named(empty, overrides, "train()")
-
-
-def _load_named(path: str | Path, overrides: list[str], name: str) -> RunConfig:
-    """A fault is told with `name` in the place of the run file, and with the call in that of the command line."""
-    try:
-        return load(path, overrides)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(f"{path}:", f"{name}:").replace("command line:", "train():")) from None
+    return resolve(run_file, parse_overrides(overrides), "train()")

@@ -1,6 +1,6 @@
 """The run file: one TOML file, read by `load` into a `RunConfig` (`schema` has its settings, `text` its faults)."""
 
-from protocol.config.load import ConfigError, load, parse_overrides
+from protocol.config.load import ConfigError, load, parse_overrides, resolve
 from protocol.config.schema import (
     LOOPBACK,
     ChatSection,
@@ -35,5 +35,6 @@ __all__ = [
     "WorkerSection",
     "load",
     "parse_overrides",
+    "resolve",
     "to_toml",
 ]

@@ -1,4 +1,4 @@
-"""The run file: one TOML file, read with its overrides into a `RunConfig` (its settings stand in `run_file`).
+"""The run file: one TOML file, read with its overrides into a `RunConfig` (its settings stand in `schema`).
 
 Paths: `run.dir` is taken from the working directory; `task.path` and `model.path` from the folder of the run
 file. Any field may be given as `--section.key value` on every command; such paths are taken from the working
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,16 @@ class ConfigError(ValueError):
 
 def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """The run file at `path` with `--section.key value` overrides; raises `ConfigError`."""
-    path = Path(path)
-    values = _read(path)
-    given = parse_overrides(overrides or [])
+    return resolve(path, parse_overrides(overrides or []), "command line")
+
+
+def resolve(path: str | Path | None, given: Mapping[tuple[str, str], Any], giver: str) -> RunConfig:
+    """The run file at `path`, None for an empty one, with the settings `given`, {(section, key): value}, over its own.
+
+    `giver`: where these are from, for messages. Raises `ConfigError`.
+    """
+    values = {} if path is None else _read(Path(path))
+    path = Path(giver if path is None else path)
     tables: dict[str, Any] = {}
     for (section, key), value in given.items():
         tables.setdefault(section, {})[key] = value
@@ -42,7 +50,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(config_text.explain(path, error, given, RunConfig)) from None
+        raise ConfigError(config_text.explain(path, error, given, giver, RunConfig)) from None
     _check_files(config)
     return config
 

@@ -81,10 +81,14 @@ def toml_value(value: object) -> str:
 
 
 def explain(
-    path: Path, error: ValidationError, overridden: Collection[tuple[str, str]], schema: type[BaseModel]
+    path: Path, error: ValidationError, overridden: Collection[tuple[str, str]], overrider: str, schema: type[BaseModel]
 ) -> str:
-    """One line a fault: where it is, the value, what is wrong and what the setting means."""
-    lines = [_explain_one(path, fault, overridden, schema) for fault in error.errors(include_url=False)]
+    """One line a fault: where it is, the value, what is wrong and what the setting means. `overrider`: where the
+    settings `overridden` are from."""
+    lines = [
+        _explain_one(overrider if _is_overridden(fault, overridden) else str(path), fault, schema)
+        for fault in error.errors(include_url=False)
+    ]
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -94,13 +98,10 @@ def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | N
     return table.model_fields.get(key) if table else None
 
 
-def _explain_one(
-    path: Path, fault: ErrorDetails, overridden: Collection[tuple[str, str]], schema: type[BaseModel]
-) -> str:
+def _explain_one(source: str, fault: ErrorDetails, schema: type[BaseModel]) -> str:
     kind = fault["type"]
     location = [str(part) for part in fault["loc"]]
     section, key, *inner = location + [""] * (2 - len(location))
-    source = "command line" if _is_overridden(section, key, overridden) else str(path)
     name = f"{section}.{key}" + "".join(f"[{index}]" for index in inner)
     field = find_field(schema, section, key)
     table = _section(schema, section)
@@ -135,7 +136,8 @@ def _section(schema: type[BaseModel], section: str) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _is_overridden(section: str, key: str, overridden: Collection[tuple[str, str]]) -> bool:
+def _is_overridden(fault: ErrorDetails, overridden: Collection[tuple[str, str]]) -> bool:
+    section, key = [*map(str, fault["loc"]), "", ""][:2]
     if key:
         return (section, key) in overridden
     return any(section == given for given, _ in overridden)

@@ -106,7 +106,7 @@ def _check_task_and_model(config: RunConfig) -> None:
 
 
 def _check_model(model: ModelSection) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         architecture = AutoConfig.from_pretrained(model.path)
@@ -119,6 +119,7 @@ def _check_model(model: ModelSection) -> None:
     if model.attention == ModelSection.model_fields["attention"].default:
         return
     import torch
+    from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):  # the class checks it, and no weight is made

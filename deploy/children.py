@@ -22,7 +22,10 @@ POLL_S = 0.05
 # What SIGKILL does not end within this time hangs in the kernel, and nobody can end it.
 KILLED_WITHIN_S = 5.0
 TAIL_BYTES = 64 * 1024
+MAX_LINE = 400
 
+# Colours and whatever else would act on a terminal.
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
 
 
@@ -59,10 +62,11 @@ class Child:
         return watchdog.signal_group(self.pid, number)
 
     def tail(self) -> list[str]:
-        """The end of what it has logged."""
+        """The end of what it has logged, fit for a terminal."""
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return log.read().decode(errors="replace").splitlines()
+            text = log.read().decode(errors="replace")
+            return [_CONTROL.sub("", line)[:MAX_LINE] for line in text.splitlines()]
         return []
 
     def first_error(self) -> str | None:
@@ -80,24 +84,32 @@ class Children:
         self._grace_s = grace_s
 
     def __enter__(self) -> Self:
-        self._watchdog = subprocess.Popen(
+        self._watchdog = self._new_watchdog()
+        return self
+
+    def _new_watchdog(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-I", "-S", watchdog.__file__, str(self._grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             bufsize=0,
         )
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.close()
-        self._watchdog.wait()
+        try:
+            self._watchdog.wait(KILLED_WITHIN_S)  # all children have ended: it has nothing to do
+        except subprocess.TimeoutExpired:
+            self._watchdog.kill()
+            self._watchdog.wait()
 
     def start(self, program: Program, log_dir: Path) -> Child:
         """Raises `OSError` where the process cannot be started or its log not be written."""
+        log_dir.mkdir(exist_ok=True)
         log = log_dir / f"{program.name}.log"
         with log.open("ab") as file, _on_cores(program.cores):
             log_start = log.stat().st_size
@@ -118,6 +130,10 @@ class Children:
         """Look which children have ended, and wake those who wait for one: to be called on SIGCHLD."""
         for child in self.living:
             child.poll()
+        if self._watchdog.poll() is not None:
+            self._watchdog = self._new_watchdog()
+            for child in self.living:
+                self._tell_watchdog(f"+{child.pid}\n")
 
     async def end(self, children: Collection[Child]) -> None:
         """End them and all that they started. Where a child has ended already, what it left behind."""
@@ -134,7 +150,7 @@ class Children:
 
     def _tell_watchdog(self, line: str) -> None:
         assert self._watchdog.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody killed it
+        with contextlib.suppress(BrokenPipeError):  # somebody killed it; `reap` starts a new one
             self._watchdog.stdin.write(line.encode())
 
 

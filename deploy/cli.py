@@ -62,7 +62,7 @@ def worker(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rollout_worker.worker import run
 
-    run(load(run_file, context.args), queue, name)
+    raise typer.Exit(run(load(run_file, context.args), queue, name))
 
 
 @app.command(**OVERRIDES)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import socket
 import urllib.request
+from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
@@ -34,6 +37,31 @@ def resolved(config: RunConfig) -> str:
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
     queue = config.queue.model_copy(update={"token": None})
     return to_toml(config.model_copy(update={"run": run, "queue": queue}))
+
+
+@contextlib.contextmanager
+def held_alone(config: RunConfig) -> Iterator[None]:
+    """Hold the run directory against other launchers; raises `ConfigError` if one has it.
+
+    A second one would write its own settings into the run file that the first restarts its processes with.
+    """
+    path = config.run_dir / "launcher.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir = {config.run.dir}: {path} cannot be written: {error.strerror}; choose another run.dir"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"run.name = {config.run.name}: {config.run_dir} is in use by another launcher; stop that one, or "
+                f"choose another name: --run.name {config.run.name}-2"
+            ) from None
+        yield
 
 
 def write_resolved(config: RunConfig) -> Path:

@@ -18,7 +18,7 @@ MAX_PAUSE_S = 60.0
 
 @dataclass(frozen=True)
 class Done:
-    """It had nothing left to do."""
+    """It had nothing left to do: a worker ends with 0 only once the run is finished."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import aiohttp
 
 from deploy.children import Child, Children, describe_end
-from deploy.preflight import resolved, write_resolved
+from deploy.preflight import held_alone, resolved, write_resolved
 from deploy.programs import Program, preflight_program, programs
 from deploy.restart import WRONG_SETTING, Again, Done, Over, RestartPolicy
 from protocol import routes
@@ -51,12 +51,11 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
 
     async def work(children: Children) -> None:
         await _check(config, resume, children)
-        run_file = write_resolved(config).absolute()
-        log_dir = run_file.parent / "logs"
-        log_dir.mkdir(exist_ok=True)
-        say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
-        policy = RestartPolicy(config.deploy.restart)
-        await Keeper(children, policy, log_dir).keep(programs(config, run_file, resume))
+        with held_alone(config):
+            run_file = write_resolved(config).absolute()
+            say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
+            policy = RestartPolicy(config.deploy.restart)
+            await Keeper(children, policy, run_file.parent / "logs").keep(programs(config, run_file, resume))
 
     under_signals(work, config.deploy.grace_s)
 

@@ -59,11 +59,14 @@ class GroupRunner:
         row = self._row(ticket)
         prompt_ids = await self._prompt_ids(row.columns["prompt"])
         outcomes = await self._run_episodes(prompt_ids, ticket.group_size)
-        rewarded = await self._rewarded(row, self._counted(outcomes))
+        episodes = self._counted(outcomes)
+        for episode in episodes if self.keep_messages else []:
+            # Before the rewards get to see the messages: they may put objects of their own into them.
+            episode.rollout.messages = _as_json(episode.messages)
+        rewarded = await self._rewarded(row, episodes)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = [episode.segment(server_names)]
-            episode.rollout.messages = _as_json(episode.messages) if self.keep_messages else None
         return Group(
             ticket_id=ticket.id,
             index=ticket.index,
@@ -179,10 +182,9 @@ class GroupRunner:
         return rewarded
 
 
-def _as_json(messages: list[Message]) -> bytes | None:
-    """UTF-8 JSON; None if it cannot be written: messages hold sampled text, and rewards may change them."""
-    try:
-        return json.dumps(messages, default=str).encode()
-    except Exception:  # str() of a user's object may raise anything
-        logger.exception("an episode's messages cannot be written as JSON, and are not kept")
-        return None
+def _as_json(messages: list[Message]) -> bytes:
+    """UTF-8 JSON, also of what was sampled: a lone surrogate is escaped, and a number that JSON lacks becomes null."""
+    text = json.dumps(messages)
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(json.loads(text, parse_constant=lambda name: None))
+    return text.encode()

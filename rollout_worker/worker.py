@@ -23,12 +23,19 @@ from rollout_worker.ticket_loop import Queue, Worker
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None = None) -> None:
-    """Work until the run is finished, or SIGTERM or SIGINT comes. Raises `ConfigError` and `QueueError`."""
+def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None = None) -> int:
+    """Work until the run is finished, or SIGTERM or SIGINT comes; the exit code, 0 only if the run is finished.
+
+    Raises `ConfigError` and `QueueError`.
+    """
     task = load_task(config.task)
     own_name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(config, task, queue_url or config.queue.url, worker_id or own_name))
+        try:
+            return runner.run(_run(config, task, queue_url or config.queue.url, worker_id or own_name))
+        except SystemExit as error:
+            logger.error("a task's code ended the worker by SystemExit(%r)", error.code)
+            return 1
 
 
 async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> WorkerReport:
@@ -41,11 +48,19 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
     return worker.report()
 
 
-async def _run(config: RunConfig, task: Task, queue_url: str, worker_id: str) -> None:
+async def _run(config: RunConfig, task: Task, queue_url: str, worker_id: str) -> int:
     stop = asyncio.Event()
+    code = 0
+
+    def told_to_stop(number: int) -> None:
+        nonlocal code
+        code = 128 + number
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop, number)
     logger.info("worker %s: up to %d episodes for the queue at %s", worker_id, config.worker.episodes, queue_url)
     async with QueueClient(queue_url, config.token) as queue:
         report = await work(config, task, queue, worker_id, stop)
     logger.info("worker %s: %d episodes done, %d failed", worker_id, report.episodes_done, report.episodes_failed)
+    return code

@@ -42,11 +42,13 @@ class Journal(Generic[R]):
     """A file of JSON lines on one time line: opened at step c, it forgets what was written after c."""
 
     def __init__(self, path: Path, kind: type[R], step: int) -> None:
-        self.records = [record for record in _read(path, kind) if record.step <= step]
+        kept = [(line, record) for line, record in _read(path, kind) if record.step <= step]
+        self.records = [record for _, record in kept]
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".unfinished")
-        aside.write_bytes(b"".join(_line(record) for record in self.records))
+        # As they were: another release may have written figures that this one does not know.
+        aside.write_bytes(b"".join(line + b"\n" for line, _ in kept))
         os.replace(aside, path)
 
     def append(self, record: R) -> None:
@@ -59,13 +61,14 @@ def _line(record: Record) -> bytes:
     return msgspec.json.encode(record.flat()) + b"\n"
 
 
-def _read(path: Path, kind: type[R]) -> list[R]:
+def _read(path: Path, kind: type[R]) -> list[tuple[bytes, R]]:
+    """Each line with its record."""
     if not path.exists():
         return []
-    records = []
+    found = []
     for line in path.read_bytes().splitlines():
         try:
-            records.append(kind.of(msgspec.json.decode(line)))
+            found.append((line, kind.of(msgspec.json.decode(line))))
         except msgspec.DecodeError:
             break  # the line that a kill cut short; nothing follows it
-    return records
+    return found

@@ -32,6 +32,9 @@ from rollout_queue.store.migrations import LAYOUT, layout_of, migrate
 MEMORY = ":memory:"
 FILE_NAME = "queue.db"
 
+# Faults of the moment, which say nothing against the file.
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+
 # A group's facts lie flat in its ticket's row.
 _OF_TICKET = tuple(name for name in TicketRecord.__struct_fields__ if name != "group")
 _OF_GROUP = GroupFacts.__struct_fields__
@@ -67,7 +70,7 @@ class SqliteStore:
     """One writer per file, kept by a lock that a dead process lets go of; `:memory:` keeps nothing."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open, create or migrate the file; raises `ConfigError` if it cannot be used."""
+        """Open, create or migrate the file; raises `ConfigError` if it cannot be used, `StoreError` if not now."""
         self._path = str(path)
         with contextlib.ExitStack() as opened:
             if self._path != MEMORY:
@@ -82,6 +85,11 @@ class SqliteStore:
                 db.execute("PRAGMA journal_size_limit = 67108864")
                 migrate(db, self._path)
             except sqlite3.Error as error:
+                if getattr(error, "sqlite_errorcode", None) in _PASSING:
+                    raise StoreError(
+                        f"{path}: cannot be opened now: {error}; end what else has it open, or free its disk, then "
+                        f"start the queue again"
+                    ) from error
                 raise ConfigError(f"{path}: cannot be used as the queue's store: {error}; move it away") from error
             self._opened = opened.pop_all()
 

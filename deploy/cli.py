@@ -135,6 +135,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
     """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read."""
     from deploy.preflight import check
 
+    code = 0
     # Keep a task file's own prints out of the answer.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -142,7 +143,10 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
             check(load(run_file, context.args), resume)
         except ConfigError as error:
             answer.write(str(error))
-            raise typer.Exit(2) from None
+            code = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that the task file started would keep the process from ending otherwise
 
 
 def main() -> None:

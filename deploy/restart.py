@@ -65,7 +65,8 @@ class RestartPolicy:
             return Done()
         code = code or 1
         if role == "learner":
-            return Over(code)
+            resume = code not in (WRONG_SETTING, 130, 143)
+            return Over(code, "; go on from its newest checkpoint with --resume" if resume else "")
         if code == WRONG_SETTING:
             return Over(code, "(a wrong setting)")
         if role == "vllm" and name not in self._was_up:

@@ -181,10 +181,11 @@ class Keeper:
                     await self._children.end([child])
                     return
                 case Over(end_code, why):
-                    ended = f"{describe_end(name, code)} {why}".rstrip()
+                    ended = f"{describe_end(name, code)}{'' if why.startswith(';') else ' '}{why}".rstrip()
                     complain(f"{ended}; stopping the others")
                     lines = "\n".join(child.tail()[-LAST_LINES:])
-                    raise RunFailed(f"{ended}; the last lines of {child.log}:\n{lines}", end_code)
+                    quoted = f"; the last lines of {child.log}:\n{lines}" if lines.strip() else ""
+                    raise RunFailed(f"{ended}{quoted}", end_code)
                 case Again(pause_s, attempt):
                     cause = child.first_error()
                     complain(

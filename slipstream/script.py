@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from deploy.supervisor import supervise
+from deploy.supervisor import RunFailed, supervise
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
 from protocol.config.text import toml_value
 from rollout_worker.task.task import Task
@@ -38,11 +38,14 @@ def train(
     Raises `ConfigError` for what cannot work, before anything is started, and `RunFailed`. Ctrl-C ends all processes,
     then raises KeyboardInterrupt.
     """
-    _refuse_while_loading_a_task()
-    _refuse_in_an_event_loop()
-    task_path = _path_of(task)
-    config = _load(run_file, {**sections, "task": {"path": task_path}})
-    supervise(config, resume)
+    try:
+        _refuse_while_loading_a_task()
+        _refuse_in_an_event_loop()
+        config = _load(run_file, {**sections, "task": {"path": _path_of(task)}})
+        supervise(config, resume)
+    except (ConfigError, RunFailed) as error:
+        # The message says it all: without the frames in between it is also what a reader sees first.
+        raise error.with_traceback(None) from None
     summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text(encoding="utf-8"))
     return summary
 

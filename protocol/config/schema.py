@@ -13,11 +13,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # Settings of earlier releases that a run file may still hold, and what to write instead.
 REMOVED = {
-    ("learner", "correction"): "there is no choice of correction; delete the line",
+    ("learner", "correction"): "there is no choice of correction; leave it out",
 }
 # Values of earlier releases, likewise.
 REMOVED_VALUES = {
-    ("learner", "objective", "grpo"): 'write advantage = "grpo" and objective = "ppo_clip", or delete the line',
+    ("learner", "objective", "grpo"): 'write advantage = "grpo" and objective = "ppo_clip", or leave it out',
 }
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -37,7 +37,7 @@ class RunSection(Section):
         description="names the run and its directory: letters, digits, '_', '-' and, except at the start, '.'",
         pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
     )
-    dir: Path = Field(Path("runs"), strict=False, description="parent of the run directory")
+    dir: Path = Field(Path("runs"), strict=False, description="parent of the run directory, from the working directory")
     seed: int = Field(0, ge=0, lt=2**31, description="data order, sampling and initial state follow from it")
 
     @field_validator("dir")
@@ -100,7 +100,7 @@ class QueueSection(Section):
         4, ge=0, le=10_000, description="K: no token older than K versions contributes to a gradient"
     )
     overage: Literal["mask", "drop"] = Field(
-        "mask", description="what happens to groups with tokens older than K: mask the tokens, or drop all"
+        "mask", description="what happens to tokens older than K: mask them, or drop the whole group"
     )
     depth: float | Literal["auto"] = Field(
         "auto", description="d: groups outstanding, in optimiser steps; auto adapts between 1 and K + 1"
@@ -143,7 +143,8 @@ class LearnerSection(Section):
     weight_decay: float = Field(0.0, ge=0, le=10, description="AdamW's weight decay")
     max_grad_norm: float = Field(1.0, gt=0, le=1e9, description="gradients are scaled down to this norm")
     advantage: Literal["grpo", "rloo"] = Field(
-        "grpo", description="of a group's rewards: grpo (r - mean) / std, rloo r - mean of the others"
+        "grpo",
+        description="of a reward r in its group: grpo (r - mean) / std, rloo r - mean of the others",
     )
     objective: Literal["ppo_clip"] = Field("ppo_clip", description="the loss of a token, from its ratio and advantage")
     clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: the ratio stays above 1 - clip_low")
@@ -210,7 +211,7 @@ class DeploySection(Section):
     restart: CountOrZero = Field(
         3, description="times in a row that a vLLM server, a worker or the queue is started again after it died"
     )
-    grace_s: Seconds = Field(20.0, description="what has not ended so long after a stop is killed")
+    grace_s: Seconds = Field(20.0, description="after a stop, what has not ended within this time is killed")
 
 
 class RunConfig(Section):

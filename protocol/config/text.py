@@ -120,14 +120,14 @@ def _explain_one(source: str, fault: ErrorDetails, schema: type[BaseModel]) -> s
         return f"{source}: {section}.{key} is not a setting; [{section}] has: {', '.join(table.model_fields)}"
     if kind == "missing" and not inner:
         return f"{source}: {name} is missing ({field.description})"
-    meaning = _former(section, key, fault["input"]) or _meaning(fault)
-    return f"{source}: {name} = {_shown(key, fault['input'])}: {meaning} ({field.description})"
+    if former := _former(section, key, fault["input"]):
+        return f"{source}: {name} = {_shown(key, fault['input'])} is no longer accepted: {former}"
+    return f"{source}: {name} = {_shown(key, fault['input'])}: {_meaning(fault)} ({field.description})"
 
 
 def _former(section: str, key: str, value: Any) -> str | None:
     """The remedy for a value that an earlier release took."""
-    remedy = REMOVED_VALUES.get((section, key, value)) if isinstance(value, str) else None
-    return f"is no longer a value: {remedy}" if remedy else None
+    return REMOVED_VALUES.get((section, key, value)) if isinstance(value, str) else None
 
 
 def _section(schema: type[BaseModel], section: str) -> type[BaseModel] | None:

@@ -190,3 +190,10 @@ def test_a_model_that_cannot_be_loaded(run_file: Path, tmp_path: Path, config_js
 def test_an_attention_that_the_model_does_not_have(run_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.attention = sparkling: the model cannot use it"):
         preflight.check(load(run_file, ["--model.attention", "sparkling"]), resume=False)
+
+
+def test_a_thread_that_a_task_file_starts_does_not_hold_up_the_check(run_file: Path) -> None:
+    task = run_file.parent / "task.py"
+    thread = "import threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    task.write_text(thread + task.read_text(encoding="utf-8"), encoding="utf-8")
+    assert slipstream("preflight", run_file).returncode == 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,46 @@ def test_an_exit_code_above_128_is_a_signal_where_there_is_one() -> None:
 async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with Children(grace_s=5) as children, pytest.raises(FileNotFoundError):
         children.start(Program("it", "worker", ["/no/such/program"]), tmp_path)
+
+
+async def test_a_log_is_told_without_what_would_act_on_a_terminal(tmp_path: Path) -> None:
+    with Children(grace_s=5) as children:
+        script = r"printf '\033[31mERROR red\033[0m \007bell\n'; head -c 5000 /dev/zero | tr '\0' x"
+        child = await run_to_its_end(tmp_path, script, children)
+    assert child.first_error() == "ERROR red bell"
+    assert max(map(len, child.tail())) <= 400
+
+
+async def test_logs_go_on_where_their_folder_was_deleted(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with Children(grace_s=5) as children:
+        await run_to_its_end(logs, "echo one", children)
+        (logs / "it.log").unlink()
+        logs.rmdir()
+        child = await run_to_its_end(logs, "echo two", children)
+    assert child.tail() == ["two"]
+
+
+async def test_a_watchdog_that_is_killed_is_replaced_and_knows_the_children(tmp_path: Path) -> None:
+    with Children(grace_s=1) as children:
+        child = children.start(Program("it", "worker", ["sleep", "300"]), tmp_path)
+        first = children._watchdog
+        first.kill()
+        first.wait()
+        children.reap()  # as SIGCHLD has it called
+        second = children._watchdog
+        assert second.pid != first.pid
+        assert second.stdin is not None
+        second.stdin.close()  # as when the supervisor dies
+        await asyncio.to_thread(second.wait, 30)
+        assert child.poll() == 128 + signal.SIGTERM
+        children.reap()  # a third one, as the second has done its work
+        await children.end([child])
+
+
+async def test_a_watchdog_that_stands_still_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with Children(grace_s=1) as children:
+        os.kill(children._watchdog.pid, signal.SIGSTOP)
+        started = time.monotonic()
+    assert time.monotonic() - started < 30
+    assert children._watchdog.returncode == -signal.SIGKILL

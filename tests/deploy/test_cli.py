@@ -25,7 +25,7 @@ def test_i7_a_worker_without_a_queue_says_at_once_whom_it_waits_for(run_file: Pa
             assert f"for the queue at {url}" in worker.stderr.readline()
             assert f"waiting for the queue at {url}, for up to 300 s" in worker.stderr.readline()
             worker.send_signal(signal.SIGTERM)
-            assert worker.wait(20) == 0
+            assert worker.wait(20) == 128 + signal.SIGTERM
             assert "Traceback" not in worker.stderr.read()
         finally:
             worker.kill()

@@ -80,9 +80,9 @@ def test_queue_and_worker_find_each_other_and_are_shown(
     ledger = slipstream("ledger", run_file)
     assert ledger.returncode == 0, ledger.stderr
     assert (run_directory(run_file) / "queue.db").exists()
-    for process in reversed(queue_and_worker):
+    for process, code in ((queue_and_worker[1], 128 + signal.SIGTERM), (queue_and_worker[0], 0)):
         process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 0
+        assert process.wait(LIMIT_S) == code
     log = (run_file.parent / "log").read_text()
     assert "Traceback" not in log
     assert "PyTorch was not found" not in log

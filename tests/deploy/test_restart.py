@@ -26,6 +26,9 @@ class History:
         return self.policy.ended("it", self.role, code)
 
 
+RESUME = "; go on from its newest checkpoint with --resume"
+
+
 @pytest.mark.parametrize("code", [1, 3, 137, 143])
 @pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
 def test_it_is_started_again_after_growing_pauses_and_then_no_more(role: Role, code: int) -> None:
@@ -55,8 +58,9 @@ def test_a_long_start_is_not_being_up() -> None:
     [
         ("worker", 0, 0.0, Done()),
         ("learner", 0, 0.0, Done()),
-        ("learner", 1, 0.0, Over(1)),
-        ("learner", 137, 10 * STEADY_AFTER_S, Over(137)),
+        ("learner", 1, 0.0, Over(1, RESUME)),
+        ("learner", 137, 10 * STEADY_AFTER_S, Over(137, RESUME)),
+        ("learner", 2, 0.0, Over(2)),
         ("queue", 0, 0.0, Again(1, 1)),
         ("vllm", 0, 0.0, Again(1, 1)),
         ("vllm", 0, None, Over(1, "before it ever answered")),

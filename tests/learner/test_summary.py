@@ -162,6 +162,17 @@ def test_a_journal_forgets_the_time_line_that_a_resume_gave_up(tmp_path: Path) -
     assert Journal(path, StepRecord, 9).records == second.records
 
 
+def test_a_journal_keeps_figures_that_only_another_release_knows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    Journal(path, StepRecord, 0).append(step_record(1))
+    old = path.read_bytes().replace(b'{"step":1', b'{"ratio":1.01,"step":1')
+    assert b"ratio" in old
+    path.write_bytes(old)
+    Journal(path, StepRecord, 1).append(step_record(2))
+    assert path.read_bytes().startswith(old)
+    assert [record.step for record in Journal(path, StepRecord, 2).records] == [1, 2]
+
+
 def test_a_log_file_gets_a_line_now_and_then() -> None:
     text, now = io.StringIO(), [0.0]
     asked = []

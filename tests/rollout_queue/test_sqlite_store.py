@@ -32,6 +32,7 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.store.base import StoreError
 from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of
 from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger
 from tests.kit import config, group
@@ -287,6 +288,18 @@ def test_bad_input_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
         read_ledger(path)
     path.unlink()
     SqliteStore(path).close()
+
+
+def test_a_store_that_another_program_writes_to_is_not_called_broken(old_file: Path) -> None:
+    """ "Move it away" would lose the ledger; and the queue may be started again."""
+    other = sqlite3.connect(old_file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        with pytest.raises(StoreError, match="cannot be opened now: database is locked; end what else has it open"):
+            SqliteStore(old_file)
+    finally:
+        other.close()
+    SqliteStore(old_file).close()
 
 
 def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:

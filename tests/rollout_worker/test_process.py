@@ -26,7 +26,7 @@ import sys
 from protocol.config import RunConfig
 from rollout_worker.worker import run
 
-run(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], "w1")
+sys.exit(run(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], "w1"))
 """
 
 
@@ -60,7 +60,7 @@ class HttpQueue:
 
 
 async def test_sigterm_ends_a_worker_cleanly(tmp_path):
-    """Exit code 0, and the ticket it was working on given back."""
+    """Its ticket is given back; the exit code is not 0, which would say that the run is finished."""
     (tmp_path / "task.py").write_text(TASK)
     values = {"model": {"path": str(save_model_folder(tmp_path))}, "task": {"path": f"{tmp_path}/task.py:task"}}
     server, queue = fake(faults=[Fault("hang")]), HttpQueue()
@@ -76,5 +76,5 @@ async def test_sigterm_ends_a_worker_cleanly(tmp_path):
         finally:
             if process.returncode is None:
                 process.kill()
-    assert process.returncode == 0, errors.decode()
+    assert process.returncode == 128 + signal.SIGTERM, errors.decode()
     assert [failure.reason for failure in queue.failures] == ["worker_stopped"]

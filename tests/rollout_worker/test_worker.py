@@ -75,15 +75,15 @@ async def test_messages_are_stored_where_asked_for():
     assert messages[-1]["content"] == "408"
 
 
-class Unspeakable:
-    def __repr__(self):
-        raise RuntimeError("no words")
+class Hostile:
+    def __str__(self):
+        raise SystemExit(0)
+
+    __repr__ = __str__
 
 
-@pytest.mark.parametrize(
-    ("odd", "kept"), [({1, 2}, b"{1, 2}"), ("\ud800", b"\\ud800"), (Unspeakable(), None), ({(): 1}, None)], ids=repr_of
-)
-async def test_i9_whatever_a_reward_puts_into_the_messages_the_group_arrives(odd, kept):
+@pytest.mark.parametrize("odd", [Hostile(), {1, 2}, {(): 1}, "\ud800"], ids=["hostile", "set", "key", "surrogate"])
+async def test_i9_what_a_reward_puts_into_messages_is_not_kept(odd):
     def meddling(completions, **columns):
         for messages in completions:
             messages.append({"role": "note", "content": odd})
@@ -91,8 +91,21 @@ async def test_i9_whatever_a_reward_puts_into_the_messages_the_group_arrives(odd
 
     run = await roll(task(rewards=[meddling]), fake(), config=config(WORKER, worker={"keep_messages": True}))
     for rollout in run.rollouts:
-        assert (rollout.messages is None) if kept is None else (kept in rollout.messages)
+        assert [m["role"] for m in json.loads(rollout.messages)] == ["assistant", "tool", "assistant"]
     assert len(run.rollouts) == 2
+
+
+async def test_messages_are_json_whatever_was_sampled():
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": NaN, "b": 2}}</tool_call>'
+    server = fake(scripted(TOKENIZER, in_turn([call, "done"])))
+    run = await roll(task(), server, config=config(WORKER, worker={"keep_messages": True}))
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    for rollout in run.rollouts:
+        first = json.loads(rollout.messages, parse_constant=refuse)[0]
+        assert first["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 2}
 
 
 async def test_a_ticket_of_another_kind_is_given_back_for_good():

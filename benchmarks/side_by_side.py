@@ -1,6 +1,6 @@
 """Two checkouts of Slipstream on the quickstart's task, run in turn: is the one as fast as the other?
 
-    python benchmarks/side_by_side.py OLD NEW [--seeds 0 1 2] [--steps 60] [--first 6]
+    python benchmarks/side_by_side.py OLD NEW [--seeds 0 1 2] [--steps 60] [--first 6] [--model FOLDER]
 
 Each seed is run by OLD and then by NEW, on the same machine with the same tiny policy (built where it is missing),
 each with the virtual environment in its own `.venv`. Prints JSON: for each run the seconds a step from step `--first`
@@ -30,7 +30,7 @@ def run(checkout: Path, model: Path, seed: int, steps: int, first: int) -> dict[
         environment = {**os.environ, "PATH": f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"}
         command = [
             *(str(checkout / "deploy" / "launch.sh"), str(checkout / EXAMPLE / "run.toml")),
-            *("--run.name", name, "--run.dir", runs, "--run.seed", str(seed), "--model.path", str(model)),
+            *("--run.name", name, "--run.dir", runs, "--run.seed", str(seed), "--model.path", str(model.resolve())),
             *("--learner.steps", str(steps)),
         ]
         subprocess.run(command, cwd=checkout, env=environment, stdout=sys.stderr, check=True)
@@ -52,13 +52,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--first", type=int, default=6)
+    parser.add_argument("--model", type=Path, help="one tiny policy for all seeds, instead of one for each")
     arguments = parser.parse_args()
     old, new = arguments.old.resolve(), arguments.new.resolve()
     pairs = []
     for seed in arguments.seeds:
-        model = new / EXAMPLE / "models" / f"seed-{seed}"
+        model = arguments.model or new / EXAMPLE / "models" / f"seed-{seed}"
         build = [str(new / ".venv" / "bin" / "python"), str(new / EXAMPLE / "build_model.py")]
-        subprocess.run([*build, "--out", str(model), "--seed", str(seed)], stdout=sys.stderr, check=True)
+        subprocess.run([*build, "--out", str(model.resolve()), "--seed", str(seed)], stdout=sys.stderr, check=True)
         pair: dict[str, Any] = {
             name: run(checkout, model, seed, arguments.steps, arguments.first)
             for name, checkout in (("old", old), ("new", new))

@@ -1,8 +1,14 @@
-"""For all tests: examples of properties are bounded in number, never in time, so that a busy machine fails none."""
+"""For all tests: examples of properties are bounded in number, never in time, so that a busy machine fails none; and
+signals are as a terminal's shell sets them, also where the tests were started by nohup, whose children ignore SIGHUP."""
 
 from __future__ import annotations
+
+import signal
 
 from hypothesis import settings
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,5 +1,5 @@
 """For all tests: examples of properties are bounded in number, never in time, so that a busy machine fails none; and
-signals are as a terminal's shell sets them, also where the tests were started by nohup, whose children ignore SIGHUP."""
+signals are as a shell sets them, even if the tests were started by nohup, whose children ignore SIGHUP."""
 
 from __future__ import annotations
 

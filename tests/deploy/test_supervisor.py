@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -28,7 +29,8 @@ def stage(tmp_path: Path, run_file: Path) -> Iterator[Stage]:
     if stage.process and stage.process.poll() is None:
         stage.process.kill()
     for pid in stage.alive():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may end between the look and the kill
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_the_run_ends_with_its_learner_and_leaves_no_process(stage: Stage) -> None:

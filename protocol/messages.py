@@ -161,6 +161,31 @@ class Ticket(msgspec.Struct):
     kind: TicketKind = "train"
 
 
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What a process takes rollouts to be. Where two differ, groups of the one are wrong data to the other.
+
+    tokenizer, chat: digests of the vocabulary, and of the chat format with its template; rollout: settings that shape
+    an episode, as text by name. Of a worker alone: rows of its data set and the digest of a sample of them, and the
+    digest of its task file, which may change.
+    """
+
+    release: str
+    tokenizer: str
+    chat: str
+    rollout: dict[str, str]
+    rows: int | None = None
+    data: str | None = None
+    task: str | None = None
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """The first failure of its kind, as a person should read it. `kind`: tool, reward, row, prompt, episode or ticket;
+    `text`: what failed, with which error, in which file and line."""
+
+    kind: str
+    text: str
+
+
 class TicketRequest(msgspec.Struct):
     """Ask for up to `max_tickets`. `have` names the tickets that the worker holds: one that was issued to it and is
     not among them is delivered again, because the answer was lost or the worker was restarted under its name. None: new
@@ -191,7 +216,8 @@ class WorkerReport(msgspec.Struct):
 
     `capacity`: episodes that it may run at once; `waited_s`: seconds that capacity was idle because there were no
     tickets, where one second means all of the capacity for a second; `elapsed_s`: seconds since its first request;
-    `cpu_s`: CPU seconds of its process since then.
+    `cpu_s`: CPU seconds of its process since then. `fingerprint`: what the queue accepts or refuses the worker by;
+    `troubles`: the first failure of each kind.
     """
 
     worker_id: str
@@ -210,14 +236,18 @@ class WorkerReport(msgspec.Struct):
     elapsed_s: float = 0.0
     cpu_s: float = 0.0
     failures: dict[str, int] = {}
+    fingerprint: Fingerprint | None = None
+    troubles: list[Trouble] = []
 
 
 class WorkerReply(msgspec.Struct):
-    """Answer to a heartbeat. `lost_tickets` expired or were superseded: their episodes must be cancelled."""
+    """Answer to a heartbeat. `lost_tickets` expired or were superseded: their episodes must be cancelled. `warnings`:
+    what differs from the run, but does no harm."""
 
     lost_tickets: list[str]
     servers: list[Server]
     finished: bool
+    warnings: list[str] = []
 
 
 class LeaseRequest(msgspec.Struct):
@@ -246,7 +276,8 @@ class LeaseReply(msgspec.Struct):
 
 class LearnerReport(msgspec.Struct):
     """One step's figures for the status page. `step_s`: its seconds, of which `wait_s` waiting for groups;
-    `publishing`: the version on its way to the servers, if any."""
+    `publishing`: the version on its way to the servers, if any; `metrics`: the main ones of the step's line in
+    `metrics.jsonl`, by their names there."""
 
     step: int
     reward_mean: float
@@ -256,6 +287,7 @@ class LearnerReport(msgspec.Struct):
     staleness_mean: float
     staleness_max: int
     publishing: int | None = None
+    metrics: dict[str, float] = {}
 
 
 class LeaseAck(msgspec.Struct):
@@ -277,12 +309,15 @@ class LeaseRenewal(msgspec.Struct):
 
 
 class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
-    """The learner starts at step 0, or resumes from a checkpoint of `step` and policy `version`."""
+    """The learner starts at step 0, or resumes from a checkpoint of `step` and policy `version`. `fingerprint`: what it
+    expects of the workers; `vocabulary`: ids that the model knows are below it."""
 
     step: int
     version: int
     total_steps: int
     resume: bool
+    fingerprint: Fingerprint | None = None
+    vocabulary: int | None = None
 
 
 class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):
@@ -313,6 +348,20 @@ class RunPosition(msgspec.Struct):
     checkpoint_step: int | None
     served_version: int | None
     finished: bool
+
+
+class FinishRun(msgspec.Struct):
+    """The learner has made its last step."""
+
+    session: int
+
+
+class ServerChange(msgspec.Struct):
+    """Register a server or change its state. `session`: the learner's; without it a server can only be registered as
+    joining, or reported as down."""
+
+    server: Server
+    session: int | None = None
 
 
 class Problem(msgspec.Struct):

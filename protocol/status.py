@@ -89,6 +89,17 @@ class Stall(msgspec.Struct):
     why: str | None = None
 
 
+class Notice(msgspec.Struct):
+    """What a person should be told once: the first failure of its kind, groups without variance, a changed task file.
+    `id` grows by one from notice to notice, while the queue lives; `who`: the worker that met it, if one did."""
+
+    id: int
+    kind: str
+    text: str
+    who: str | None
+    since_s: float
+
+
 class TicketCounts(msgspec.Struct):
     """Every ticket of the run: issued = trained + dropped + reissued + outstanding (I1).
 
@@ -104,7 +115,8 @@ class TicketCounts(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """`depth`: groups outstanding, in optimiser steps; `depth_target`: what admission aims at, d of DESIGN.md."""
+    """`depth`: groups outstanding, in optimiser steps; `depth_target`: what admission aims at, d of DESIGN.md;
+    `gave_up`: why the run can go no further, if the queue found so."""
 
     run: str
     uptime_s: float
@@ -132,3 +144,5 @@ class Status(msgspec.Struct):
     worker_cpu_ms_per_episode: float | None = None
     drops: dict[str, int] = {}
     rejections: dict[str, int] = {}
+    notices: list[Notice] = []
+    gave_up: str | None = None

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ConfigError", "QueueClient", "RunFailed", "Task", "__version__", "train"]
 
-DISTRIBUTION = "slipstream-rl"
-
 _MODULES = {
     "ConfigError": "protocol.config",
     "QueueClient": "protocol.client",
@@ -28,7 +26,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = _version()
+        value: Any = import_module("protocol.fingerprint").release()
     elif name in _MODULES:
         value = getattr(import_module(_MODULES[name]), name)
     else:
@@ -39,12 +37,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return "0+unknown"  # a checkout that is not installed

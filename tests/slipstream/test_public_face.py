@@ -10,6 +10,7 @@ import pytest
 
 import slipstream
 from deploy.supervisor import RunFailed
+from protocol import fingerprint
 from protocol.client import QueueClient
 from protocol.config import ConfigError
 from rollout_worker.task import Task
@@ -35,8 +36,8 @@ def test_the_version_is_a_text() -> None:
 
 
 def test_a_checkout_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slipstream, "DISTRIBUTION", "no-such-distribution")
-    assert slipstream._version() == "0+unknown"
+    monkeypatch.setattr("protocol.fingerprint.DISTRIBUTION", "no-such-distribution")
+    assert fingerprint.release() == "0+unknown"
 
 
 def test_a_name_that_is_not_there() -> None:

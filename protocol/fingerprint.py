@@ -1,0 +1,71 @@
+"""What makes a worker's rollouts the learner's: the same tokenizer, chat format and rollout settings.
+
+Both ends compute it here, each from its own files, so that a tokenizer with two digits swapped does not train unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from protocol.config import RunConfig
+from protocol.messages import Fingerprint
+
+DISTRIBUTION = "slipstream-rl"
+
+_NAMES = {"tokenizer": "the tokenizer", "chat": "the chat format or its template"}
+
+
+def release() -> str:
+    """This installation's version of Slipstream."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "0+unknown"  # a checkout that is not installed
+
+
+def digest(value: Any) -> str:
+    """Of a value that JSON can write, or else of how Python writes it; the same on every machine and in every run."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
+    """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow."""
+    return Fingerprint(
+        release=release(),
+        tokenizer=_tokenizer(tokenizer),
+        chat=digest([config.chat.format, tokenizer.chat_template]),
+        rollout={
+            **{f"rollout.{name}": str(value) for name, value in config.rollout.model_dump().items()},
+            "vllm.max_model_len": str(config.vllm.max_model_len),
+        },
+    )
+
+
+def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
+    """What would make wrong data, in words; None if nothing would. The data set counts where both name it."""
+    for field, name in _NAMES.items():
+        here, there = getattr(expected, field), getattr(given, field)
+        if here != there:
+            return f"{name} differs: {there}, the run has {here}"
+    for name in sorted({*expected.rollout, *given.rollout}):
+        here, there = expected.rollout.get(name), given.rollout.get(name)
+        if here != there:
+            return f"{name} = {there}, the run has {here}"
+    if None not in (expected.rows, given.rows) and expected.rows != given.rows:
+        return f"the data set has {given.rows} rows, the run's has {expected.rows}"
+    if None not in (expected.data, given.data) and expected.data != given.data:
+        return f"rows of the data set differ: {given.data}, the run has {expected.data}"
+    return None
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    if isinstance(rules, dict):
+        # How long a text may be, and what fills it up, is each caller's own.
+        rules = {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
+    return digest(rules)

@@ -1,0 +1,74 @@
+"""A rollout as a person reads it: `slipstream rollouts`, `rollouts.jsonl` and `GET /v1/rollouts` show the same."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import msgspec
+
+from protocol.messages import Group
+
+MAX_TEXT = 4000
+
+
+class RolloutView(msgspec.Struct):
+    """messages: the conversation after the prompt, long texts cut, None where it was not kept; versions: oldest and
+    newest that sampled it; staleness: of its oldest token when it trained. step, staleness and advantage are None of
+    a rollout that has not been trained."""
+
+    ticket_id: str
+    index: int
+    epoch: int
+    number: int
+    worker_id: str
+    reward: float
+    reward_components: dict[str, float | None]
+    finish_reason: str
+    turns: int
+    tool_calls: int
+    tool_failures: int
+    sampled_tokens: int
+    versions: tuple[int, int] | None
+    messages: list[dict[str, Any]] | None = None
+    step: int | None = None
+    staleness: int | None = None
+    advantage: float | None = None
+
+    @classmethod
+    def of(cls, group: Group, number: int) -> Self:
+        """Rollout `number` of a group."""
+        rollout = group.rollouts[number]
+        versions = [span.version for segment in rollout.segments for span in segment.version_spans]
+        return cls(
+            ticket_id=group.ticket_id,
+            index=group.index,
+            epoch=group.epoch,
+            number=number,
+            worker_id=group.worker_id,
+            reward=rollout.reward,
+            reward_components=rollout.reward_components,
+            finish_reason=rollout.finish_reason,
+            turns=rollout.turns,
+            tool_calls=rollout.tool_calls,
+            tool_failures=rollout.tool_failures,
+            sampled_tokens=rollout.sampled_tokens,
+            versions=(min(versions), max(versions)) if versions else None,
+            messages=_readable(rollout.messages),
+        )
+
+
+def _readable(messages: bytes | None) -> list[dict[str, Any]] | None:
+    """The messages with their texts cut; None where there are none, or what a worker sent is not messages."""
+    if messages is None:
+        return None
+    try:
+        found = msgspec.json.decode(messages, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    return [{name: _cut(value) for name, value in message.items()} for message in found]
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"{value[:MAX_TEXT]}... ({len(value) - MAX_TEXT} more characters)"
+    return value

@@ -1,0 +1,65 @@
+"""`docs/from_trl.md` answers for every field of TRL's configs, and names only settings that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from protocol.config import RunConfig
+
+HERE = Path(__file__).parent
+PAGE = (HERE.parents[1] / "docs" / "from_trl.md").read_text(encoding="utf-8")
+LIST = json.loads((HERE / "trl_1_16_fields.json").read_text(encoding="utf-8"))
+CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig")
+SETTINGS = {
+    f"{section}.{key}"
+    for section, field in RunConfig.model_fields.items()
+    if field.annotation is not None
+    for key in field.annotation.model_fields
+}
+
+
+def rows() -> dict[str, str]:
+    """Of the tables with a field in their first column: the second column, by field."""
+    tables = PAGE.split("field by field", 1)[1]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.splitlines() if "|" in line]
+    return {match[1]: row[1] for row in cells if (match := re.fullmatch(r"`(\w+)`", row[0]))}
+
+
+def test_every_field_of_trl_has_one_row_with_an_answer() -> None:
+    wanted = {field for config in CONFIGS for field in LIST["fields"][config]}
+    assert wanted <= set(rows()), f"no row for {sorted(wanted - set(rows()))}"
+    assert all(rows().values())
+    named = re.findall(r"^\| `(\w+)` \|", PAGE.split("field by field", 1)[1], re.MULTILINE)
+    assert len(named) == len(set(named)), "a field has two rows"
+
+
+@pytest.mark.parametrize("field", rows())
+def test_an_answer_names_settings_that_exist_or_says_no(field: str) -> None:
+    answer = rows()[field]
+    named = {name for name in re.findall(r"`([a-z_]+\.[a-z_]+)`", answer)}
+    assert named <= SETTINGS, f"{named - SETTINGS} is not a setting"
+    assert named or "Task(" in answer or re.match(r"no\b|not yet|always|.*, always", answer), answer
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_list_of_fields_is_that_of_trl(config: str) -> None:
+    """Where the TRL of that version is installed; elsewhere the list stands for it."""
+    if importlib.util.find_spec("trl") is None or version("trl") != LIST["trl"]:
+        assert len(LIST["fields"][config]) > 30
+        return
+    import dataclasses
+
+    import trl
+    from transformers import TrainingArguments
+    from trl.experimental import async_grpo
+
+    found = getattr(trl, config, None) or getattr(async_grpo, config)
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(found)}
+    assert own - inherited <= set(LIST["fields"][config])

@@ -83,7 +83,7 @@ def config(
     run_file: OptionalRunFilePath = None,
     section: Annotated[str | None, typer.Option(help="print this section only")] = None,
 ) -> None:
-    """Check a run file and print it resolved; without one, print every setting with its default and meaning."""
+    """Check a run file and print it resolved; without one, print all settings."""
     given = parse_overrides(context.args)
     unset = {} if run_file else {name: value for name, value in TO_BE_SET.items() if name not in given}
     found = resolve(run_file, {**unset, **given}, "command line")
@@ -193,7 +193,7 @@ def rollouts(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
     queue: QueueUrl = None,
 ) -> None:
-    """Read what the policy says: the newest rollouts that were kept, with messages, rewards and staleness."""
+    """Read what the policy says, with rewards and staleness."""
     from deploy.rollouts_view import Wanted, find, print_json, print_text
 
     if worst and best:
@@ -255,7 +255,7 @@ def main() -> None:
     # Without torch, which most commands do not need, transformers would warn.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        app()
+        app(prog_name="slipstream")
     except ConfigError as error:
         _end(error, 2)
     except QueueError as error:

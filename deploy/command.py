@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from protocol.config import ConfigError, RunConfig
 from protocol.config.load import OPTION
-from protocol.config.text import find_field, nearest, settings, toml_value
+from protocol.config.text import find_field, named, nearest, settings, toml_value
 
 YES_OR_NO = ("true", "false", "yes", "no", "on", "off")
 
@@ -78,7 +78,9 @@ def _refuse(rest: list[str], unknown: list[str], flags: Collection[str], options
         if option in flags and value.lower() in YES_OR_NO:
             raise ConfigError(f"{option} {value}: {option} takes no value; give it alone, or leave it out")
     for word in unknown:
-        if meant := nearest(word.partition("=")[0], options):
+        name = word.partition("=")[0]
+        meant = None if named(RunConfig, name.lstrip("-")) else nearest(name, options)
+        if meant:
             raise ConfigError(f"{word}: not understood; did you mean {meant}?")
 
 

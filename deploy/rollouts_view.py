@@ -56,7 +56,7 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
         try:
             found, where = wanted.choose(asyncio.run(_ask(client, wanted))), client.url
         except QueueError as error:
-            raise QueueError(f"there is no {path} as yet, and {error}") from None
+            raise QueueError(str(error) if ask else f"there is no {path} as yet, and {error}") from None
     if wanted.step is not None and not found:
         raise ConfigError(f"--step {wanted.step}: no rollout of that step is kept at {where}; leave --step out")
     return found
@@ -86,13 +86,13 @@ def render(rollout: RolloutView) -> RenderableType:
     facts = [_versions(rollout.versions)]
     if rollout.staleness is not None:
         facts.append(f"staleness {rollout.staleness}")
-    calls = f", {rollout.tool_failures} failed" if rollout.tool_failures else ""
+    failed = f", {rollout.tool_failures} failed" if rollout.tool_failures else ""
     facts += [
-        f"{rollout.turns} turns",
-        f"{rollout.tool_calls} calls{calls}",
-        f"{rollout.sampled_tokens} tokens",
+        _count(rollout.turns, "turn"),
+        _count(rollout.tool_calls, "call") + failed,
+        _count(rollout.sampled_tokens, "token"),
         f"ended by {rollout.finish_reason}",
-        f"row index {rollout.index}",
+        f"ticket {rollout.ticket_id}",
         rollout.worker_id,
     ]
     told = [Text(", ".join(facts), style="dim")]
@@ -160,6 +160,10 @@ def _printable(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _versions(versions: tuple[int, int] | None) -> str:

@@ -84,7 +84,7 @@ def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
     for argument in rest:
         match = OPTION.fullmatch(argument)
         if not match:
-            meant = [name for name in config_text.settings(RunConfig) if name.endswith(f".{argument.lstrip('-')}")]
+            meant = config_text.named(RunConfig, argument.lstrip("-"))
             hint = f"; did you mean --{' or --'.join(meant)}?" if meant else ""
             raise ConfigError(f"{argument}: not understood; settings are given as --section.key value{hint}")
         section, key, text = match.groups()

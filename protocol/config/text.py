@@ -114,6 +114,11 @@ def settings(schema: type[BaseModel]) -> list[str]:
     return [f"{section}.{key}" for section, table in tables.items() if table for key in table.model_fields]
 
 
+def named(schema: type[BaseModel], key: str) -> list[str]:
+    """The settings that are called `key` in any section, as section.key."""
+    return [name for name in settings(schema) if name.endswith(f".{key}")]
+
+
 def _explain_one(
     fault: ErrorDetails, path: str, overridden: Collection[tuple[str, str]], overrider: str, schema: type[BaseModel]
 ) -> str:
@@ -138,10 +143,10 @@ def _explain_one(
     if field is None and (remedy := REMOVED.get((section, key))):
         return f"{source}: {section}.{key} is no longer a setting: {remedy}"
     if field is None:
-        meant = nearest(key, table.model_fields)
-        elsewhere = [name for name in settings(schema) if name.endswith(f".{key}")]
-        close = [f"{section}.{meant}"] if meant else elsewhere
-        hint = f"did you mean {' or '.join(close)}?" if close else f"[{section}] has: {', '.join(table.model_fields)}"
+        elsewhere = " or ".join(named(schema, key))
+        close = nearest(key, table.model_fields)
+        meant = elsewhere or (close and f"{section}.{close}")
+        hint = f"did you mean {meant}?" if meant else f"[{section}] has: {', '.join(table.model_fields)}"
         return f"{source}: {section}.{key} is not a setting; {hint}"
     if kind == "missing" and not inner:
         return f"{source}: {name} is missing ({field.description})"

@@ -114,7 +114,7 @@ def worker(
     """Run one rollout worker; any number may join and leave."""
     from rollout_worker.worker import run
 
-    raise typer.Exit(run(load(run_file, context.args, needs=("task", "tokenizer")), queue, name))
+    raise typer.Exit(run(load(run_file, context.args, needs=["task", "tokenizer"]), queue, name))
 
 
 @app.command(
@@ -128,7 +128,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     from weight_sync.publisher import PublishError
 
     try:
-        run(load(run_file, context.args, needs=("model",)), queue, resume)
+        run(load(run_file, context.args, needs=["model"]), queue, resume)
     except (DivergedError, PublishError) as error:
         raise RunFailed(str(error)) from error
 
@@ -142,7 +142,7 @@ def vllm(
     """Run vLLM's server with the flags that RL needs."""
     from deploy.vllm_server import run
 
-    run(load(run_file, context.args, needs=("model",)), index)
+    run(load(run_file, context.args, needs=["model"]), index)
 
 
 @app.command(

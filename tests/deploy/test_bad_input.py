@@ -75,7 +75,7 @@ def test_arguments_that_no_run_file_could_have(run_file: Path, arguments: list[s
         (["status", "{}", "--jsn"], "--jsn: not understood; did you mean --json?"),
         (["queue", "{}", "--port", "1"], "--port: not understood; settings are given as --section.key value; did you"),
         (["config", "{}", "queue.port", "1"], "queue.port: not understood; settings are given as --section.key value"),
-        (["queue", "{}", "--queue.port", "--help"], "--queue.port: a value is missing"),
+        (["config", "{}", "--queue.port", "--section", "chat"], "--queue.port: a value is missing"),
         (["config", "--section", "lerner"], "--section lerner: there is no such section; did you mean learner?"),
         (["rollouts", "{}", "--worst", "--best"], "--worst and --best: choose one of the two"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 from fastapi import FastAPI, Response
 from rich.console import Console
 
-from deploy import rollouts_view
 from deploy.rollouts_view import FILE_NAME, Wanted, find, render
 from protocol import routes
 from protocol.client import QueueClient, QueueError
@@ -176,9 +176,16 @@ async def queue() -> AsyncIterator[str]:
     ("wanted", "expected"),
     [(Wanted(2), [3, 2]), (Wanted(2, order="worst"), [1, 2]), (Wanted(1, order="best"), [3])],
 )
-async def test_before_the_first_step_the_queue_is_asked(queue: str, wanted: Wanted, expected: list[int]) -> None:
-    found = await rollouts_view._ask(QueueClient(queue), wanted)
-    assert [rollout.index for rollout in wanted.choose(found)] == expected
+async def test_before_the_first_step_the_queue_is_asked(
+    queue: str, tmp_path: Path, wanted: Wanted, expected: list[int]
+) -> None:
+    found = await asyncio.to_thread(find, tmp_path, wanted, QueueClient(queue))
+    assert [rollout.index for rollout in found] == expected
+
+
+async def test_a_queue_that_is_named_is_asked_although_there_is_a_file(queue: str, tmp_path: Path) -> None:
+    found = await asyncio.to_thread(find, written(tmp_path, view(9)), Wanted(1), QueueClient(queue), ask=True)
+    assert [rollout.index for rollout in found] == [3]
 
 
 def test_where_there_is_neither_file_nor_queue_both_are_named(tmp_path: Path) -> None:

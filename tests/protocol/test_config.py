@@ -122,8 +122,10 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; [queue] has: host, port, token"),
-        (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; the sections are: run, model, task"),
+        (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; did you mean queue.capacity_bytes?"),
+        (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, token"),
+        (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; did you mean [queue]?"),
+        (MINIMAL + "[zebra]\nport = 3\n", "[zebra] is not a section; the sections are: run, model, task"),
         ("seed = 3\n" + MINIMAL, "[seed] is not a section"),
         ("queue = 3\n" + MINIMAL, "queue = 3: must be a table, written [queue]"),
         (MINIMAL + "[[queue]]\nport = 3\n", "must be a table, written [queue]"),

@@ -25,11 +25,7 @@ from protocol.config.text import nearest
 from protocol.fingerprint import release
 from protocol.status import Status
 
-app = typer.Typer(
-    help="One command for each process of a run. All take --section.key VALUE to override the run file.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
 OptionalRunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, if there is one")]
@@ -55,7 +51,8 @@ def _options(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
-    """One command for each process of a run. All take --section.key VALUE to override the run file."""
+    """One command for each process of a run, and some to look around. Those with a run file take --section.key VALUE to
+    override it."""
 
 
 @app.command()
@@ -69,12 +66,12 @@ def init(
     write(folder, model)
 
 
-@app.command()
-def doctor(run_file: OptionalRunFilePath = None) -> None:
+@app.command(**reading("queue.port", "vllm.port", "vllm.count", "vllm.servers"))
+def doctor(context: typer.Context, run_file: OptionalRunFilePath = None) -> None:
     """Show what is installed, which devices there are, and what is broken."""
     from deploy.doctor import examine
 
-    raise typer.Exit(examine(load(run_file) if run_file else None))
+    raise typer.Exit(examine(load(run_file, context.args) if run_file else None))
 
 
 @app.command(**reading())

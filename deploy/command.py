@@ -91,8 +91,6 @@ def _table(reads: Collection[str]) -> Table:
         field = find_field(RunConfig, section, key)
         if field is None or not {section, name} & {*reads}:
             continue
-        default = (
-            "" if field.default is None else " (to be set)" if field.is_required() else f" {toml_value(field.default)}"
-        )
-        table.add_row(Text(f"--{name}{default}"), Text(str(field.description)))
+        default = "(to be set)" if field.is_required() else "" if field.default is None else toml_value(field.default)
+        table.add_row(Text(f"--{name} {default}"), Text(str(field.description)))
     return table

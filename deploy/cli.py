@@ -10,39 +10,90 @@ import logging
 import os
 import signal
 import sys
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import Annotated, NoReturn
 
+import msgspec
 import typer
 
 from deploy import extras
+from deploy.command import reading
 from deploy.supervisor import SIGNALS, RunFailed, supervise
 from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, load, to_toml
+from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, resolve, to_toml
+from protocol.config.text import nearest
+from protocol.fingerprint import release
+from protocol.status import Status
 
-app = typer.Typer(
-    help="One command for each process of a run. All take --section.key VALUE to override the run file.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
+OptionalRunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, if there is one")]
 QueueUrl = Annotated[str | None, typer.Option("--queue", help="URL of the queue; default: the run file's")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")]
 
-OVERRIDES: dict[str, Any] = {
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-    "options_metavar": "[--section.key VALUE ...] [OPTIONS]",
-}
+RUN = ("run.name", "run.dir")
+QUEUE = ("queue.host", "queue.port", "queue.token")
+EVERYTHING: tuple[Need, ...] = ("task", "model")
+# Stand for the settings that have no default while there is no run file.
+TO_BE_SET = {("model", "path"): "model", ("task", "path"): "task.py:task"}
 
 
-@app.command(**OVERRIDES)
-def config(context: typer.Context, run_file: RunFilePath) -> None:
-    """Check a run file and print it resolved, with every setting's meaning."""
-    typer.echo(to_toml(load(run_file, context.args)))
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {release()}")
+        raise typer.Exit
 
 
-@app.command(**OVERRIDES)
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """One command for each process of a run, and some to look around. Those with a run file take --section.key VALUE to
+    override it."""
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="where to; it may exist")] = Path(),
+    model: Annotated[str, typer.Option(help="a local model folder, or a Hugging Face hub name")] = "Qwen/Qwen3-0.6B",
+) -> None:
+    """Write a run file, a task and its data to start from."""
+    from deploy.init import write
+
+    write(folder, model)
+
+
+@app.command(**reading("queue.port", "vllm.port", "vllm.count", "vllm.servers"))
+def doctor(context: typer.Context, run_file: OptionalRunFilePath = None) -> None:
+    """Show what is installed, which devices there are, and what is broken."""
+    from deploy.doctor import examine
+
+    raise typer.Exit(examine(load(run_file, context.args) if run_file else None))
+
+
+@app.command(**reading())
+def config(
+    context: typer.Context,
+    run_file: OptionalRunFilePath = None,
+    section: Annotated[str | None, typer.Option(help="print this section only")] = None,
+) -> None:
+    """Check a run file and print it resolved; without one, print all settings."""
+    given = parse_overrides(context.args)
+    unset = {} if run_file else {name: value for name, value in TO_BE_SET.items() if name not in given}
+    found = resolve(run_file, {**unset, **given}, "command line")
+    if section is not None and section not in RunConfig.model_fields:
+        meant = nearest(section, RunConfig.model_fields)
+        hint = f"did you mean {meant}?" if meant else f"the sections are: {', '.join(RunConfig.model_fields)}"
+        raise ConfigError(f"--section {section}: there is no such section; {hint}")
+    typer.echo(to_toml(found, section and [section], unset.keys()))
+    for fault in missing_files(found, EVERYTHING) if run_file else []:
+        print(f"slipstream: warning: {fault}", file=sys.stderr)
+
+
+@app.command(**reading("run", "queue", "rollout.group_size", "learner.groups_per_step"))
 def queue(context: typer.Context, run_file: RunFilePath) -> None:
     """Run the rollout queue."""
     from rollout_queue.service import serve
@@ -50,7 +101,7 @@ def queue(context: typer.Context, run_file: RunFilePath) -> None:
     serve(load(run_file, context.args))
 
 
-@app.command(**OVERRIDES)
+@app.command(**reading("task", "worker", "rollout", "chat", "model.path", "vllm.max_model_len", "run.seed", *QUEUE))
 def worker(
     context: typer.Context,
     run_file: RunFilePath,
@@ -58,14 +109,14 @@ def worker(
     name: Annotated[str | None, typer.Option(help="the worker's name; default: host and process id")] = None,
 ) -> None:
     """Run one rollout worker; any number may join and leave."""
-    # Without torch, which it does not need, transformers would warn.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rollout_worker.worker import run
 
-    raise typer.Exit(run(load(run_file, context.args), queue, name))
+    raise typer.Exit(run(load(run_file, context.args, needs=["task", "tokenizer"]), queue, name))
 
 
-@app.command(**OVERRIDES)
+@app.command(
+    **reading("run", "model", "learner", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
+)
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     extras.require("slipstream learner", extras.LEARNER)
@@ -74,12 +125,12 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     from weight_sync.publisher import PublishError
 
     try:
-        run(load(run_file, context.args), queue, resume)
+        run(load(run_file, context.args, needs=["model"]), queue, resume)
     except (DivergedError, PublishError) as error:
         raise RunFailed(str(error)) from error
 
 
-@app.command(**OVERRIDES)
+@app.command(**reading("vllm", "model.path", "model.dtype", "weight_sync.transport", "run.seed", *QUEUE))
 def vllm(
     context: typer.Context,
     run_file: RunFilePath,
@@ -88,14 +139,16 @@ def vllm(
     """Run vLLM's server with the flags that RL needs."""
     from deploy.vllm_server import run
 
-    run(load(run_file, context.args), index)
+    run(load(run_file, context.args, needs=["model"]), index)
 
 
-@app.command(**OVERRIDES)
+@app.command(
+    **reading("run", "model", "task", "deploy", "worker.count", "vllm.servers", "vllm.count", others=True),
+)
 def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Run everything on this machine until the learner is done."""
     try:
-        supervise(load(run_file, context.args), resume)
+        supervise(load(run_file, context.args, needs=EVERYTHING), resume)
     except (KeyboardInterrupt, SystemExit):
         # Everything has ended: an impatient second signal has nothing left to stop but the exit.
         for number in SIGNALS:
@@ -103,26 +156,56 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
         raise
 
 
-@app.command(**OVERRIDES)
+@app.command(**reading(*QUEUE))
 def status(
     context: typer.Context,
     run_file: RunFilePath,
     queue: QueueUrl = None,
     watch: Annotated[bool, typer.Option("--watch", help="redraw every second until Ctrl-C")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print it once, as one line of JSON")] = False,
 ) -> None:
     """Show depth, staleness and who waits for whom."""
     from deploy.status_view import show
 
     config = load(run_file, context.args)
     # One look asks once; a watch outlives a restart of the queue.
-    client = QueueClient(queue or config.queue.url, config.token, patience_s=60.0 if watch else 0.0, timeout_s=10.0)
+    client = _client(config, queue, patience_s=60.0 if watch and not as_json else 0.0)
     try:
-        asyncio.run(show(client, watch))
+        if as_json:
+            typer.echo(msgspec.json.encode(asyncio.run(_status(client))).decode())
+        else:
+            asyncio.run(show(client, watch))
     except QueueError as error:
         raise ConfigError(str(error)) from None
 
 
-@app.command(**OVERRIDES)
+@app.command(**reading(*RUN, *QUEUE))
+def rollouts(
+    context: typer.Context,
+    run_file: RunFilePath,
+    step: Annotated[int | None, typer.Option(min=1, help="of this optimiser step only")] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="the lowest rewards first")] = False,
+    best: Annotated[bool, typer.Option("--best", help="the highest rewards first")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="how many")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
+    queue: QueueUrl = None,
+) -> None:
+    """Read what the policy says, with rewards and staleness."""
+    from deploy.rollouts_view import Wanted, find, print_json, print_text
+
+    if worst and best:
+        raise ConfigError("--worst and --best: choose one of the two")
+    config = load(run_file, context.args)
+    wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest")
+    client = _client(config, queue, patience_s=0.0)
+    try:
+        found = find(config.run_dir, wanted, client, ask=queue is not None)
+    except QueueError as error:
+        raise ConfigError(str(error)) from None
+    (print_json if as_json else print_text)(found)
+
+
+@app.command(**reading(*RUN, "queue.store"))
 def ledger(context: typer.Context, run_file: RunFilePath) -> None:
     """Print what became of every ticket of the run, one JSON object a line."""
     from deploy.ledger_view import print_ledger
@@ -130,7 +213,7 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
     print_ledger(load(run_file, context.args))
 
 
-@app.command(**OVERRIDES, hidden=True)
+@app.command(**reading(), hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read."""
     from deploy.preflight import check
@@ -140,13 +223,22 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
-            check(load(run_file, context.args), resume)
+            check(load(run_file, context.args, needs=EVERYTHING), resume)
         except ConfigError as error:
             answer.write(str(error))
             code = 2
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread that the task file started would keep the process from ending otherwise
+
+
+def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:
+    return QueueClient(queue or config.queue.url, config.token, patience_s=patience_s, timeout_s=10.0)
+
+
+async def _status(client: QueueClient) -> Status:
+    async with client:
+        return await client.status()
 
 
 def main() -> None:
@@ -157,8 +249,10 @@ def main() -> None:
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # Without torch, which most commands do not need, transformers would warn.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        app()
+        app(prog_name="slipstream")
     except ConfigError as error:
         _end(error, 2)
     except QueueError as error:

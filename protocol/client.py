@@ -45,6 +45,7 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
+from protocol.rollouts import RolloutView
 from protocol.status import Status
 
 T = TypeVar("T")
@@ -178,6 +179,10 @@ class QueueClient:
 
     async def status(self) -> Status:
         return await self._ask(Status, "GET", routes.STATUS)
+
+    async def rollouts(self, limit: int, worst: bool = False) -> list[RolloutView]:
+        """At most `limit` of the rollouts that the queue remembers, newest first; `worst`: lowest reward first."""
+        return await self._ask(list[RolloutView], "GET", f"{routes.ROLLOUTS}?limit={limit}&worst={str(worst).lower()}")
 
     async def finish(self) -> None:
         await self._call("POST", routes.FINISH)

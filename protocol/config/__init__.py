@@ -1,6 +1,6 @@
 """The run file: one TOML file, read by `load` into a `RunConfig` (`schema` has its settings, `text` its faults)."""
 
-from protocol.config.load import ConfigError, load, parse_overrides, resolve
+from protocol.config.load import ConfigError, Need, load, missing_files, parse_overrides, resolve
 from protocol.config.schema import (
     LOOPBACK,
     ChatSection,
@@ -25,6 +25,7 @@ __all__ = [
     "DeploySection",
     "LearnerSection",
     "ModelSection",
+    "Need",
     "QueueSection",
     "RolloutSection",
     "RunConfig",
@@ -34,6 +35,7 @@ __all__ = [
     "WeightSyncSection",
     "WorkerSection",
     "load",
+    "missing_files",
     "parse_overrides",
     "resolve",
     "to_toml",

@@ -3,22 +3,27 @@
 Paths: `run.dir` is taken from the working directory; `task.path` and `model.path` from the folder of the run
 file. Any field may be given as `--section.key value` on every command; such paths are taken from the working
 directory. A loaded run file holds the task's and a local model's path as absolute ones.
+
+Whether task and model are there is checked only where a process needs them: a queue starts without either.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from protocol.config import text as config_text
 from protocol.config.schema import RunConfig
 
-_OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
+# What a process needs of the files that a run file names; `tokenizer`: the model's folder, whatever it holds.
+Need = Literal["task", "tokenizer", "model"]
+
+OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -26,15 +31,18 @@ class ConfigError(ValueError):
     """A run file that cannot be used. Its text names the value and the remedy."""
 
 
-def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """The run file at `path` with `--section.key value` overrides; raises `ConfigError`."""
-    return resolve(path, parse_overrides(overrides or []), "command line")
+def load(path: str | Path, overrides: list[str] | None = None, needs: Collection[Need] = ()) -> RunConfig:
+    """The run file at `path` with `--section.key value` overrides; raises `ConfigError`, also where a file that the
+    caller `needs` is missing."""
+    return resolve(path, parse_overrides(overrides or []), "command line", needs)
 
 
-def resolve(path: str | Path | None, given: Mapping[tuple[str, str], Any], giver: str) -> RunConfig:
+def resolve(
+    path: str | Path | None, given: Mapping[tuple[str, str], Any], giver: str, needs: Collection[Need] = ()
+) -> RunConfig:
     """The run file at `path`, None for an empty one, with the settings `given`, {(section, key): value}, over its own.
 
-    `giver`: where these are from, for messages. Raises `ConfigError`.
+    `giver`: where these are from, for messages. Raises `ConfigError` as `load` does.
     """
     values = {} if path is None else _read(Path(path))
     path = Path(giver if path is None else path)
@@ -51,8 +59,22 @@ def resolve(path: str | Path | None, given: Mapping[tuple[str, str], Any], giver
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(config_text.explain(path, error, given, giver, RunConfig)) from None
-    _check_files(config)
+    if faults := missing_files(config, needs):
+        raise ConfigError("\n".join(faults))
     return config
+
+
+def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
+    """One line for each of `needs` that is not there. A hub name is not looked up."""
+    faults = []
+    model, task = Path(config.model.path), config.task.file
+    if {"model", "tokenizer"} & {*needs} and model.is_absolute() and not model.is_dir():
+        faults.append(f"model.path = {model}: there is no such folder; give an existing model folder or a hub name")
+    elif "model" in needs and model.is_absolute() and not (model / "config.json").is_file():
+        faults.append(f"model.path = {model}: the folder holds no config.json; save a model there with save_pretrained")
+    if "task" in needs and not task.is_file():
+        faults.append(f"task.path = {config.task.path}: there is no file {task}; write it as path/to/file.py:name")
+    return faults
 
 
 def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
@@ -60,13 +82,15 @@ def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     rest = iter(arguments)
     for argument in rest:
-        match = _OPTION.fullmatch(argument)
+        match = OPTION.fullmatch(argument)
         if not match:
-            raise ConfigError(f"{argument}: not understood; settings are given as --section.key value")
+            meant = config_text.named(RunConfig, argument.lstrip("-"))
+            hint = f"; did you mean --{' or --'.join(meant)}?" if meant else ""
+            raise ConfigError(f"{argument}: not understood; settings are given as --section.key value{hint}")
         section, key, text = match.groups()
         if text is None:
             text = next(rest, None)
-            if text is None or _OPTION.fullmatch(text):
+            if text is None or OPTION.fullmatch(text):
                 raise ConfigError(f"{argument}: a value is missing; write {argument} value")
         found[section, key] = _override(section, key, text)
     return found
@@ -106,15 +130,3 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         in_known_folder = anchored.parent != folder and anchored.parent.is_dir()
         if section == "task" or not _HUB_NAME.fullmatch(table["path"]) or anchored.exists() or in_known_folder:
             table["path"] = str(anchored.absolute())
-
-
-def _check_files(config: RunConfig) -> None:
-    model, task = Path(config.model.path), config.task.file
-    if model.is_absolute() and not model.is_dir():
-        raise ConfigError(f"model.path = {model}: there is no such folder; give an existing model folder or a hub name")
-    if model.is_absolute() and not (model / "config.json").is_file():
-        raise ConfigError(
-            f"model.path = {model}: the folder holds no config.json; save a model there with save_pretrained"
-        )
-    if not task.is_file():
-        raise ConfigError(f"task.path = {config.task.path}: there is no file {task}; write it as path/to/file.py:name")

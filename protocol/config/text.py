@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
@@ -43,17 +44,24 @@ _MEANINGS = {
 }
 
 
-def to_toml(config: BaseModel) -> str:
+def to_toml(
+    config: BaseModel, sections: Collection[str] | None = None, to_be_set: Collection[tuple[str, str]] = ()
+) -> str:
     """The resolved run file as TOML, each setting with its description; a token is printed as `***`.
 
-    `protocol.config.load` reads the text back to an equal run file where it held no token.
+    sections: those to print, None for all; to_be_set: (section, key) of those without a value as yet.
+    `protocol.config.load` reads the whole text back to an equal run file where it held no token.
     """
     tables = []
     for section, table in config:
+        if sections is not None and section not in sections:
+            continue
         lines = [f"[{section}]"]
         for key, value in table:
-            setting = f"# {key} =" if value is None else f"{key} = {_shown(key, value)}"
-            lines += _commented(setting, str(type(table).model_fields[key].description))
+            unset = (section, key) in to_be_set
+            setting = f"# {key} =" if unset or value is None else f"{key} = {_shown(key, value)}"
+            description = str(type(table).model_fields[key].description)
+            lines += _commented(setting, f"to be set: {description}" if unset else description)
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 
@@ -85,10 +93,7 @@ def explain(
 ) -> str:
     """One line a fault: where it is, the value, what is wrong and what the setting means. `overrider`: where the
     settings `overridden` are from."""
-    lines = [
-        _explain_one(overrider if _is_overridden(fault, overridden) else str(path), fault, schema)
-        for fault in error.errors(include_url=False)
-    ]
+    lines = [_explain_one(fault, str(path), overridden, overrider, schema) for fault in error.errors(include_url=False)]
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -98,17 +103,38 @@ def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | N
     return table.model_fields.get(key) if table else None
 
 
-def _explain_one(source: str, fault: ErrorDetails, schema: type[BaseModel]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """The one of `words` that `word` was most likely meant to be, if any."""
+    return next(iter(get_close_matches(word, words, n=1)), None)
+
+
+def settings(schema: type[BaseModel]) -> list[str]:
+    """The names of all settings, as section.key."""
+    tables = {section: _section(schema, section) for section in schema.model_fields}
+    return [f"{section}.{key}" for section, table in tables.items() if table for key in table.model_fields]
+
+
+def named(schema: type[BaseModel], key: str) -> list[str]:
+    """The settings that are called `key` in any section, as section.key."""
+    return [name for name in settings(schema) if name.endswith(f".{key}")]
+
+
+def _explain_one(
+    fault: ErrorDetails, path: str, overridden: Collection[tuple[str, str]], overrider: str, schema: type[BaseModel]
+) -> str:
     kind = fault["type"]
-    location = [str(part) for part in fault["loc"]]
-    section, key, *inner = location + [""] * (2 - len(location))
+    section, key, *inner = [*map(str, fault["loc"]), "", ""][: max(2, len(fault["loc"]))]
+    by_override = (section, key) in overridden if key else any(section == given for given, _ in overridden)
+    source = overrider if by_override else path
     name = f"{section}.{key}" + "".join(f"[{index}]" for index in inner)
     field = find_field(schema, section, key)
     table = _section(schema, section)
     if not section:
         return f"{source}: {_meaning(fault)}"
     if table is None:
-        return f"{source}: [{section}] is not a section; the sections are: {', '.join(schema.model_fields)}"
+        meant = nearest(section, schema.model_fields)
+        hint = f"did you mean [{meant}]?" if meant else f"the sections are: {', '.join(schema.model_fields)}"
+        return f"{source}: [{section}] is not a section; {hint}"
     if not key and kind == "missing":
         needed = [f"{name} = {info.description}" for name, info in table.model_fields.items() if info.is_required()]
         return f"{source}: the section [{section}] is missing; it needs {', '.join(needed)}"
@@ -117,7 +143,11 @@ def _explain_one(source: str, fault: ErrorDetails, schema: type[BaseModel]) -> s
     if field is None and (remedy := REMOVED.get((section, key))):
         return f"{source}: {section}.{key} is no longer a setting: {remedy}"
     if field is None:
-        return f"{source}: {section}.{key} is not a setting; [{section}] has: {', '.join(table.model_fields)}"
+        elsewhere = " or ".join(named(schema, key))
+        close = nearest(key, table.model_fields)
+        meant = elsewhere or (close and f"{section}.{close}")
+        hint = f"did you mean {meant}?" if meant else f"[{section}] has: {', '.join(table.model_fields)}"
+        return f"{source}: {section}.{key} is not a setting; {hint}"
     if kind == "missing" and not inner:
         return f"{source}: {name} is missing ({field.description})"
     if former := _former(section, key, fault["input"]):
@@ -134,13 +164,6 @@ def _section(schema: type[BaseModel], section: str) -> type[BaseModel] | None:
     field = schema.model_fields.get(section)
     kind = field.annotation if field else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _is_overridden(fault: ErrorDetails, overridden: Collection[tuple[str, str]]) -> bool:
-    section, key = [*map(str, fault["loc"]), "", ""][:2]
-    if key:
-        return (section, key) in overridden
-    return any(section == given for given, _ in overridden)
 
 
 def _meaning(fault: ErrorDetails) -> str:

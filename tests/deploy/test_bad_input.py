@@ -12,7 +12,7 @@ from time import perf_counter
 
 import pytest
 
-from deploy import preflight
+from deploy import cli, preflight
 from protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK, free_port, run_directory
 
@@ -58,11 +58,50 @@ def test_a_wrong_value_is_told_by_its_name(run_file: Path) -> None:
     ],
 )
 def test_arguments_that_no_run_file_could_have(run_file: Path, arguments: list[str], says: list[str]) -> None:
-    """The message is what `config`, and so every command, prints."""
+    """The message is what every command prints that needs task and model."""
     with pytest.raises(ConfigError) as error:
-        load(run_file, arguments)
+        load(run_file, arguments, needs=("task", "model"))
     for text in says:
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["up", "{}", "--resum"], "--resum: not understood; did you mean --resume?"),
+        (["up", "--resum", "{}"], "--resum: not understood; did you mean --resume?"),
+        (["up", "--resume", "true", "{}"], "--resume true: --resume takes no value; give it alone"),
+        (["up", "--learner.stepz", "7", "{}"], "learner.stepz is not a setting; did you mean learner.steps?"),
+        (["status", "{}", "--jsn"], "--jsn: not understood; did you mean --json?"),
+        (["queue", "{}", "--port", "1"], "--port: not understood; settings are given as --section.key value; did you"),
+        (["config", "{}", "queue.port", "1"], "queue.port: not understood; settings are given as --section.key value"),
+        (["config", "{}", "--queue.port", "--section", "chat"], "--queue.port: a value is missing"),
+        (["config", "--section", "lerner"], "--section lerner: there is no such section; did you mean learner?"),
+        (["rollouts", "{}", "--worst", "--best"], "--worst and --best: choose one of the two"),
+    ],
+)
+def test_a_mistyped_option_is_told_in_one_line_with_the_name_that_was_meant(
+    run_file: Path,
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slipstream", *(word.format(run_file) for word in arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("slipstream: ")
+    assert says in err
+
+
+@pytest.mark.parametrize("command", ["status", "rollouts"])
+def test_a_queue_that_does_not_answer_is_told_with_its_url(run_file: Path, command: str) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert_refused(slipstream(command, run_file, "--queue", url), f"the queue at {url} did not answer")
 
 
 def launch(run_file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

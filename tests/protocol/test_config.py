@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.config import ConfigError, RunConfig, load, parse_overrides, to_toml
+from protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
+FILES: tuple[Need, ...] = ("task", "model")
 JARGON = ("pydantic", "Traceback", "validation error", "type=", "Input should", "<class", "Error(")
 
 
@@ -50,9 +51,9 @@ def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> Ru
 
 
 def fault(path: Path, overrides: list[str] | None = None) -> str:
-    """The message that loading the run file fails with."""
+    """The message that loading the run file fails with, for one who needs its files."""
     with pytest.raises(ConfigError) as error:
-        load(path, overrides)
+        load(path, overrides, FILES)
     message = str(error.value)
     assert not [word for word in JARGON if word in message], message
     assert error.value.__suppress_context__ or error.value.__context__ is None
@@ -121,8 +122,10 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; [queue] has: host, port, token"),
-        (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; the sections are: run, model, task"),
+        (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; did you mean queue.capacity_bytes?"),
+        (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, token"),
+        (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; did you mean [queue]?"),
+        (MINIMAL + "[zebra]\nport = 3\n", "[zebra] is not a section; the sections are: run, model, task"),
         ("seed = 3\n" + MINIMAL, "[seed] is not a section"),
         ("queue = 3\n" + MINIMAL, "queue = 3: must be a table, written [queue]"),
         (MINIMAL + "[[queue]]\nport = 3\n", "must be a table, written [queue]"),
@@ -189,6 +192,37 @@ def test_a_model_folder_without_a_config_is_told(folder: Path) -> None:
     assert fault(folder / "run.toml") == (
         f"model.path = {folder}/model: the folder holds no config.json; save a model there with save_pretrained"
     )
+
+
+@pytest.mark.parametrize(
+    ("needs", "missing"),
+    [
+        ((), []),
+        (("task",), ["task.path"]),
+        (("tokenizer",), ["model.path"]),
+        (("model",), ["model.path"]),
+        (("tokenizer", "model"), ["model.path"]),
+        (("task", "tokenizer"), ["model.path", "task.path"]),
+    ],
+)
+def test_hole_8_only_the_files_that_a_process_needs_are_checked(
+    folder: Path, needs: tuple[Need, ...], missing: list[str]
+) -> None:
+    """All that are missing are told at once."""
+    (folder / "task.py").unlink()
+    (folder / "model" / "config.json").unlink()
+    (folder / "model").rmdir()
+    told = ""
+    try:
+        load(folder / "run.toml", needs=needs)
+    except ConfigError as error:
+        told = str(error)
+    assert [line.split(" = ")[0] for line in told.splitlines()] == missing
+
+
+def test_hole_8_a_worker_needs_no_more_of_the_model_than_its_folder(folder: Path) -> None:
+    (folder / "model" / "config.json").unlink()
+    load(folder / "run.toml", needs=("task", "tokenizer"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "org/name.v1_2"])
@@ -296,7 +330,15 @@ def test_overrides_are_read_as_toml_or_as_text(arguments: list[str], expected: d
         (["--port", "3"], "--port: not understood; settings are given as --section.key value"),
         (["queue.port", "3"], "queue.port: not understood"),
         (["--queue.speed", "3"], "command line: queue.speed is not a setting; [queue] has: host"),
-        (["--que.port", "3"], "command line: [que] is not a section"),
+        (["--que.port", "3"], "command line: [que] is not a section; did you mean [queue]?"),
+        (["--zebra.port", "3"], "command line: [zebra] is not a section; the sections are: run, model"),
+        (["--learner.stepz", "3"], "command line: learner.stepz is not a setting; did you mean learner.steps?"),
+        (["--queue.steps", "3"], "command line: queue.steps is not a setting; did you mean learner.steps?"),
+        (["--deploy.host", "::1"], "did you mean queue.host or weight_sync.host or vllm.host?"),
+        (
+            ["--steps", "3"],
+            "--steps: not understood; settings are given as --section.key value; did you mean --learner.s",
+        ),
         (["--queue.port", "abc"], 'command line: queue.port = "abc": must be a whole number'),
         (["--queue.port", "[1"], 'command line: queue.port = "[1": must be a whole number'),
     ],
@@ -377,6 +419,17 @@ def test_the_printed_run_file_tells_what_each_setting_means(shared_folder: Path)
     assert any(line.startswith("# token = ") for line in lines)
     assert max(len(line) for line in lines if "path = " not in line) <= 100
     assert list(tomllib.loads(text)) == list(RunConfig.model_fields)
+
+
+def test_one_section_can_be_printed(folder: Path) -> None:
+    assert list(tomllib.loads(to_toml(load(folder / "run.toml"), ["chat", "deploy"]))) == ["chat", "deploy"]
+
+
+def test_a_setting_that_is_to_be_set_is_printed_as_such() -> None:
+    given = {("model", "path"): "model", ("task", "path"): "task.py:task"}
+    text = to_toml(resolve(None, given, "test"), to_be_set=[("task", "path")])
+    assert "# path =                        # to be set: the task object, as path/to/file.py:name" in text.splitlines()
+    assert tomllib.loads(text)["model"]["path"] == "model"
 
 
 class Bounds(NamedTuple):

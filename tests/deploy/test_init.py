@@ -1,0 +1,114 @@
+"""`slipstream init`: what it writes is a task and a run file that work as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deploy import cli, init
+from protocol.config import ConfigError, load
+from rollout_worker import user_code
+from rollout_worker.chat import build_chat_format
+from rollout_worker.chat.base import ToolCall
+from rollout_worker.task.rewards import RewardBatch, RewardFunctions
+from rollout_worker.task.task import Task, load_task
+from rollout_worker.task.tools import ToolBox
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: Path) -> Path:
+    init.write(tmp_path / "my shop", str(model_folder))
+    return tmp_path / "my shop"
+
+
+@pytest.fixture
+def task(folder: Path) -> Task:
+    return load_task(load(folder / "run.toml").task)
+
+
+def test_the_run_file_loads_and_its_model_can_talk_to_the_tools(folder: Path, task: Task, model_folder: Path) -> None:
+    config = load(folder / "run.toml", needs=("task", "model"))
+    assert (config.run.name, config.model.path) == ("my-shop", str(model_folder))
+    assert config.worker.keep_messages
+    build_chat_format(config, ToolBox(task.tools).schemas)
+
+
+async def test_a_sync_and_an_async_tool_answer(task: Task) -> None:
+    order = [ToolCall("price", {"item": "pen"}), ToolCall("price", {"item": "car"})]
+    order += [ToolCall("total", {"quantities": [3, 2], "prices": [120, 250]})]
+    found, missing, total = await ToolBox(task.tools).run(order)
+    assert (found.content, total.content) == ("120", "860")
+    assert missing.failed
+    assert "there is no 'car'; the items are: pen" in missing.content
+
+
+async def test_two_rewards_tell_a_right_answer_and_a_short_one(task: Task) -> None:
+    row = task.dataset[0]
+    said = [str(row["answer"]), f"That is {row['answer']} cents.", "I do not know", ""]
+    completions = [[{"role": "assistant", "content": text}] for text in said]
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    functions = RewardFunctions(task.rewards, task.reward_weights)
+    scores = await functions.score(RewardBatch(row["prompt"], completions, [[]] * 4, columns))
+    assert [score.components["correct"] for score in scores] == [1.0, 1.0, 0.0, 0.0]
+    rewards = [score.reward or 0.0 for score in scores]
+    assert rewards[0] > rewards[1] > 1.0 > rewards[2]
+
+
+async def test_the_data_are_right(task: Task) -> None:
+    """Each row is an order of items that have a price, and its answer their sum; each begins with the system prompt."""
+    price, total = task.tools
+    assert len(task.dataset) >= 20
+    for row in task.dataset:
+        system, user = row["prompt"]
+        assert (system["role"], user["role"]) == ("system", "user")
+        order = re.findall(r"(\d+) ([a-z]+?)s?\b", user["content"])
+        prices = [await user_code.call(price, 5.0, item=item) for _, item in order]
+        assert total([int(count) for count, _ in order], prices) == row["answer"]
+
+
+@pytest.mark.parametrize("name", ["run.toml", "task.py", "data.jsonl"])
+def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"{name}: already there, and nothing is overwritten; give another folder"):
+        init.write(tmp_path, "gpt2")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_the_next_two_commands_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.sys, "argv", ["slipstream", "init", "shop"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    told, *commands = capsys.readouterr().out.splitlines()
+    assert told == "wrote shop/run.toml, shop/task.py, shop/data.jsonl; next:"
+    assert [line.split("#")[0].split() for line in commands] == [
+        ["slipstream", "up", "shop/run.toml"],
+        ["slipstream", "rollouts", "shop/run.toml"],
+    ]
+    config = load("shop/run.toml", needs=("task", "model"))
+    assert (config.model.path, config.model.dtype, config.weight_sync.probe_tolerance) == (
+        *("Qwen/Qwen3-0.6B", "bfloat16"),
+        0.1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("./no/such", "--model ./no/such: there is no such folder"), ("{empty}", "config.json cannot be read: .*No such")],
+)
+def test_a_model_that_is_not_there_is_told_and_nothing_is_written(tmp_path: Path, model: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        init.write(tmp_path / "new", model.format(empty=tmp_path))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file/new: cannot be written: Not a directory"):
+        init.write(tmp_path / "file" / "new", "gpt2")

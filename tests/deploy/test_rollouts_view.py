@@ -1,0 +1,193 @@
+"""`slipstream rollouts`: what the policy said can be read, within 80 columns, from the file or from the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI, Response
+from rich.console import Console
+
+from deploy.rollouts_view import FILE_NAME, Wanted, find, render
+from protocol import routes
+from protocol.client import QueueClient, QueueError
+from protocol.config import ConfigError
+from protocol.rollouts import RolloutView
+from tests.deploy.conftest import free_port
+from tests.kit.queue import listening
+
+NOBODY = QueueClient(f"http://127.0.0.1:{free_port()}", patience_s=0.0)
+
+
+def view(number: int, reward: float = 0.5, **fields: Any) -> RolloutView:
+    return RolloutView(
+        **{
+            "ticket_id": f"{number}.0",
+            "index": number,
+            "epoch": 0,
+            "number": 0,
+            "worker_id": "host-1-ab",
+            "reward": reward,
+            "reward_components": {"correct": reward},
+            "finish_reason": "stop",
+            "turns": 1,
+            "tool_calls": 0,
+            "tool_failures": 0,
+            "sampled_tokens": 5,
+            "versions": (3, 4),
+            **fields,
+        }
+    )
+
+
+def shown(rollout: RolloutView, width: int = 80) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(render(rollout))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def said(content: str, *calls: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    functions = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    return {"role": "assistant", "content": content, "tool_calls": functions}
+
+
+def answer(name: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": name, "content": content}
+
+
+def test_a_call_and_its_answer_stand_on_one_line() -> None:
+    messages = [
+        said("", ("multiply", {"a": 3, "b": 4}), ("greet", {"name": "Ann"})),
+        answer("multiply", "12"),
+        answer("greet", "hello,\nAnn"),
+        said("It is 12."),
+    ]
+    assert shown(view(1, messages=messages))[2:] == [
+        "  assistant",
+        "    multiply(a=3, b=4) -> 12",
+        '    greet(name="Ann") -> hello, Ann',
+        "  assistant",
+        "    It is 12.",
+    ]
+
+
+def test_the_facts_of_a_rollout_stand_above_its_messages() -> None:
+    rollout = view(
+        *(17, 1.05),
+        reward_components={"correct": 1.0, "brief": 0.5, "style": None},
+        step=12,
+        staleness=2,
+        advantage=0.71,
+        turns=3,
+        tool_calls=2,
+        tool_failures=1,
+    )
+    head, facts, kept = shown(rollout, width=120)
+    assert head == "step 12  reward 1.05 (correct 1, brief 0.5, style -)  advantage +0.71"
+    assert facts.startswith(
+        "versions 3 to 4, staleness 2, 3 turns, 2 calls, 1 failed, 5 tokens, ended by stop, ticket 17"
+    )
+    assert kept == "  its messages were not kept: set worker.keep_messages = true"
+
+
+def test_a_malformed_call_does_not_take_another_ones_answer() -> None:
+    messages = [
+        said("<tool_call>{", ("multiply", {"a": 3, "b": 4})),
+        answer("tool_call", '{"error": "no JSON"}'),
+        answer("multiply", "12"),
+    ]
+    assert shown(view(1, messages=messages))[3:] == [
+        "    <tool_call>{",
+        '    tool_call -> {"error": "no JSON"}',
+        "    multiply(a=3, b=4) -> 12",
+    ]
+
+
+def test_long_and_hostile_text_stays_within_the_terminal() -> None:
+    messages = [
+        said("word " * 100 + "\x1b]0;owned\x07 [bold]x[/bold]", ("search", {"query": "q" * 500})),
+        answer("search", "r" * 500),
+        {"role": ["not", "a", "role"]},
+        said("", ("last", {})),
+    ]
+    lines = shown(view(1, messages=messages))
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[bold]x[/bold]" in text
+    assert "..." in text
+    assert " -> rrrr" in text
+    assert '    {"role": ["not", "a", "role"]}' in lines
+    assert lines[-1] == "    last() (no answer)"
+
+
+def written(folder: Path, *rollouts: RolloutView, rest: bytes = b"") -> Path:
+    lines = b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
+    (folder / FILE_NAME).write_bytes(lines + rest)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (Wanted(2), [4, 3]),
+        (Wanted(2, order="worst"), [3, 1]),
+        (Wanted(2, order="best"), [2, 4]),
+        (Wanted(9, step=1), [2, 1]),
+        (Wanted(1, step=1, order="best"), [2]),
+    ],
+)
+def test_the_newest_the_worst_and_the_best_are_found(tmp_path: Path, wanted: Wanted, expected: list[int]) -> None:
+    """The line that is being written does no harm."""
+    rollouts = [view(1, 0.2, step=1), view(2, 0.9, step=1), view(3, 0.1, step=2), view(4, 0.5, step=2)]
+    run_dir = written(tmp_path, *rollouts, rest=b'{"ticket_id": "5')
+    assert [rollout.index for rollout in find(run_dir, wanted, NOBODY)] == expected
+
+
+def test_a_step_that_is_not_there_and_a_broken_line_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--step 9: no rollout of that step is kept"):
+        find(written(tmp_path, view(1, step=1)), Wanted(1, step=9), NOBODY)
+    with pytest.raises(ConfigError, match=r"rollouts\.jsonl: line 2 is not a rollout"):
+        find(written(tmp_path, view(1), rest=b"{}\n"), Wanted(1), NOBODY)
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[str]:
+    """Answers `GET /v1/rollouts` as the queue does: newest first, or worst first."""
+    app = FastAPI()
+    app.state.broker = type("Broker", (), {"close_waits": staticmethod(lambda: None)})
+
+    @app.get(routes.ROLLOUTS)
+    async def rollouts(limit: int, worst: bool) -> Response:
+        found = [view(number, number / 10) for number in ((1, 2, 3) if worst else (3, 2, 1))]
+        return Response(msgspec.json.encode(found[:limit]), media_type="application/json")
+
+    async with listening(app) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [(Wanted(2), [3, 2]), (Wanted(2, order="worst"), [1, 2]), (Wanted(1, order="best"), [3])],
+)
+async def test_before_the_first_step_the_queue_is_asked(
+    queue: str, tmp_path: Path, wanted: Wanted, expected: list[int]
+) -> None:
+    found = await asyncio.to_thread(find, tmp_path, wanted, QueueClient(queue))
+    assert [rollout.index for rollout in found] == expected
+
+
+async def test_a_queue_that_is_named_is_asked_although_there_is_a_file(queue: str, tmp_path: Path) -> None:
+    found = await asyncio.to_thread(find, written(tmp_path, view(9)), Wanted(1), QueueClient(queue), ask=True)
+    assert [rollout.index for rollout in found] == [3]
+
+
+def test_where_there_is_neither_file_nor_queue_both_are_named(tmp_path: Path) -> None:
+    with pytest.raises(QueueError, match=rf"no {tmp_path}/rollouts.jsonl as yet, and the queue at {NOBODY.url} did"):
+        find(tmp_path, Wanted(1), NOBODY)

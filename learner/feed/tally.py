@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from learner.feed.age_mask import LossWeights
 from learner.feed.packing import PackedRow
+from learner.feed.rollout_metrics import Outcome, outcomes_of, rollout_metrics, task_metrics
 from protocol.messages import Group
 
 
@@ -24,8 +25,9 @@ class JudgedGroup:
     oldest token, None where none was sampled; dropped: the reason, None where the group trains.
     """
 
-    rewards: list[float]
+    outcomes: list[Outcome]
     reward_std: float
+    epoch: int
     tokens_sampled: int
     two_span_rollouts: int
     in_flight: int | None
@@ -40,8 +42,9 @@ class JudgedGroup:
             for rollout in group.rollouts
         ]
         return cls(
-            rewards=rewards.tolist(),
+            outcomes=outcomes_of(group),
             reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+            epoch=group.epoch,
             tokens_sampled=group.sampled_tokens,
             two_span_rollouts=sum(len(set(of_rollout)) > 1 for of_rollout in spans),
             in_flight=version_at_arrival - versions[0] if versions else None,
@@ -57,8 +60,9 @@ class Tally:
     Rewards are over every group that arrived, dropped ones too: else they would look better or worse than they are;
     `reward_std` is the mean over the groups. Staleness in versions, of the tokens that train; `_in_flight` and
     `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every group that
-    arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason. packing_fill: tokens of the rows by
-    rows times budget.
+    arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason; tokens_prompt, of the same groups.
+    packing_fill: tokens of the rows by rows times budget. epoch: whole passes over the data before the newest group.
+    metrics: see `rollout_metrics`; task_metrics: the task's own.
     """
 
     reward_mean: float
@@ -77,6 +81,15 @@ class Tally:
     two_span_rollouts: int
     rows: int
     packing_fill: float
+    tokens_prompt: int = 0
+    epoch: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    task_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Of the rollouts that arrived, tool results left out."""
+        return self.tokens_prompt + self.tokens_sampled
 
 
 def tally(
@@ -86,7 +99,8 @@ def tally(
 
     At least one token must train.
     """
-    rewards = [reward for group in judged for reward in group.rewards]
+    outcomes = [group.outcomes for group in judged]
+    rewards = [outcome.rollout.reward for group in outcomes for outcome in group]
     tokens_trained = sum(weights.tokens_trained for weights in trained)
     return Tally(
         reward_mean=fmean(rewards),
@@ -105,6 +119,10 @@ def tally(
         two_span_rollouts=sum(group.two_span_rollouts for group in judged),
         rows=len(rows),
         packing_fill=sum(row.tokens for row in rows) / (len(rows) * budget),
+        tokens_prompt=sum(outcome.prompt_tokens for group in outcomes for outcome in group),
+        epoch=max(group.epoch for group in judged),
+        metrics=rollout_metrics(outcomes),
+        task_metrics=task_metrics(outcomes),
     )
 
 

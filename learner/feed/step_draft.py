@@ -17,6 +17,7 @@ from learner.algorithm import advantages
 from learner.feed.age_mask import LossWeights, loss_weights
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.feed.rollout_choice import choose
+from learner.feed.rollout_metrics import RolloutMetrics
 from learner.feed.tally import JudgedGroup, Tally, rewards_of, tally
 from protocol import reasons
 from protocol.config import RunConfig
@@ -64,6 +65,7 @@ class Draft:
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
         self._judged: list[JudgedGroup] = []
+        self._metrics = RolloutMetrics()
         self._flat: list[RolloutView] = []
 
     @property
@@ -94,6 +96,7 @@ class Draft:
             queue = self._config.queue
             weights = loss_weights(group, self.version, queue.max_staleness, queue.overage)
             reason = self._reason_to_drop(group, weights)
+            self._metrics.add(group)
             self._judged.append(JudgedGroup.of(group, item.version_at_arrival, self.version, reason))
             if reason is None:
                 self._standing[group.ticket_id] = _Standing(group, weights, self._advantage(rewards_of(group)))
@@ -104,11 +107,11 @@ class Draft:
         return dropped
 
     def finish(self) -> Batch:
-        """Advantages, and rows within the token budget."""
+        """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
         rows = pack([sample for standing in self._standing.values() for sample in _sequences(standing)], budget)
         weights = [standing.weights for standing in self._standing.values()]
-        counts = tally(self._judged, weights, rows, budget)
+        counts = tally(self._judged, self._metrics, weights, rows, budget)
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts, self._samples())
 
     def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from learner.feed.age_mask import LossWeights
 from learner.feed.packing import PackedRow
-from learner.feed.rollout_metrics import Outcome, outcomes_of, rollout_metrics, task_metrics
+from learner.feed.rollout_metrics import RolloutMetrics
 from protocol.messages import Group
 
 
@@ -25,7 +25,6 @@ class JudgedGroup:
     oldest token, None where none was sampled; dropped: the reason, None where the group trains.
     """
 
-    outcomes: list[Outcome]
     reward_std: float
     epoch: int
     tokens_sampled: int
@@ -42,7 +41,6 @@ class JudgedGroup:
             for rollout in group.rollouts
         ]
         return cls(
-            outcomes=outcomes_of(group),
             reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
             epoch=group.epoch,
             tokens_sampled=group.sampled_tokens,
@@ -62,7 +60,7 @@ class Tally:
     `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every group that
     arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason; tokens_prompt, of the same groups.
     packing_fill: tokens of the rows by rows times budget. epoch: whole passes over the data before the newest group.
-    metrics: see `rollout_metrics`; task_metrics: the task's own.
+    metrics: see `RolloutMetrics`; task_metrics: the task's own.
     """
 
     reward_mean: float
@@ -93,17 +91,20 @@ class Tally:
 
 
 def tally(
-    judged: Sequence[JudgedGroup], trained: Sequence[LossWeights], rows: Sequence[PackedRow], budget: int
+    judged: Sequence[JudgedGroup],
+    metrics: RolloutMetrics,
+    trained: Sequence[LossWeights],
+    rows: Sequence[PackedRow],
+    budget: int,
 ) -> Tally:
-    """Count a full step: every group that arrived, the weights of those that train, and their rows.
+    """Count a full step: every group that arrived and the metrics of its rollouts, the weights of those that train,
+    and their rows.
 
     At least one token must train.
     """
-    outcomes = [group.outcomes for group in judged]
-    rewards = [outcome.rollout.reward for group in outcomes for outcome in group]
     tokens_trained = sum(weights.tokens_trained for weights in trained)
     return Tally(
-        reward_mean=fmean(rewards),
+        reward_mean=metrics.rewards.mean or 0.0,
         reward_std=fmean(group.reward_std for group in judged),
         staleness_mean=sum(weights.staleness_sum for weights in trained) / tokens_trained,
         staleness_max=max(weights.staleness_max for weights in trained),
@@ -115,14 +116,14 @@ def tally(
         tokens_trained=tokens_trained,
         tokens_masked=_sums(masked for weights in trained for masked in weights.masked.items()),
         tokens_dropped=_sums((group.dropped, group.tokens_sampled) for group in judged),
-        rollouts=len(rewards),
+        rollouts=metrics.rewards.count,
         two_span_rollouts=sum(group.two_span_rollouts for group in judged),
         rows=len(rows),
         packing_fill=sum(row.tokens for row in rows) / (len(rows) * budget),
-        tokens_prompt=sum(outcome.prompt_tokens for group in outcomes for outcome in group),
+        tokens_prompt=metrics.prompt_tokens,
         epoch=max(group.epoch for group in judged),
-        metrics=rollout_metrics(outcomes),
-        task_metrics=task_metrics(outcomes),
+        metrics=metrics.ours(),
+        task_metrics=metrics.the_task_s(),
     )
 
 

@@ -7,19 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.feed.rollout_metrics import Outcome, rollout_metrics, task_metrics
+from learner.feed.rollout_metrics import RolloutMetrics
 from protocol.messages import Rollout
-from tests.kit.messages import segment
+from tests.kit.messages import group, segment
 
 
-def outcome(tokens: int = 3, prompt: int = 2, reward: float = 0.0, finish: str = "stop", **fields: Any) -> Outcome:
+def outcome(tokens: int = 3, prompt: int = 2, reward: float = 0.0, finish: str = "stop", **fields: Any) -> Rollout:
     """A rollout of one segment: given tokens, then sampled ones."""
     pattern = [*[None] * prompt, *[0] * tokens]
-    return Outcome.of(Rollout([segment(pattern)], reward, finish, **fields))  # type: ignore[arg-type]
+    return Rollout([segment(pattern)], reward, finish, **fields)  # type: ignore[arg-type]
 
 
-def metrics(*rollouts: Outcome) -> dict[str, float]:
-    return rollout_metrics([rollouts])
+def counted(*groups: list[Rollout]) -> RolloutMetrics:
+    found = RolloutMetrics()
+    for rollouts in groups:
+        found.add(group(rollouts=rollouts))
+    return found
+
+
+def metrics(*rollouts: Rollout) -> dict[str, float]:
+    return counted(list(rollouts)).ours()
 
 
 def test_tools_failure_frequency_is_failures_over_calls() -> None:
@@ -67,7 +74,7 @@ def test_a_reward_s_part_is_over_the_rollouts_that_have_it() -> None:
 
 def test_lengths_count_sampled_tokens_over_all_segments() -> None:
     rewritten = Rollout([segment([None, 0, 0, None, 0]), segment([None, None, 0])], 0.0, "stop")
-    found = metrics(outcome(tokens=8), Outcome.of(rewritten))
+    found = metrics(outcome(tokens=8), rewritten)
     assert (found["completions/mean_length"], found["completions/min_length"]) == (6, 4)
     assert found["completions/max_length"] == 8
 
@@ -88,7 +95,7 @@ def test_what_was_cut_off_is_clipped_and_does_not_count_as_terminated() -> None:
 
 def test_the_share_of_rollouts_without_variance() -> None:
     flat, varied = [outcome(reward=1.0)] * 2, [outcome(reward=reward) for reward in (0.0, 1.0, 1.0)]
-    assert rollout_metrics([flat, varied])["frac_reward_zero_std"] == 2 / 5
+    assert counted(flat, varied).ours()["frac_reward_zero_std"] == 2 / 5
 
 
 def test_turns() -> None:
@@ -98,15 +105,22 @@ def test_turns() -> None:
 
 def test_the_task_s_own_figures_are_over_the_rollouts_that_have_them() -> None:
     rollouts = [outcome(metrics={"hops": 4.0, "tools/add/calls": 1.0}), outcome(), outcome(metrics={"hops": 2.0})]
-    assert task_metrics([rollouts]) == {"hops": 3.0}
+    assert counted(rollouts).the_task_s() == {"hops": 3.0}
 
 
 def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
-    assert outcome(tokens=3, prompt=2).prompt_tokens == 2
-    assert outcome(tokens=0, prompt=5).prompt_tokens == 5
-    assert Outcome.of(Rollout([], 0.0, "aborted")).prompt_tokens == 0
+    found = counted([outcome(tokens=3, prompt=2), outcome(tokens=0, prompt=5), Rollout([], 0.0, "aborted")])
+    assert found.prompt_tokens == 7
 
 
-def test_an_outcome_keeps_neither_tokens_nor_messages() -> None:
-    kept = Outcome.of(Rollout([segment([None, 0])], 1.0, "stop", messages=b"[]")).rollout
-    assert (kept.segments, kept.messages, kept.reward) == ([], None, 1.0)
+def test_deviations_are_the_sample_s_however_far_from_zero_and_over_however_many_groups() -> None:
+    random = np.random.default_rng(0)
+    rewards = 1e8 + random.normal(size=60)
+    groups = [[outcome(reward_components={"far": value}) for value in part] for part in np.split(rewards, 12)]
+    found = counted(*groups).ours()
+    assert found["rewards/far/mean"] == pytest.approx(rewards.mean(), rel=1e-12)
+    assert found["rewards/far/std"] == pytest.approx(rewards.std(ddof=1), rel=1e-6)
+
+
+def test_a_step_without_a_rollout_has_no_metrics() -> None:
+    assert counted().ours() == counted().the_task_s() == {}

@@ -122,8 +122,8 @@ def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -
         remedy = "the policy's own log-probs are not finite: set model.dtype = float32, or lower learner.learning_rate"
     shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
     return (
-        f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}), so its weights were not "
-        f"taken: {remedy}. Go on from the last checkpoint, which is intact, with --resume"
+        f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}); no weight was "
+        f"changed: {remedy}. Go on from the last checkpoint, which is intact, with --resume"
     )
 
 

@@ -37,12 +37,13 @@ def main() -> None:
     samples = episodes(np.random.default_rng(0))
     tokens = int(sum(sample.weights.sum() for sample in samples))
 
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(arguments.steps + 1):
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         rows = pack(samples, arguments.token_budget)
         trainer.step(rows, tokens)
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu)
     step_s = statistics.median(seconds[1:])  # the first one warms up
     row_tokens = sum(row.tokens for row in rows)
     print(
@@ -50,6 +51,7 @@ def main() -> None:
             {
                 "step_s": round(step_s, 4),
                 "step_s_min": round(min(seconds[1:]), 4),
+                "step_cpu_s": round(statistics.median(cpu_seconds[1:]), 4),
                 "train_tokens_per_s": round(tokens / step_s),
                 "packed_tokens_per_s": round(row_tokens / step_s),
                 "episodes": EPISODES,

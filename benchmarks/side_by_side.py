@@ -37,7 +37,8 @@ def run(checkout: Path, model: Path, seed: int, steps: int, first: int) -> dict[
         folder = Path(runs) / name
         summary = json.loads((folder / "summary.json").read_text())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["step_s"] for line in lines if line["step"] >= first]
+    # `step_s`: an old checkout's name for it.
+    seconds = [line.get("step_time", line.get("step_s")) for line in lines if line["step"] >= first]
     wanted = (
         *("reward_first10", "reward_last10", "staleness_mean", "staleness_max", "groups_trained", "groups_dropped"),
         *("sync_pause_ms_p50", "probe_max_abs_diff", "worker_cpu_ms_per_episode", "learner_cpu_us_per_trained_token"),

@@ -25,10 +25,12 @@ from learner.report import summary
 from learner.report.journal import Journal
 from learner.report.progress import Progress
 from learner.report.record import PublicationRecord, StepRecord, StepTimes
+from learner.report.rollouts import RolloutLog
 from learner.trainer import Trainer
 from protocol.client import QueueClient, RunFinished
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import BeginSession
+from protocol.rollouts import FILE_NAME as ROLLOUTS
 from weight_sync.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
 
@@ -94,6 +96,7 @@ class Loop:
         self._checkpointed = done.step if checkpoint else None
         self._steps = Journal(config.run_dir / "metrics.jsonl", StepRecord, done.step)
         self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, done.step)
+        self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, done.step)
         progress = Progress(config.learner.steps, lambda: self._client.call(lambda queue: queue.status()))
         progress.say(f"publishing version {self._position.version} as soon as the vLLM servers are up")
         self._publish()
@@ -127,9 +130,11 @@ class Loop:
             step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
             times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
             ended, cpu = ended + step_s, cpu + cpu_s
-            record = StepRecord(batch.step, batch.version + 1, batch.tally, figures, times)
+            tokens = batch.tally.tokens + (self._steps.records[-1].num_tokens if self._steps.records else 0)
+            record = StepRecord(batch.step, batch.version + 1, batch.tally, figures, times, num_tokens=tokens)
             self._position = feeder.trained(batch, record.report(self._publisher.in_flight))
             self._steps.append(record)
+            self._rollouts.append(batch.samples[: learner.sample_rollouts])
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
             progress.show(record)
             if learner.checkpoint_every and batch.step % learner.checkpoint_every == 0:

@@ -21,23 +21,25 @@ from protocol.config import LearnerSection
 
 
 class DivergedError(RuntimeError):
-    """The gradient is not finite: a step would destroy the weights."""
+    """Loss or gradient is not finite: a step would destroy the weights."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
     """What one optimiser step did, a part of the step's line in `metrics.jsonl`.
 
-    entropy: mean over the tokens with weight, in nats; grad_norm: before it is clipped; train_s: seconds of the step;
-    objective: the objective's own figures, None where one is not finite.
+    entropy: of the sampling distribution, mean over the tokens with weight, in nats; log_ratio_max: the farthest that a
+    log-prob of theirs is from the sampler's; grad_norm: before it is clipped; train_s: seconds of the step; objective:
+    the objective's own figures.
     """
 
     loss: float
-    entropy: float
+    entropy: float | None
     grad_norm: float
     learning_rate: float
     train_s: float
     objective: Mapping[str, float | None] = field(default_factory=dict)
+    log_ratio_max: float | None = None
 
 
 class Trainer:
@@ -67,33 +69,37 @@ class Trainer:
         started = time.perf_counter()
         own: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
+        farthest = torch.zeros((), device=self.device)
         for row in rows:
             row = row.to(self.device)
             scores: TokenScores = self._policy(row)
             result = self.objective(Tokens(scores.logprobs, row.behaviour, row.advantages, row.weights))
-            loss = result.losses.sum() / tokens
-            self.accelerator.backward(loss)
-            _add(own, {"loss": loss.detach(), "entropy": (scores.entropy * (row.weights > 0)).sum()})
+            row_loss = result.losses.sum() / tokens
+            self.accelerator.backward(row_loss)
+            weighted = row.weights > 0
+            _add(own, {"loss": row_loss.detach(), "entropy": torch.where(weighted, scores.entropy, 0.0).sum()})
             _add(sums, result.sums)
+            distance = (scores.logprobs.detach() - row.behaviour).abs()
+            farthest = torch.maximum(farthest, torch.where(weighted, distance, 0.0).amax())
 
         grad_norm = float(self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
-        if not math.isfinite(grad_norm):
-            raise DivergedError(
-                f"the gradient's norm is {grad_norm}: lower learner.learning_rate, or use model.dtype = float32; the "
-                f"last checkpoint is intact"
-            )
+        loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(farthest)
+        objective = self.objective.figures({name: float(value) for name, value in sums.items()}, tokens)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **objective}
+            raise DivergedError(_why_diverged(loss, grad_norm, shown))
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.schedule.step()
-        figures = self.objective.figures({name: float(value) for name, value in sums.items()}, tokens)
         return StepFigures(
-            loss=float(own["loss"]),
-            entropy=float(own["entropy"]) / tokens,
+            loss=loss,
+            entropy=entropy,
+            log_ratio_max=log_ratio_max,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             train_s=time.perf_counter() - started,
-            objective=figures,
+            objective=objective,
         )
 
     def state(self) -> dict[str, Any]:
@@ -103,6 +109,22 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
+
+
+def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -> str:
+    """What is not finite, the figures that show where it went off, and what to change."""
+    if math.isfinite(figures["log_ratio_max"]):
+        remedy = (
+            "lower learner.learning_rate; where log_ratio_max is above 3, the policy is far from the one that sampled: "
+            "lower queue.max_staleness, too"
+        )
+    else:
+        remedy = "the policy's own log-probs are not finite: set model.dtype = float32, or lower learner.learning_rate"
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    return (
+        f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}); no weight was "
+        f"changed: {remedy}. Go on from the last checkpoint, which is intact, with --resume"
+    )
 
 
 def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:

@@ -8,13 +8,16 @@ import msgspec
 
 from protocol.messages import Group
 
+# In the run directory: one JSON line a rollout, in the order of the steps.
+FILE_NAME = "rollouts.jsonl"
+
 MAX_TEXT = 4000
 
 
 class RolloutView(msgspec.Struct):
     """messages: the conversation after the prompt, long texts cut, None where it was not kept; versions: oldest and
-    newest that sampled it; staleness: of its oldest token when it trained. step, staleness and advantage are None of
-    a rollout that has not been trained."""
+    newest that sampled it; step: the one that it arrived for, None if it has not been leased; staleness, of its oldest
+    token, and advantage: None of a rollout that was not trained."""
 
     ticket_id: str
     index: int

@@ -7,17 +7,22 @@ and counted as such (I4).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from learner.algorithm import advantages
 from learner.feed.age_mask import LossWeights, loss_weights
 from learner.feed.packing import PackedRow, Sample, pack
+from learner.feed.rollout_choice import choose
+from learner.feed.rollout_metrics import RolloutMetrics
 from learner.feed.tally import JudgedGroup, Tally, rewards_of, tally
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import Group
+from protocol.rollouts import RolloutView
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class LeasedGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimiser step's work. `version` is the learner's while it trains; the step makes `version + 1`."""
+    """One optimiser step's work. `version` is the learner's while it trains; the step makes `version + 1`; `samples`:
+    some of its rollouts as people read them, the best first and then the worst."""
 
     step: int
     version: int
@@ -38,12 +44,14 @@ class Batch:
     ticket_ids: list[str]
     rows: list[PackedRow]
     tally: Tally
+    samples: list[RolloutView] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Standing:
     group: Group
     weights: LossWeights
+    advantages: npt.NDArray[np.float32]
 
 
 class Draft:
@@ -57,6 +65,8 @@ class Draft:
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
         self._judged: list[JudgedGroup] = []
+        self._metrics = RolloutMetrics()
+        self._flat: list[RolloutView] = []
 
     @property
     def ticket_ids(self) -> list[str]:
@@ -86,20 +96,23 @@ class Draft:
             queue = self._config.queue
             weights = loss_weights(group, self.version, queue.max_staleness, queue.overage)
             reason = self._reason_to_drop(group, weights)
+            self._metrics.add(group)
             self._judged.append(JudgedGroup.of(group, item.version_at_arrival, self.version, reason))
             if reason is None:
-                self._standing[group.ticket_id] = _Standing(group, weights)
-            else:
-                dropped[group.ticket_id] = reason
+                self._standing[group.ticket_id] = _Standing(group, weights, self._advantage(rewards_of(group)))
+                continue
+            dropped[group.ticket_id] = reason
+            if reason == reasons.ZERO_VARIANCE and len(self._flat) < self._samples_wanted:
+                self._flat.append(msgspec.structs.replace(RolloutView.of(group, 0), step=self.step))
         return dropped
 
     def finish(self) -> Batch:
-        """Advantages, and rows within the token budget."""
+        """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
-        rows = pack([sample for standing in self._standing.values() for sample in self._samples(standing)], budget)
+        rows = pack([sample for standing in self._standing.values() for sample in _sequences(standing)], budget)
         weights = [standing.weights for standing in self._standing.values()]
-        counts = tally(self._judged, weights, rows, budget)
-        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts)
+        counts = tally(self._judged, self._metrics, weights, rows, budget)
+        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts, self._samples())
 
     def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:
         if not weights.tokens_trained:
@@ -108,14 +121,32 @@ class Draft:
             return reasons.ZERO_VARIANCE
         return None
 
-    def _samples(self, standing: _Standing) -> Iterator[Sample]:
-        rollouts = standing.group.rollouts
-        values = self._advantage(rewards_of(standing.group))
-        segments = [
-            (segment, float(value))
-            for rollout, value in zip(rollouts, values, strict=True)
-            for segment in rollout.segments
-        ]
-        for (segment, advantage), weights in zip(segments, standing.weights.weights, strict=True):
-            if weights.any():
-                yield Sample(segment.token_ids, segment.loss_mask, segment.logprobs, weights, advantage).trimmed()
+    @property
+    def _samples_wanted(self) -> int:
+        learner = self._config.learner
+        shown = learner.show_rollout_every > 0 and self.step % learner.show_rollout_every == 0
+        return max(learner.sample_rollouts, int(shown))
+
+    def _samples(self) -> list[RolloutView]:
+        """Rollouts of all groups that train; where these are few, of groups without variance, too."""
+        standing, count = list(self._standing.values()), self._samples_wanted
+        flat = self._flat[: max(0, count - max(2, len(standing)))]
+        places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
+        return [*(self._view(standing[place.group], place.rollout) for place in places), *flat]
+
+    def _view(self, standing: _Standing, number: int) -> RolloutView:
+        view = RolloutView.of(standing.group, number)
+        view.step, view.advantage = self.step, float(standing.advantages[number])
+        view.staleness = self.version - view.versions[0] if view.versions else None
+        return view
+
+
+def _sequences(standing: _Standing) -> Iterator[Sample]:
+    segments = [
+        (segment, float(advantage))
+        for rollout, advantage in zip(standing.group.rollouts, standing.advantages, strict=True)
+        for segment in rollout.segments
+    ]
+    for (segment, advantage), weights in zip(segments, standing.weights.weights, strict=True):
+        if weights.any():
+            yield Sample(segment.token_ids, segment.loss_mask, segment.logprobs, weights, advantage).trimmed()

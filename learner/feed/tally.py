@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from learner.feed.age_mask import LossWeights
 from learner.feed.packing import PackedRow
+from learner.feed.rollout_metrics import RolloutMetrics
 from protocol.messages import Group
 
 
@@ -24,8 +25,8 @@ class JudgedGroup:
     oldest token, None where none was sampled; dropped: the reason, None where the group trains.
     """
 
-    rewards: list[float]
     reward_std: float
+    epoch: int
     tokens_sampled: int
     two_span_rollouts: int
     in_flight: int | None
@@ -40,8 +41,8 @@ class JudgedGroup:
             for rollout in group.rollouts
         ]
         return cls(
-            rewards=rewards.tolist(),
             reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+            epoch=group.epoch,
             tokens_sampled=group.sampled_tokens,
             two_span_rollouts=sum(len(set(of_rollout)) > 1 for of_rollout in spans),
             in_flight=version_at_arrival - versions[0] if versions else None,
@@ -57,8 +58,9 @@ class Tally:
     Rewards are over every group that arrived, dropped ones too: else they would look better or worse than they are;
     `reward_std` is the mean over the groups. Staleness in versions, of the tokens that train; `_in_flight` and
     `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every group that
-    arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason. packing_fill: tokens of the rows by
-    rows times budget.
+    arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason; tokens_prompt, of the same groups.
+    packing_fill: tokens of the rows by rows times budget. epoch: whole passes over the data before the newest group.
+    metrics: see `RolloutMetrics`; task_metrics: the task's own.
     """
 
     reward_mean: float
@@ -77,19 +79,32 @@ class Tally:
     two_span_rollouts: int
     rows: int
     packing_fill: float
+    tokens_prompt: int = 0
+    epoch: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    task_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Of the rollouts that arrived, tool results left out."""
+        return self.tokens_prompt + self.tokens_sampled
 
 
 def tally(
-    judged: Sequence[JudgedGroup], trained: Sequence[LossWeights], rows: Sequence[PackedRow], budget: int
+    judged: Sequence[JudgedGroup],
+    metrics: RolloutMetrics,
+    trained: Sequence[LossWeights],
+    rows: Sequence[PackedRow],
+    budget: int,
 ) -> Tally:
-    """Count a full step: every group that arrived, the weights of those that train, and their rows.
+    """Count a full step: every group that arrived and the metrics of its rollouts, the weights of those that train,
+    and their rows.
 
     At least one token must train.
     """
-    rewards = [reward for group in judged for reward in group.rewards]
     tokens_trained = sum(weights.tokens_trained for weights in trained)
     return Tally(
-        reward_mean=fmean(rewards),
+        reward_mean=metrics.rewards.mean or 0.0,
         reward_std=fmean(group.reward_std for group in judged),
         staleness_mean=sum(weights.staleness_sum for weights in trained) / tokens_trained,
         staleness_max=max(weights.staleness_max for weights in trained),
@@ -101,10 +116,14 @@ def tally(
         tokens_trained=tokens_trained,
         tokens_masked=_sums(masked for weights in trained for masked in weights.masked.items()),
         tokens_dropped=_sums((group.dropped, group.tokens_sampled) for group in judged),
-        rollouts=len(rewards),
+        rollouts=metrics.rewards.count,
         two_span_rollouts=sum(group.two_span_rollouts for group in judged),
         rows=len(rows),
         packing_fill=sum(row.tokens for row in rows) / (len(rows) * budget),
+        tokens_prompt=metrics.prompt_tokens,
+        epoch=max(group.epoch for group in judged),
+        metrics=metrics.ours(),
+        task_metrics=metrics.the_task_s(),
     )
 
 

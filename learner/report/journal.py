@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, Self, TypeVar, get_type_hints
 
 import msgspec
 
@@ -15,24 +16,40 @@ class Record:
     """One line of a journal, about optimiser step `step`.
 
     A field that is a dataclass is a part: its fields stand in the line beside the record's own, so that whoever makes
-    a figure names it once.
+    a figure names it once. RENAMED: names that fields have in the line, where others are better known there. SPREAD:
+    fields that are mappings from names to figures, which stand in the line as they are, under `field/name` if a name
+    is taken; for people, so they are not read back.
     """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    SPREAD: ClassVar[Sequence[str]] = ()
 
     step: int
 
     def flat(self) -> dict[str, Any]:
-        line: dict[str, Any] = {}
-        for name, kind in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            line |= asdict(value) if is_dataclass(kind) else {name: value}
+        values = dict(_values(self))
+        line = {self.RENAMED.get(name, name): value for name, value in values.items() if name not in self.SPREAD}
+        for field in self.SPREAD:
+            line |= {f"{field}/{name}" if name in line else name: value for name, value in values[field].items()}
         return line
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Self:
-        """The record that `flat` wrote; raises `msgspec.ValidationError`."""
-        kinds = get_type_hints(cls)
-        values = {name: line if is_dataclass(kind) else line.get(name) for name, kind in kinds.items()}
-        return cls(**{name: msgspec.convert(value, kinds[name]) for name, value in values.items()})
+        """The record that `flat` wrote, in this release or the one before; raises `msgspec.ValidationError`."""
+        known = {name: value for name, value in line.items() if name not in cls.SPREAD}
+        known |= {name: line[key] for name, key in cls.RENAMED.items() if key in line}
+        parts = {name: known for name, kind in get_type_hints(cls).items() if is_dataclass(kind)}
+        return msgspec.convert(known | parts, cls)
+
+
+def _values(part: Any) -> Iterator[tuple[str, Any]]:
+    """Fields and their values, a part's in its place."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if is_dataclass(value):
+            yield from _values(value)
+        else:
+            yield field.name, value
 
 
 R = TypeVar("R", bound=Record)

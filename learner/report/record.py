@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import msgspec
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
 
 from learner.feed.tally import Tally
 from learner.report.journal import Record
@@ -24,18 +26,51 @@ class StepTimes:
     publish_blocked_ms: float
 
 
+# What the status page and `/metrics` show of a step, by its names in `metrics.jsonl`; the most important first.
+MAIN_METRICS = (
+    *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
+    *("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_ratio/*"),
+    *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
+)
+MOST_REPORTED = 64
+
+
 @dataclass(frozen=True)
 class StepRecord(Record):
-    """An optimiser step, which made `version`."""
+    """An optimiser step, which made `version`. Its line has the names of TRL 1.16 where the meaning is the same.
+
+    num_tokens: prompt and sampled tokens of all groups that arrived, from the start of the run to this step.
+    """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"reward_mean": "reward", "step_s": "step_time"}
+    SPREAD: ClassVar[Sequence[str]] = ("metrics", "objective", "task_metrics")
 
     version: int
     tally: Tally
     figures: StepFigures
     times: StepTimes
+    num_tokens: int = 0
 
     def report(self, publishing: int | None) -> LearnerReport:
         """What the status page shows of it; `publishing` is the version on its way to the servers."""
-        return msgspec.convert({**self.flat(), "publishing": publishing}, LearnerReport)
+        return LearnerReport(
+            step=self.step,
+            reward_mean=self.tally.reward_mean,
+            wait_s=self.times.wait_s,
+            step_s=self.times.step_s,
+            tokens_trained=self.tally.tokens_trained,
+            staleness_mean=self.tally.staleness_mean,
+            staleness_max=self.tally.staleness_max,
+            publishing=publishing,
+            metrics=main_metrics(self.flat()),
+        )
+
+
+def main_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """The main figures of a step's line, as far as they are finite."""
+    names = [name for pattern in MAIN_METRICS for name in line if fnmatchcase(name, pattern)]
+    finite = {name: line[name] for name in names if line[name] is not None and math.isfinite(line[name])}
+    return dict(list(finite.items())[:MOST_REPORTED])
 
 
 @dataclass(frozen=True)

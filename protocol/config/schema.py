@@ -160,6 +160,10 @@ class LearnerSection(Section):
     prefetch_steps: CountOrZero = Field(1, description="steps whose groups are leased ahead")
     checkpoint_every: CountOrZero = Field(50, description="steps between checkpoints; 0: at the end only")
     keep_checkpoints: Count = Field(2, description="newest checkpoints that are kept")
+    sample_rollouts: CountOrZero = Field(4, description="rollouts of each step that go to rollouts.jsonl")
+    show_rollout_every: CountOrZero = Field(
+        0, description="steps between rollouts that are shown on the terminal; 0: none"
+    )
     stall_timeout_s: Seconds = Field(1800.0, description="seconds without a group after which the learner gives up")
 
     @field_validator("betas")

@@ -98,10 +98,22 @@ def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[.
     before = _weights(trainer)
     rows = pack([sample(12, 3, 0)], 32)
     rows[0].advantages.fill_(float("inf"))
-    with pytest.raises(DivergedError, match=r"learner.learning_rate"):
+    with pytest.raises(
+        DivergedError, match=r"loss is -?(nan|inf).*log_ratio_max \d.*kl \d.*lower learner.learning_rate"
+    ):
         trainer.step(rows, 9)
     for name, weight in _weights(trainer).items():
         assert torch.equal(weight, before[name])
+
+
+def test_a_policy_whose_log_probs_are_not_finite_is_told_from_one_that_went_too_far(
+    make_policy: Callable[..., Policy],
+) -> None:
+    policy = make_policy()
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(DivergedError, match=r"log_ratio_max nan.*own log-probs are not finite: set model.dtype"):
+        Trainer(policy, SECTION).step(pack([sample(12, 3, 0)], 32), 9)
 
 
 def test_warm_up_is_linear_then_constant(make_policy: Callable[..., Policy]) -> None:

@@ -113,9 +113,11 @@ def test_the_run_directory_holds_metrics_summary_and_curve(model_path: Path, tmp
     directory = tmp_path / "test"
     metrics = lines(directory / "metrics.jsonl")
     assert [(line["step"], line["version"]) for line in metrics] == [(1, 1), (2, 2), (3, 3), (4, 4)]
-    assert all(line["groups_trained"] == 2 and line["reward_mean"] == 0.5 for line in metrics)
+    assert all(line["groups_trained"] == 2 and line["reward"] == 0.5 for line in metrics)
     assert all(line["staleness_max"] <= 4 and line["grad_norm"] > 0 for line in metrics)
-    assert all(0 < line["objective"]["ess"] <= 1.0001 for line in metrics)
+    assert all(0 < line["ess"] <= 1.0001 for line in metrics)
+    assert [line["num_tokens"] for line in metrics] == [16, 32, 48, 64], "two groups of two rollouts a step"
+    assert [line["step"] for line in lines(directory / "rollouts.jsonl")] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     assert [line["publish_blocked_ms"] for line in metrics] == [0.0, 2.0, 2.0, 2.0], "of the version before"
     assert [line["version"] for line in lines(directory / "publications.jsonl")] == [0, 1, 2, 3, 4]
     result = msgspec.json.decode((directory / "summary.json").read_bytes())
@@ -137,7 +139,7 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
     train(config_for(model_path, tmp_path, steps=2, groups_per_step=12), FakeQueue(endless()))
     metrics = lines(tmp_path / "test" / "metrics.jsonl")
     assert [line["rows"] for line in metrics] == [2, 2], "or sums over several rows are not tried"
-    assert [line["objective"] for line in metrics] == [{"anything": 1.0}] * 2
+    assert [line["anything"] for line in metrics] == [1.0] * 2
 
 
 def test_the_last_version_is_published_whatever_the_interval(model_path: Path, tmp_path: Path) -> None:

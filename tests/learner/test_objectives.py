@@ -44,12 +44,24 @@ def test_sums_are_over_tokens_with_weight() -> None:
     sums = OBJECTIVE(_tokens([1.5, 0.5, 1.5, 9.0], [1.0, -1.0, -1.0, 1.0], [1.0, 1.0, 1.0, 0.0])).sums
     assert float(sums["ratio"]) == pytest.approx(3.5)
     assert float(sums["ratio_squared"]) == pytest.approx(1.5**2 + 0.5**2 + 1.5**2)
-    assert (int(sums["clipped_low"]), int(sums["clipped_high"])) == (1, 1)
+    assert (int(sums["clip_ratio/low_mean"]), int(sums["clip_ratio/high_mean"])) == (1, 1)
     k3 = sum(ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.5))
     assert float(sums["kl"]) == pytest.approx(k3, abs=1e-5)
 
 
 def test_figures_are_means_and_the_effective_sample_size() -> None:
-    sums = {"ratio": 6.0, "ratio_squared": 12.0, "clipped_low": 1.0, "clipped_high": 2.0, "kl": 0.4}
-    figures = OBJECTIVE.figures(sums, 4)
-    assert figures == {"ratio": 1.5, "clipped_low": 0.25, "clipped_high": 0.5, "kl": 0.1, "ess": 0.75}
+    sums = {
+        "ratio": 6.0,
+        "ratio_squared": 12.0,
+        "clip_ratio/low_mean": 1.0,
+        "clip_ratio/high_mean": 2.0,
+        "kl": 0.4,
+    }
+    assert OBJECTIVE.figures(sums, 4) == {
+        "ratio": 1.5,
+        "clip_ratio/low_mean": 0.25,
+        "clip_ratio/high_mean": 0.5,
+        "clip_ratio/region_mean": 0.75,
+        "kl": 0.1,
+        "ess": 0.75,
+    }

@@ -110,3 +110,52 @@ def test_a_sequence_beyond_the_token_budget_is_named() -> None:
     draft.add([LeasedGroup(group("long", [0, 1], [None] + [0] * 70), 0)])
     with pytest.raises(ValueError, match=r"71 tokens does not fit learner.token_budget = 64"):
         draft.finish()
+
+
+def test_samples_are_the_best_the_worst_and_others_with_what_became_of_them() -> None:
+    draft = _draft(version=3, groups_per_step=3)
+    draft.add(
+        [
+            LeasedGroup(group("a", [0.2, 0.3], [None, 1, 2]), 3),
+            LeasedGroup(group("b", [0, 1], [None, 3]), 3),
+            LeasedGroup(group("c", [0.6, 0.5], [None, 2]), 3),
+        ]
+    )
+    samples = draft.finish().samples
+    assert [(view.ticket_id, view.reward) for view in samples[:2]] == [("b", 1.0), ("b", 0.0)]
+    assert {view.ticket_id for view in samples[2:]} == {"a", "c"}
+    assert {view.ticket_id: view.staleness for view in samples} == {"a": 2, "b": 0, "c": 1}
+    assert all(view.step == 1 and view.advantage is not None for view in samples)
+    assert samples[0].advantage == pytest.approx(0.5**0.5, rel=1e-3)
+
+
+def test_where_few_groups_train_those_without_variance_are_shown_too() -> None:
+    draft = _draft(groups_per_step=3, zero_variance="drop")
+    draft.add([LeasedGroup(group("a", [0, 1]), 0), *(LeasedGroup(group(f"flat{i}", [1, 1]), 0) for i in range(9))])
+    samples = draft.finish().samples
+    assert [view.ticket_id for view in samples] == ["a", "a", "flat0", "flat1"]
+    assert [(view.step, view.advantage) for view in samples[2:]] == [(1, None)] * 2, "not trained"
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"sample_rollouts": 0}, 0),
+        ({"sample_rollouts": 0, "show_rollout_every": 1}, 1),
+        ({"sample_rollouts": 0, "show_rollout_every": 2}, 0),
+        ({"sample_rollouts": 3}, 3),
+    ],
+)
+def test_as_many_samples_as_wanted(settings: dict[str, int], count: int) -> None:
+    draft = _draft(groups_per_step=2, **settings)
+    draft.add([LeasedGroup(group("a", [0, 1]), 0), LeasedGroup(group("b", [0, 1]), 0)])
+    assert len(draft.finish().samples) == count
+
+
+def test_the_step_s_metrics_are_over_dropped_groups_too() -> None:
+    draft = _draft(groups_per_step=1)
+    draft.add([LeasedGroup(group("flat", [1, 1], epoch=2), 0), LeasedGroup(group("a", [0, 1], epoch=1), 0)])
+    tally = draft.finish().tally
+    assert (tally.reward_mean, tally.metrics["frac_reward_zero_std"]) == (0.75, 0.5)
+    assert tally.metrics["completions/mean_length"] == 3
+    assert (tally.tokens, tally.tokens_prompt, tally.epoch) == (20, 8, 2)

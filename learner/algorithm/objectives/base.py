@@ -47,7 +47,7 @@ class Objective(ABC):
     def __call__(self, tokens: Tokens) -> TokenLosses: ...
 
     def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """What `metrics.jsonl` shows under `objective`, from a step's `sums` over its `tokens` with weight.
+        """What `metrics.jsonl` shows, from a step's `sums` over its `tokens` with weight.
 
         Unless a variant says otherwise: the mean over the tokens, under the sum's own name.
         """

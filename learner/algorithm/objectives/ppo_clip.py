@@ -16,8 +16,8 @@ class PpoClip(Objective):
     """loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p / p_behaviour, for each token.
 
     Clip as in PPO (arXiv:1707.06347, eq. 7), with DAPO's two bounds (arXiv:2503.14476, eq. 10). Sums: `ratio`,
-    `ratio_squared`; `clipped_low`, `clipped_high`, tokens whose gradient the clip takes away; `kl`, the k3 estimate of
-    KL(behaviour || policy), r - 1 - log r (joschu.net/blog/kl-approx.html).
+    `ratio_squared`; `clip_ratio/low_mean`, `clip_ratio/high_mean`, tokens whose gradient the clip takes away; `kl`, the
+    k3 estimate of KL(behaviour || policy), r - 1 - log r (joschu.net/blog/kl-approx.html).
     """
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
@@ -34,15 +34,17 @@ class PpoClip(Objective):
         sums = {
             "ratio": ratio[weighted].sum(),
             "ratio_squared": ratio[weighted].square().sum(),
-            "clipped_low": (weighted & (ratio < lowest) & (tokens.advantages < 0)).sum(),
-            "clipped_high": (weighted & (ratio > highest) & (tokens.advantages > 0)).sum(),
+            "clip_ratio/low_mean": (weighted & (ratio < lowest) & (tokens.advantages < 0)).sum(),
+            "clip_ratio/high_mean": (weighted & (ratio > highest) & (tokens.advantages > 0)).sum(),
             "kl": (ratio - 1 - log_ratio).sum(),
         }
         return TokenLosses(losses, sums)
 
     def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
         """Means, and in place of `ratio_squared` the effective sample size of the ratios, from 0 to 1:
-        `ess` = (sum r)^2 / (n sum r^2)."""
+        `ess` = (sum r)^2 / (n sum r^2). `clip_ratio/region_mean`: share of tokens clipped on either side."""
         means = super().figures(sums, tokens)
         del means["ratio_squared"]
-        return {**means, "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"])}
+        region = means["clip_ratio/low_mean"] + means["clip_ratio/high_mean"]
+        ess = sums["ratio"] ** 2 / (tokens * sums["ratio_squared"])
+        return {**means, "clip_ratio/region_mean": region, "ess": ess}

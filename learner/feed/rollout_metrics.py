@@ -1,0 +1,135 @@
+"""What `metrics.jsonl` says of a step's rollouts, under the names of TRL 1.16 where the meaning is the same.
+
+Each figure is over the rollouts that have it, of every group that arrived: dropped ones too, else rewards and lengths
+would look better or worse than they are. No rollout is kept: a step may drop any number of groups before it is full.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+
+from protocol.messages import Group, Rollout
+
+# The policy was cut off, and did not end by itself: TRL's "clipped" completions.
+CUT_OFF = ("length", "context")
+
+# A worker's counts of one tool, among the figures that a rollout carries; the other figures are the task's own.
+TOOL_COUNT = re.compile(r"tools/(?P<tool>.+)/(?P<what>calls|failures)")
+
+
+class Running:
+    """Mean, sample deviation and extremes of values that come one by one (Welford 1962); None while there are none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: float | None = None
+        self.min: float | None = None
+        self.max: float | None = None
+        self._squares = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if self.mean is None or self.min is None or self.max is None:
+            self.mean = self.min = self.max = value
+            return
+        distance = value - self.mean
+        self.mean += distance / self.count
+        self._squares += distance * (value - self.mean)
+        self.min, self.max = min(self.min, value), max(self.max, value)
+
+    @property
+    def std(self) -> float | None:
+        return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else None
+
+
+class RolloutMetrics:
+    """Takes in a step's groups; `ours` and `the_task_s` say what came of them."""
+
+    def __init__(self) -> None:
+        self.rewards = Running()
+        self.prompt_tokens = 0
+        self._flat = 0
+        self._components: defaultdict[str, Running] = defaultdict(Running)
+        self._lengths = Running()
+        self._whole = Running()
+        self._turns = Running()
+        self._calls = 0
+        self._failures = 0
+        self._tools: dict[str, Counter[str]] = {"calls": Counter(), "failures": Counter()}
+        self._finished: Counter[str] = Counter()
+        self._own: defaultdict[str, Running] = defaultdict(Running)
+
+    def add(self, group: Group) -> None:
+        if len({rollout.reward for rollout in group.rollouts}) == 1:
+            self._flat += len(group.rollouts)
+        for rollout in group.rollouts:
+            self._add(rollout)
+
+    def _add(self, rollout: Rollout) -> None:
+        self.rewards.add(rollout.reward)
+        self.prompt_tokens += _prompt_tokens(rollout)
+        for name, value in rollout.reward_components.items():
+            if value is not None:
+                self._components[name].add(value)
+        length = rollout.sampled_tokens
+        self._lengths.add(length)
+        if rollout.finish_reason not in CUT_OFF:
+            self._whole.add(length)
+        self._finished[rollout.finish_reason] += 1
+        self._turns.add(rollout.turns)
+        self._calls += rollout.tool_calls
+        self._failures += rollout.tool_failures
+        for name, value in rollout.metrics.items():
+            if count := TOOL_COUNT.fullmatch(name):
+                self._tools[count["what"]][count["tool"]] += int(value)
+            else:
+                self._own[name].add(value)
+
+    def ours(self) -> dict[str, float]:
+        """One line a metric; one that nothing was measured for is left out.
+
+        Lengths are in sampled tokens. `tools/call_frequency`: calls a rollout; `tools/failure_frequency`: failures a
+        call; `_total`: their sums. `frac_reward_zero_std`: share of rollouts whose group has equal rewards;
+        `finish/<reason>`: share of rollouts that ended so.
+        """
+        rollouts, calls_of, failures_of = self.rewards.count, self._tools["calls"], self._tools["failures"]
+        metrics = {
+            "frac_reward_zero_std": _ratio(self._flat, rollouts),
+            **{f"rewards/{name}/mean": values.mean for name, values in self._components.items()},
+            **{f"rewards/{name}/std": values.std for name, values in self._components.items()},
+            "completions/mean_length": self._lengths.mean,
+            "completions/min_length": self._lengths.min,
+            "completions/max_length": self._lengths.max,
+            "completions/clipped_ratio": _ratio(rollouts - self._whole.count, rollouts),
+            "completions/mean_terminated_length": self._whole.mean,
+            "completions/min_terminated_length": self._whole.min,
+            "completions/max_terminated_length": self._whole.max,
+            "rollout/turns_mean": self._turns.mean,
+            "rollout/turns_max": self._turns.max,
+            "tools/call_frequency": _ratio(self._calls, rollouts),
+            "tools/failure_frequency": _ratio(self._failures, self._calls),
+            **{f"tools/{tool}/call_frequency": _ratio(count, rollouts) for tool, count in calls_of.items()},
+            **{f"tools/{tool}/failure_frequency": _ratio(failures_of[tool], count) for tool, count in calls_of.items()},
+            **{f"tools/{tool}/call_total": count for tool, count in calls_of.items()},
+            **{f"tools/{tool}/failure_total": failures_of[tool] for tool in calls_of},
+            **{f"finish/{reason}": _ratio(count, rollouts) for reason, count in self._finished.items()},
+        }
+        return {name: value for name, value in metrics.items() if value is not None}
+
+    def the_task_s(self) -> dict[str, float]:
+        """The task's own figures: means, under the names that it chose."""
+        return {name: values.mean for name, values in self._own.items() if values.mean is not None}
+
+
+def _prompt_tokens(rollout: Rollout) -> int:
+    """Tokens before the first sampled one."""
+    if not rollout.segments:
+        return 0
+    sampled = rollout.segments[0].loss_mask
+    return int(sampled.argmax()) if sampled.any() else len(sampled)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -202,7 +202,8 @@ def no_chat_template(stage: Stage) -> Told:
 
 def tools_with_text_prompts(stage: Stage) -> Told:
     stage.task.write_text(
-        stage.task.read_text() + "\ntask = Task(dataset=[{'prompt': 'a text'}], tools=[multiply], rewards=task.rewards)\n"
+        f"{stage.task.read_text()}\n"
+        "task = Task(dataset=[{'prompt': 'a text'}], tools=[multiply], rewards=task.rewards)\n"
     )
     return Told.start(stage.up())
 
@@ -292,7 +293,10 @@ def two_launches(stage: Stage) -> Told:
 
 def another_task(stage: Stage) -> Told:
     elsewhere = stage.folder / "elsewhere.py"
-    elsewhere.write_text(stage.task.read_text() + "\ntask = Task(dataset=task.dataset[:50], tools=task.tools, rewards=task.rewards)\n")
+    elsewhere.write_text(
+        f"{stage.task.read_text()}\n"
+        "task = Task(dataset=task.dataset[:50], tools=task.tools, rewards=task.rewards)\n"
+    )
     return beside_a_run(stage, "--task.path", f"{elsewhere}:task")
 
 
@@ -302,7 +306,8 @@ def another_model(stage: Stage) -> Told:
     file = swapped / "tokenizer.json"
     text = file.read_text()
     one, two = re.search(r'"1":\s*(\d+)', text), re.search(r'"2":\s*(\d+)', text)
-    assert one and two
+    assert one
+    assert two
     text = text.replace(one[0], f'"1": {two[1]}', 1).replace(two[0], f'"2": {one[1]}', 1)
     file.write_text(text)
     return beside_a_run(stage, "--model.path", str(swapped))

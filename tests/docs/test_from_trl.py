@@ -42,7 +42,7 @@ def test_every_field_of_trl_has_one_row_with_an_answer() -> None:
 @pytest.mark.parametrize("field", rows())
 def test_an_answer_names_settings_that_exist_or_says_no(field: str) -> None:
     answer = rows()[field]
-    named = {name for name in re.findall(r"`([a-z_]+\.[a-z_]+)`", answer)}
+    named = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", answer))
     assert named <= SETTINGS, f"{named - SETTINGS} is not a setting"
     assert named or "Task(" in answer or re.match(r"no\b|not yet|always|.*, always", answer), answer
 

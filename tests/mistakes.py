@@ -294,8 +294,7 @@ def two_launches(stage: Stage) -> Told:
 def another_task(stage: Stage) -> Told:
     elsewhere = stage.folder / "elsewhere.py"
     elsewhere.write_text(
-        f"{stage.task.read_text()}\n"
-        "task = Task(dataset=task.dataset[:50], tools=task.tools, rewards=task.rewards)\n"
+        f"{stage.task.read_text()}\ntask = Task(dataset=task.dataset[:50], tools=task.tools, rewards=task.rewards)\n"
     )
     return beside_a_run(stage, "--task.path", f"{elsewhere}:task")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.kit.fake_vllm.tokenizer import save_model_folder
+from tests.kit.ports import free_port
 
 TASK = '''
 from rollout_worker.task import Task
@@ -55,11 +55,6 @@ port = {queue_port}
 [vllm]
 port = {vllm_port}
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 
 from deploy import cli
 from protocol.config import load
-from tests.deploy.conftest import free_port
+from tests.kit.ports import free_port
 
 
 def test_i7_a_worker_without_a_queue_says_at_once_whom_it_waits_for(run_file: Path) -> None:

@@ -10,6 +10,7 @@ from deploy import run_directory
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import Decision, RunState
 from rollout_queue.store.sqlite import FILE_NAME, SqliteStore, steps_made
+from tests.deploy.conftest import save_checkpoint
 
 
 def holding(run_file: Path, *, store: int | None = None, checkpoint: bool = False) -> RunConfig:
@@ -24,9 +25,7 @@ def holding(run_file: Path, *, store: int | None = None, checkpoint: bool = Fals
         (config.run_dir / "logs").mkdir()
         (config.run_dir / "logs" / "learner.log").write_text("what went wrong", encoding="utf-8")
     if checkpoint:
-        folder = config.run_dir / "checkpoints" / "step-000001"
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text('{"step": 1, "version": 1}', encoding="utf-8")
+        save_checkpoint(run_file)
     return config
 
 
@@ -96,7 +95,7 @@ def test_nothing_is_moved_under_a_queue_that_runs(run_file: Path) -> None:
     config = holding(run_file, store=0)
     store = SqliteStore(config.run_dir / FILE_NAME)
     try:
-        with pytest.raises(ConfigError, match="a queue still runs on .*queue.db; stop it, or choose another name"):
+        with pytest.raises(ConfigError, match=r"a queue still runs on .*queue\.db; stop it, or choose another name"):
             run_directory.clear(config)
         assert (config.run_dir / FILE_NAME).exists()
     finally:

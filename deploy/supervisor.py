@@ -183,6 +183,7 @@ class Keeper:
                 watching = life.create_task(self._until_up(child, http))
                 code = await child.wait()
                 watching.cancel()
+            self._terminal.down(name)
             self._terminal.pass_on()
             match self._policy.ended(name, program.role, code):
                 case Done():
@@ -221,6 +222,7 @@ class Keeper:
                         break
                     await asyncio.sleep(HEALTH_EVERY_S)
         self._policy.up(child.name)
+        self._terminal.up(child.name)
         if health:
             self._terminal.say(f"{child.name} answers after {time.monotonic() - started:.1f} s")
 

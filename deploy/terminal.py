@@ -71,21 +71,27 @@ class Terminal:
 
     @contextlib.contextmanager
     def waiting_for(self, who: str, log: Path | None = None) -> Iterator[None]:
-        """`who` counts as up when the block has ended; entered again, it does not."""
+        """`who` is waited for until the block ends."""
         wait = Wait(who, self._clock(), log)
         if not self._waits:
             self._said_at = wait.since
         self._waits.append(wait)
-        self._up = [name for name in self._up if name != who]
         self._someone.set()
         try:
             yield
-            self._up.append(who)
         finally:
             self._waits.remove(wait)
             if not self._waits:
                 self._someone.clear()
                 self._erase()
+
+    def up(self, name: str) -> None:
+        """The process answers, or runs and has no route to ask."""
+        self._up.append(name)
+
+    def down(self, name: str) -> None:
+        """The process has ended."""
+        self._up = [other for other in self._up if other != name]
 
     async def keep_telling(self) -> None:
         """Say who is waited for, until cancelled."""

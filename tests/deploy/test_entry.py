@@ -6,10 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import pytest
 
 STAND_IN_MODULE = """
 import sys, time
@@ -50,26 +47,3 @@ def test_ctrl_c_is_a_keyboard_interrupt_again_for_the_commands() -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert done.stdout == "default_int_handler\n", done.stderr
-
-
-@pytest.mark.parametrize("after_s", [0.3, 0.8, 1.3])
-def test_ctrl_c_in_the_start_of_up(run_file: Path, after_s: float) -> None:
-    """Wherever these moments fall: in imports, the check, or the start of the processes. Then a second and a third.
-
-    Not earlier: what Python itself prints before the first line of ours is not ours to guard.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.entry", "up", str(run_file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    time.sleep(after_s)
-    for _ in range(3):
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.1)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode in (130, -signal.SIGINT), err
-    assert "Traceback" not in err

@@ -228,6 +228,19 @@ def test_a_signal_stops_the_check_and_a_pause_too(stage: Stage, act: str) -> Non
     until(lambda: not stage.alive())
 
 
+def test_three_ctrl_c_during_the_check_print_one_line(stage: Stage) -> None:
+    stage.play(preflight=STUBBORN)
+    process = stage.start()
+    until(stage.children)
+    for _ in range(3):
+        os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert err == "slipstream: interrupted, stopping; what has not ended in 1 s is killed\n"
+    assert not stage.run_dir.exists()
+    until(lambda: not stage.alive())
+
+
 def test_a_signal_that_is_ignored_stays_ignored(stage: Stage) -> None:
     """As nohup wants it."""
     process = stage.start(ignore=signal.SIGHUP)

@@ -30,6 +30,9 @@ def test_i7_without_a_terminal_a_line_says_it_every_half_minute(capsys: pytest.C
     with Terminal(lambda: now) as terminal:
         with terminal.waiting_for("queue"):
             now += 5
+        for name in ("queue", "worker-0"):
+            terminal.up(name)
+        terminal.down("worker-0")
         with terminal.waiting_for("vllm-0"):
             for _ in range(65):
                 now += 1

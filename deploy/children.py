@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from deploy import watchdog
+from deploy.first_error import first_error
 from deploy.programs import Program
 
 POLL_S = 0.05
@@ -26,7 +27,6 @@ MAX_LINE = 400
 
 # Colours and whatever else would act on a terminal.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
 
 
 class Child:
@@ -70,8 +70,8 @@ class Child:
         return []
 
     def first_error(self) -> str | None:
-        """The first line of its tail that reports an error."""
-        return next((line.strip() for line in self.tail() if _ERROR.search(line)), None)
+        """What its tail says went wrong first."""
+        return first_error(self.tail())
 
 
 class Children:
@@ -107,8 +107,9 @@ class Children:
             self._watchdog.kill()
             self._watchdog.wait()
 
-    def start(self, program: Program, log_dir: Path) -> Child:
-        """Raises `OSError` where the process cannot be started or its log not be written."""
+    def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
+        """`stdout`: the terminal for a program that writes to it; None: this process's. Raises `OSError` where the
+        process cannot be started or its log not be written."""
         log_dir.mkdir(exist_ok=True)
         log = log_dir / f"{program.name}.log"
         with log.open("ab") as file, _on_cores(program.cores):
@@ -117,7 +118,7 @@ class Children:
                 program.command,
                 env={**os.environ, **program.env},
                 stdin=subprocess.DEVNULL,
-                stdout=None if program.terminal == "stdout" else file,
+                stdout=stdout if program.terminal == "stdout" else file,
                 stderr=None if program.terminal == "stderr" else file,
                 start_new_session=True,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from deploy.programs import Role
 
 # The exit code for a wrong setting: the process would only end in the same way again.
 WRONG_SETTING = 2
+# The exit codes of a process that was stopped on purpose.
+STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 # What has been up so long does not count as dying in a row.
 STEADY_AFTER_S = 60.0
 MAX_PAUSE_S = 60.0
@@ -31,10 +34,12 @@ class Again:
 
 @dataclass(frozen=True)
 class Over:
-    """The run ends with `code`. `why`: what to say besides how the child ended, or empty."""
+    """The run ends with `code`. `why`: what to say besides how the child ended; `remedy`: what to do; both or either
+    may be empty."""
 
     code: int
     why: str = ""
+    remedy: str = ""
 
 
 Verdict = Done | Again | Over
@@ -43,11 +48,12 @@ Verdict = Done | Again | Over
 class RestartPolicy:
     """A vLLM server, a worker or the queue is started again up to `times` in a row; the learner's end ends the run.
 
-    `clock`: seconds, monotonic.
+    `to_go_on`: what to do after the learner's end, asked for when it has ended; `clock`: seconds, monotonic.
     """
 
-    def __init__(self, times: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, times: int, to_go_on: Callable[[], str], clock: Callable[[], float] = time.monotonic) -> None:
         self.times = times
+        self._to_go_on = to_go_on
         self._clock = clock
         self._in_a_row: Counter[str] = Counter()
         self._up_since: dict[str, float] = {}
@@ -65,8 +71,7 @@ class RestartPolicy:
             return Done()
         code = code or 1
         if role == "learner":
-            resume = code not in (WRONG_SETTING, 130, 143)
-            return Over(code, "; go on from its newest checkpoint with --resume" if resume else "")
+            return Over(code, remedy="" if code in (WRONG_SETTING, *STOPPED) else self._to_go_on())
         if code == WRONG_SETTING:
             return Over(code, "(a wrong setting)")
         if role == "vllm" and name not in self._was_up:

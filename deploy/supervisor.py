@@ -1,7 +1,8 @@
 """Everything on one machine: checks, starts, watches, starts again and stops the processes of a run.
 
 Nothing is left running, however the run ends: each child has a process group of its own, which gets SIGTERM and, after
-`deploy.grace_s`, SIGKILL; if the supervisor itself is killed, its watchdog does it.
+`deploy.grace_s`, SIGKILL; if the supervisor itself is killed, its watchdog does it. The learner is ended before the
+others, so that the queue still takes its last report.
 """
 
 from __future__ import annotations
@@ -9,28 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import aiohttp
 
 from deploy.children import Child, Children, describe_end
-from deploy.preflight import held_alone, resolved, write_resolved
 from deploy.programs import Program, preflight_program, programs
 from deploy.restart import WRONG_SETTING, Again, Done, Over, RestartPolicy
+from deploy.run_directory import clear, held_alone, resolved, to_go_on, write_resolved
+from deploy.terminal import Terminal
+from deploy.vllm_server import with_cache_size
 from protocol import routes
 from protocol.config import ConfigError, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_EVERY_S = 0.25
-# How often the terminal says again what is waited for.
-SAY_EVERY_S = 30.0
 LAST_LINES = 20
 
 
@@ -49,18 +49,21 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
     `SystemExit` with 143 or 129 on SIGTERM or SIGHUP. By then every process has ended.
     """
 
-    async def work(children: Children) -> None:
-        await _check(config, resume, children)
+    async def work(children: Children, terminal: Terminal) -> None:
+        await _check(config, resume, children, terminal)
         with held_alone(config):
-            run_file = write_resolved(config).absolute()
-            say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
-            policy = RestartPolicy(config.deploy.restart)
-            await Keeper(children, policy, run_file.parent / "logs").keep(programs(config, run_file, resume))
+            if not resume and (aside := clear(config)):
+                terminal.say(f"an earlier start made no step; what it left is in {aside}")
+            run_file = write_resolved(with_cache_size(config)).absolute()
+            terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
+            policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
+            keeper = Keeper(children, policy, run_file.parent / "logs", terminal)
+            await keeper.keep(programs(config, run_file, resume))
 
     under_signals(work, config.deploy.grace_s)
 
 
-def under_signals(work: Callable[[Children], Coroutine[None, None, None]], grace_s: float) -> None:
+def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float) -> None:
     """Run `work`; at its end, or at a signal, end all children. Raises what `work` raises, and as `supervise` does."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("a run can be supervised from the main thread only, since it handles signals; start it there")
@@ -72,7 +75,7 @@ def under_signals(work: Callable[[Children], Coroutine[None, None, None]], grace
 
 
 async def _under_signals(
-    work: Callable[[Children], Coroutine[None, None, None]], grace_s: float
+    work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float
 ) -> signal.Signals | None:
     """The signal that ended the work."""
     signalled: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
@@ -81,17 +84,20 @@ async def _under_signals(
         # A second signal changes nothing: all that was started gets its time to end.
         if not signalled.done():
             signalled.set_result(number)
-            complain(f"{SIGNALS[number]}, stopping; what has not ended in {grace_s:g} s is killed")
+            terminal.complain(f"{SIGNALS[number]}, stopping; what has not ended in {grace_s:g} s is killed")
 
     children = Children(grace_s)
-    with _handlers(note, children.reap), children:
-        working = asyncio.create_task(work(children))
+    with Terminal() as terminal, _handlers(note, children.reap, terminal.resize), children:
+        working = asyncio.create_task(work(children, terminal))
+        telling = asyncio.create_task(terminal.keep_telling())
         try:
             first: list[asyncio.Future[Any]] = [working, signalled]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         finally:
             working.cancel()
-            await asyncio.wait({working})
+            telling.cancel()
+            await asyncio.wait({working, telling})
+            await children.end([child for child in children.living if child.program.role == "learner"])
             await children.end(list(children.living))
         if signalled.done() and (working.cancelled() or working.exception()):
             return signalled.result()
@@ -100,29 +106,33 @@ async def _under_signals(
 
 
 @contextlib.contextmanager
-def _handlers(note: Callable[[signal.Signals], None], reap: Callable[[], None]) -> Iterator[None]:
-    """Handle the signals that stop a run, unless one is ignored (nohup), and a child's end."""
+def _handlers(
+    note: Callable[[signal.Signals], None], reap: Callable[[], None], resize: Callable[[], None]
+) -> Iterator[None]:
+    """Handle the signals that stop a run, unless one is ignored (nohup), a child's end, and a terminal's new size."""
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
+    others = {signal.SIGCHLD: reap, signal.SIGWINCH: resize}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, *others)}
     handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
     for number in handled:
         loop.add_signal_handler(number, note, number)
-    loop.add_signal_handler(signal.SIGCHLD, reap)
+    for number, handler in others.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in (*handled, signal.SIGCHLD):
+        for number in (*handled, *others):
             loop.remove_signal_handler(number)
             if before[number] is not None:  # None: not set from Python
                 signal.signal(number, before[number])
 
 
-async def _check(config: RunConfig, resume: bool, children: Children) -> None:
+async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> None:
     """Run the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
     do not belong here. Raises `ConfigError`."""
     with _scratch_file(resolved(config)) as run_file:
         child = children.start(preflight_program(config, run_file, resume), run_file.parent)
-        async with _reminders("the check of run file, task and model"):
+        with terminal.waiting_for("the check of run file, task and model"):
             code = await child.wait()
         fault = "\n".join(child.tail())
         await children.end([child])
@@ -144,19 +154,20 @@ def _scratch_file(text: str) -> Iterator[Path]:
 class Keeper:
     """Keeps programs running, each started again as the policy allows, until the learner has ended."""
 
-    def __init__(self, children: Children, policy: RestartPolicy, log_dir: Path) -> None:
+    def __init__(self, children: Children, policy: RestartPolicy, log_dir: Path, terminal: Terminal) -> None:
         self._children = children
         self._policy = policy
         self._log_dir = log_dir
+        self._terminal = terminal
 
     async def keep(self, programs: Sequence[Program]) -> None:
         """Raises `RunFailed`."""
-        say(f"starting {', '.join(program.name for program in programs)}; logs in {self._log_dir}")
+        self._terminal.say(f"starting {', '.join(program.name for program in programs)}; logs in {self._log_dir}")
         try:
             async with _session() as http, asyncio.TaskGroup() as tasks:
                 kept = [(program.role, tasks.create_task(self._keep(program, http))) for program in programs]
                 await next(task for role, task in kept if role == "learner")
-                say("stopping the others")
+                self._terminal.say("stopping the others")
                 for _, task in kept:
                     task.cancel()
         except ExceptionGroup as errors:
@@ -167,61 +178,61 @@ class Keeper:
         """One program over all its lives."""
         name = program.name
         while True:
-            try:
-                child = self._children.start(program, self._log_dir)
-            except OSError as error:
-                raise RunFailed(f"{name} cannot be started: {error}") from error
+            child = self._start(program)
             async with asyncio.TaskGroup() as life:
                 watching = life.create_task(self._until_up(child, http))
                 code = await child.wait()
                 watching.cancel()
+            self._terminal.down(name)
+            self._terminal.pass_on()
             match self._policy.ended(name, program.role, code):
                 case Done():
-                    say(f"{name} is done")
+                    self._terminal.say(f"{name} is done")
                     await self._children.end([child])
                     return
-                case Over(end_code, why):
-                    ended = f"{describe_end(name, code)}{'' if why.startswith(';') else ' '}{why}".rstrip()
-                    complain(f"{ended}; stopping the others")
-                    lines = "\n".join(child.tail()[-LAST_LINES:])
-                    quoted = f"; the last lines of {child.log}:\n{lines}" if lines.strip() else ""
-                    raise RunFailed(f"{ended}{quoted}", end_code)
+                case Over(end_code, why, remedy):
+                    ended = "; ".join(filter(None, [f"{describe_end(name, code)} {why}".rstrip(), remedy]))
+                    self._terminal.complain(f"{ended}; stopping the others")
+                    raise RunFailed(ended + _quoted(child), end_code)
                 case Again(pause_s, attempt):
                     cause = child.first_error()
-                    complain(
+                    self._terminal.complain(
                         f"{describe_end(name, code)}{f': {cause}' if cause else ''}; starting it again in "
                         f"{pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
                     )
                     await self._children.end([child])
                     await asyncio.sleep(pause_s)
 
+    def _start(self, program: Program) -> Child:
+        try:
+            if program.role != "learner":
+                return self._children.start(program, self._log_dir)
+            with self._terminal.learners_stdout() as stdout:
+                return self._children.start(program, self._log_dir, stdout)
+        except OSError as error:
+            raise RunFailed(f"{program.name} cannot be started: {error}") from error
+
     async def _until_up(self, child: Child, http: aiohttp.ClientSession) -> None:
         """Tell the policy, and the terminal, when the child answers."""
         health, started = child.program.health, time.monotonic()
-        async with _reminders(f"{child.name}; its log: {child.log}"):
-            while health:
-                if await _answers(health, http):
-                    break
-                await asyncio.sleep(HEALTH_EVERY_S)
-        self._policy.up(child.name)
         if health:
-            say(f"{child.name} answers after {time.monotonic() - started:.1f} s")
+            with self._terminal.waiting_for(child.name, child.log):
+                while True:
+                    if await _answers(health, http):
+                        break
+                    await asyncio.sleep(HEALTH_EVERY_S)
+        self._policy.up(child.name)
+        self._terminal.up(child.name)
+        if health:
+            self._terminal.say(f"{child.name} answers after {time.monotonic() - started:.1f} s")
 
 
-@contextlib.asynccontextmanager
-async def _reminders(what: str) -> AsyncIterator[None]:
-    """Say now and then that `what` is still waited for."""
-
-    async def remind() -> None:
-        started = time.monotonic()
-        while True:
-            await asyncio.sleep(SAY_EVERY_S)
-            say(f"waiting for {time.monotonic() - started:.0f} s for {what}")
-
-    async with asyncio.TaskGroup() as tasks:
-        reminding = tasks.create_task(remind())
-        yield
-        reminding.cancel()
+def _quoted(child: Child) -> str:
+    """What its log says of its end."""
+    if cause := child.first_error():
+        return f"; the first error in {child.log}:\n{cause}"
+    lines = "\n".join(child.tail()[-LAST_LINES:])
+    return f"; the last lines of {child.log}:\n{lines}" if lines.strip() else ""
 
 
 def _session() -> aiohttp.ClientSession:
@@ -236,18 +247,3 @@ async def _answers(health: str, http: aiohttp.ClientSession) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
-
-
-def say(text: str) -> None:
-    _print(text, sys.stdout)
-
-
-def complain(text: str) -> None:
-    _print(text, sys.stderr)
-
-
-def _print(text: str, stream: TextIO) -> None:
-    # On a terminal the learner's live line may stand where this one goes.
-    erase = "\r\x1b[2K" if stream.isatty() else ""
-    with contextlib.suppress(OSError):  # a terminal that is gone must not keep a run from being stopped
-        print(f"{erase}slipstream: {text}", file=stream, flush=True)

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deploy import extras
+from deploy import extras, kv_cache
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server
@@ -72,6 +72,11 @@ def environment(config: RunConfig) -> dict[str, str]:
     return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
 
 
+def with_cache_size(config: RunConfig) -> RunConfig:
+    """On a CPU, with the memory for keys and values set; the user's own setting stays."""
+    return kv_cache.sized(config) if on_cpu() and not config.vllm.servers else config
+
+
 async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
     """Register the server as joining: whatever it proved before, it is about to load the checkpoint's weights (I5).
 
@@ -94,5 +99,5 @@ def run(config: RunConfig, index: int) -> None:
         )
     extras.require("slipstream vllm", extras.VLLM)
     asyncio.run(announce(config, index))
-    line = command(config, index)
+    line = command(with_cache_size(config), index)
     os.execve(line[0], line, environment(config))

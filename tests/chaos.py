@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 import psutil
 
 from rollout_queue.store.sqlite import FILE_NAME, read_ledger
+from tests.kit.ports import free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
 STEPS = 40
@@ -37,11 +37,6 @@ OVERRIDES = [
     *("--queue.ticket_timeout_s", "5", "--queue.lease_timeout_s", "10", "--learner.steps", str(STEPS)),
     *("--deploy.restart", "20"),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def victims(supervisor: psutil.Process) -> dict[str, int]:

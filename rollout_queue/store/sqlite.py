@@ -184,6 +184,21 @@ def read_ledger(path: Path | str) -> list[LedgerRow]:
     return [LedgerRow(row[0], row[1], TicketState(row[2]), *row[3:]) for row in rows]
 
 
+def steps_made(path: Path | str) -> int:
+    """Optimiser steps that a run has made over all its starts, from its store of this or any older layout.
+
+    Changes nothing, and works beside a running queue. Raises `ConfigError`.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)) as db:
+            _check_layout(db, path)
+            run = db.execute("SELECT record FROM run").fetchone() if layout_of(db) else None
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path}: cannot be read as a run's store: {error}; move it away") from error
+    # The version: it goes on where a resume lets the steps begin again.
+    return msgspec.json.decode(run[0], type=RunState).version if run else 0
+
+
 def _lock(path: Path) -> IO[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock").open("w")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.kit.fake_vllm.tokenizer import save_model_folder
+from tests.kit.ports import free_port
 
 TASK = '''
 from rollout_worker.task import Task
@@ -57,11 +57,6 @@ port = {vllm_port}
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without weights: enough for everything but the learner and vLLM."""
@@ -85,3 +80,10 @@ def run_file(tmp_path: Path, model_folder: Path) -> Path:
 
 def run_directory(run_file: Path) -> Path:
     return run_file.parent / "run directories" / "small"
+
+
+def save_checkpoint(run_file: Path, step: int = 1) -> None:
+    """What makes a checkpoint complete, without what is in it."""
+    folder = run_directory(run_file) / "checkpoints" / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(f'{{"step": {step}, "version": {step}}}', encoding="utf-8")

@@ -85,7 +85,9 @@ class Stage:
         for role, act in acts.items():
             (self.folder / role).write_text(act + "\n", encoding="utf-8")
 
-    def start(self, *arguments: str, ignore: signal.Signals | None = None, **env: str) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, ignore: signal.Signals | None = None, stdout: int = subprocess.PIPE, **env: str
+    ) -> subprocess.Popen[str]:
         """The supervisor in a process group of its own, as a terminal's foreground."""
 
         def dispositions() -> None:
@@ -100,7 +102,7 @@ class Stage:
                 *(sys.executable, "-m", "tests.deploy.staged_up", "up", str(self.run_file)),
                 *("--deploy.grace_s", "1", "--deploy.restart", "0", *arguments),
             ],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,

@@ -13,8 +13,10 @@ from time import perf_counter
 import pytest
 
 from deploy import cli, preflight
+from deploy import run_directory as run_dir
 from protocol.config import ConfigError, load
-from tests.deploy.conftest import TASK, free_port, run_directory
+from tests.deploy.conftest import TASK, run_directory
+from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -202,18 +204,10 @@ def test_a_server_whose_url_is_broken(run_file: Path, url: str) -> None:
         preflight.check(load(run_file, ["--vllm.servers", f'["{url}"]']), resume=False)
 
 
-@pytest.mark.parametrize("left", ["queue.db", "checkpoints/step-000001"])
-def test_a_run_directory_that_holds_a_run_wants_resume(run_file: Path, left: str) -> None:
-    (run_directory(run_file) / left).mkdir(parents=True)
-    with pytest.raises(ConfigError, match="already holds a run; go on with it by --resume, or choose another name"):
-        preflight.check(load(run_file), resume=False)
-    preflight.check(load(run_file), resume=True)
-
-
 def test_a_run_directory_that_cannot_be_made(run_file: Path) -> None:
     (run_file.parent / "file").touch()
     with pytest.raises(ConfigError, match=r"run.dir = .*/file: .* cannot be written: Not a directory"):
-        preflight.write_resolved(load(run_file, ["--run.dir", f"{run_file.parent}/file"]))
+        run_dir.write_resolved(load(run_file, ["--run.dir", f"{run_file.parent}/file"]))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from deploy import cli
 from protocol.config import RunConfig, load
 from protocol.config.text import settings
 from protocol.status import Status
-from tests.deploy.conftest import free_port
 from tests.kit import config
+from tests.kit.ports import free_port
 from tests.kit.queue import serving
 
 

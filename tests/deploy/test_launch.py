@@ -17,7 +17,7 @@ import pytest
 from protocol.client import QueueClient
 from protocol.config import load
 from protocol.status import Status
-from tests.deploy.conftest import run_directory
+from tests.deploy.conftest import run_directory, save_checkpoint
 from tests.deploy.stage import until
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,7 @@ def launcher(run_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source, encoding="utf-8")
     (run_file.parent / "hold").touch()
+    save_checkpoint(run_file)
     with subprocess.Popen(
         ["bash", str(LAUNCH), run_file.name, "--resume", "--learner.steps", "7"],
         cwd=run_file.parent,

@@ -1,39 +1,99 @@
-"""The resolved run file, which all processes of a run read."""
+"""What `slipstream up` finds wrong before it starts anything; the parts of the check have tests of their own."""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy import preflight
+from deploy.ports import check_port, looks_like
 from protocol.config import ConfigError, load
+from tests.deploy.conftest import TASK
+from tests.deploy.stage import ANSWERING, until
+from tests.kit.fake_vllm.tokenizer import build_tokenizer, save_model_folder
+from tests.kit.ports import free_port
 
 
-def test_the_written_run_file_loads_from_anywhere_and_holds_no_token(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(run_file.parent)
-    config = load("run.toml", ["--run.dir", "here", "--queue.token", "hunter2", "--learner.steps", "7"])
-    written = preflight.write_resolved(config)
-    monkeypatch.chdir(tmp_path)
-    again = load(run_file.parent / written)
-    assert again.run_dir == run_file.parent / "here" / "small"
-    assert (again.model, again.task, again.learner) == (config.model, config.task, config.learner)
-    assert again.queue.token is None
-    assert "hunter2" not in (run_file.parent / written).read_text()
+def test_prompts_of_messages_need_a_chat_template(run_file: Path, tmp_path: Path) -> None:
+    """Without tools nothing else asks for one, and every row would fail."""
+    folder = save_model_folder(tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    task = run_file.parent / "task.py"
+    task.write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        preflight.check(load(run_file, ["--model.path", str(folder)]), resume=False)
+    assert f"model.path = {folder}: the first prompt of {task}:task becomes no tokens" in str(error.value)
+    assert "no chat template, and the prompts are messages: save one" in str(error.value)
+    task.write_text(task.read_text().replace('[{"role": "user", "content": "Multiply 2 by 3."}]', '"text"'))
+    preflight.check(load(run_file, ["--model.path", str(folder)]), resume=False)
 
 
-def test_a_run_directory_has_one_launcher_at_a_time(run_file: Path) -> None:
-    """A second one would put its own ports into the run file that the first restarts its processes with."""
+def test_a_first_prompt_that_the_template_refuses(run_file: Path, tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path / "strict")
+    build_tokenizer("{{ raise_exception('no user, please') }}").save_pretrained(folder)
+    (run_file.parent / "task.py").write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"becomes no tokens: mend that row, or the template \(.*no user, please"):
+        preflight.check(load(run_file, ["--model.path", str(folder)]), resume=False)
+
+
+def test_a_task_file_that_is_not_there(run_file: Path) -> None:
+    """Also where the run file was loaded without looking for it."""
     config = load(run_file)
-    with preflight.held_alone(config):
-        with (
-            pytest.raises(ConfigError, match=r"is in use by another launcher; stop that one, or .* --run.name small-2"),
-            preflight.held_alone(config),
-        ):
-            pytest.fail("held twice")
-        with preflight.held_alone(load(run_file, ["--run.name", "small-2"])):
-            pass
-    with preflight.held_alone(config):
-        pass
+    gone = f"{run_file.parent}/gone.py:task"
+    config = config.model_copy(update={"task": config.task.model_copy(update={"path": gone})})
+    with pytest.raises(ConfigError, match=f"task.path = {gone}: there is no Python file"):
+        preflight.check(config, resume=False)
+
+
+def test_a_taken_port_is_told_with_its_holder(run_file: Path, tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "answering.py").write_text(ANSWERING, encoding="utf-8")
+    holder = subprocess.Popen([sys.executable, "-I", "-S", str(tmp_path / "answering.py"), str(port), "queue", "run"])
+    try:
+        until(lambda: any(c.laddr.port == port for c in psutil.Process(holder.pid).net_connections()))
+        with pytest.raises(ConfigError) as error:
+            check_port("127.0.0.1", port, "vllm.port", tmp_path / "run.toml")
+    finally:
+        holder.kill()
+        holder.wait()
+    told = str(error.value)
+    assert f"vllm.port = {port}: another process listens on 127.0.0.1:{port} (process {holder.pid}: " in told
+    assert "answering.py" in told
+    assert told.endswith("stop it or choose another port")
+
+
+def test_a_holder_that_cannot_be_seen_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is another user's."""
+
+    def denied(kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", denied)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"listens on 127\.0\.0\.1:{port}; stop it or choose another port"):
+            check_port("127.0.0.1", port, "queue.port", tmp_path / "run.toml")
+
+
+OURS = Path("/runs/mine/run.toml")
+
+
+@pytest.mark.parametrize(
+    ("command", "likeness"),
+    [
+        (["python", "-P", "-m", "deploy.cli", "queue", str(OURS)], "the queue of an earlier start of this run"),
+        (["python", "-m", "deploy.cli", "queue", "/runs/other/run.toml"], "the queue of another run"),
+        (["python", "/venv/bin/slipstream", "queue", "run.toml"], "the queue of another run"),
+        (["python", "-m", "vllm.entrypoints.openai.api_server", "--port", "1"], "a vLLM server of an earlier start"),
+        (["python", "/venv/bin/vllm", "serve"], "a vLLM server of an earlier start"),
+        (["nginx"], None),
+        ([], None),
+    ],
+)
+def test_an_old_queue_or_server_is_known_by_its_command(command: list[str], likeness: str | None) -> None:
+    assert looks_like(command, OURS) == likeness

@@ -7,6 +7,8 @@ import pytest
 from deploy.programs import Role
 from deploy.restart import MAX_PAUSE_S, STEADY_AFTER_S, Again, Done, Over, RestartPolicy, Verdict
 
+RESUME = "go on"
+
 
 class History:
     """One child under a policy that allows three restarts in a row."""
@@ -14,7 +16,7 @@ class History:
     def __init__(self, role: Role, times: int = 3) -> None:
         self.now = 1000.0
         self.role = role
-        self.policy = RestartPolicy(times, lambda: self.now)
+        self.policy = RestartPolicy(times, lambda: RESUME, lambda: self.now)
 
     def life(self, code: int, up_s: float | None = 0.0) -> Verdict:
         """It is up for `up_s` (None: it never answers) and ends."""
@@ -24,9 +26,6 @@ class History:
             self.policy.up("it")
             self.now += up_s
         return self.policy.ended("it", self.role, code)
-
-
-RESUME = "; go on from its newest checkpoint with --resume"
 
 
 @pytest.mark.parametrize("code", [1, 3, 137, 143])
@@ -58,9 +57,11 @@ def test_a_long_start_is_not_being_up() -> None:
     [
         ("worker", 0, 0.0, Done()),
         ("learner", 0, 0.0, Done()),
-        ("learner", 1, 0.0, Over(1, RESUME)),
-        ("learner", 137, 10 * STEADY_AFTER_S, Over(137, RESUME)),
+        ("learner", 1, 0.0, Over(1, remedy=RESUME)),
+        ("learner", 137, 10 * STEADY_AFTER_S, Over(137, remedy=RESUME)),
         ("learner", 2, 0.0, Over(2)),
+        ("learner", 130, 0.0, Over(130)),
+        ("learner", 143, 0.0, Over(143)),
         ("queue", 0, 0.0, Again(1, 1)),
         ("vllm", 0, 0.0, Again(1, 1)),
         ("vllm", 0, None, Over(1, "before it ever answered")),
@@ -81,7 +82,7 @@ def test_without_restarts_any_death_ends_the_run(code: int, ends_with: int) -> N
 
 
 def test_one_child_does_not_use_up_the_restarts_of_another() -> None:
-    policy = RestartPolicy(1, lambda: 0.0)
+    policy = RestartPolicy(1, lambda: RESUME, lambda: 0.0)
     for name in ("worker-0", "worker-1"):
         policy.up(name)
         assert policy.ended(name, "worker", 1) == Again(1, 1)

@@ -1,16 +1,71 @@
-"""The preflight asks running servers what weight sync will ask them, with the token that it will send."""
+"""Servers that somebody else started: the preflight asks them what weight sync will ask them, with the token that it
+will send, and reads their settings."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy import preflight
+from deploy import preflight, server_check
+from deploy.server_check import ServerFacts, judge
 from protocol.config import ConfigError, load
-from tests.kit.fake_vllm import FakeVllm, serving
+from tests.kit.config import config
+from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
+
+GOOD = ServerFacts(
+    version="0.32.0",
+    served_name="policy",
+    logprobs_mode="processed_logprobs",
+    dtype="float32",
+    max_model_len=4096,
+    transport="gloo",
+    scale_out=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what", "flag"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "wrong at any temperature but 1", "--logprobs-mode processed_logprobs"),
+        ({"dtype": "bfloat16"}, "its dtype is bfloat16, and model.dtype = float32", "--dtype float32"),
+        ({"max_model_len": 2048}, "2048 tokens, less than vllm.max_model_len = 4096", "--max-model-len 4096"),
+        ({"transport": None}, "its weight transfer is off", '--weight-transfer-config \'{"backend": "gloo"}\''),
+        ({"transport": "nccl"}, "is nccl, and weight_sync.transport = gloo", "--weight-transfer-config"),
+        ({"scale_out": False}, "it generates no tokens from tokens", "--enable-scale-out"),
+        ({"served_name": "Qwen/Qwen3"}, "serves the model as 'Qwen/Qwen3'", "--served-model-name policy"),
+    ],
+)
+def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], what: str, flag: str) -> None:
+    (fault,) = judge(dataclasses.replace(GOOD, **wrong), config())
+    assert what in fault.what
+    assert flag in fault.flag
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        GOOD,
+        dataclasses.replace(GOOD, max_model_len=8192),
+        dataclasses.replace(GOOD, served_name=None, logprobs_mode=None, dtype=None, max_model_len=None),
+    ],
+    ids=["as ours", "a longer context", "says nothing of its model"],
+)
+def test_a_server_that_suits_has_no_fault(facts: ServerFacts) -> None:
+    assert judge(facts, config()) == []
+
+
+def test_what_vllm_032_says_of_itself_is_read() -> None:
+    """The parts of its answer that count, as a server of `slipstream vllm` gave them."""
+    model = {"dtype": "torch.float32", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
+    model["served_model_name"] = "policy"
+    info = {"vllm_config": {"model_config": model, "weight_transfer_config": {"backend": "gloo"}}}
+    assert ServerFacts.parse("0.32.0", info, True) == dataclasses.replace(GOOD, max_model_len=512)
+    assert ServerFacts.parse(None, {"vllm_config": "a text"}, False).transport is None
 
 
 @pytest.mark.parametrize(
@@ -27,7 +82,22 @@ async def test_a_server_that_weight_sync_could_not_use(run_file: Path, lack: dic
             await asyncio.to_thread(preflight.check, config, resume=False)
 
 
-async def test_i8_the_token_is_sent(run_file: Path) -> None:
-    async with serving(FakeVllm(token="secret")) as url:
+async def test_all_faults_of_a_server_stand_in_one_message(run_file: Path) -> None:
+    async with serving(FakeVllm(scale_out=False, says={"logprobs_mode": "raw_logprobs"})) as url:
+        config = load(run_file, ["--vllm.servers", f'["{url}"]', "--vllm.max_model_len", "1024"])
+        with pytest.raises(ConfigError, match=rf"{url}: .*; start it with: .*--enable-scale-out --logprobs-mode"):
+            await asyncio.to_thread(server_check.check, config)
+
+
+async def test_a_version_that_was_not_tried_is_a_warning(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeVllm(engine=FakeEngine(max_model_len=4096), version="0.99.0")) as url:
+        with caplog.at_level(logging.WARNING):
+            await asyncio.to_thread(server_check.check, load(run_file, ["--vllm.servers", f'["{url}"]']))
+    assert f"{url} runs vLLM 0.99.0; weight sync was tried with 0.32.0 only" in caplog.text
+
+
+async def test_i8_the_token_is_sent(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeVllm(engine=FakeEngine(max_model_len=4096), token="secret")) as url:
         config = load(run_file, ["--vllm.servers", f'["{url}"]', "--queue.token", "secret"])
         await asyncio.to_thread(preflight.check, config, resume=False)
+    assert "weight sync was tried" not in caplog.text

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.conftest import run_directory
+from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
+from tests.deploy.conftest import run_directory, save_checkpoint
 from tests.deploy.stage import FAILS, LIMIT_S, STAYS, STUBBORN, WAITS_FOR_CHILDREN, Stage, until
 
 TOKEN = "hunter2"
@@ -61,19 +62,46 @@ def test_i7_what_is_waited_for_is_told(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("role", NAMES)
-def test_without_restarts_a_process_that_dies_ends_the_run_with_its_last_lines(stage: Stage, role: str) -> None:
+def test_without_restarts_a_process_that_dies_ends_the_run_with_its_first_error(stage: Stage, role: str) -> None:
     stage.play(**{role: FAILS})
     result = stage.run("--deploy.restart", "0")
     assert result.returncode == 3
-    resume = "; go on from its newest checkpoint with --resume"
-    why = {"vllm": " before it ever answered", "learner": resume}.get(role, "")
-    name = NAMES[role]
-    assert f"slipstream: {name} ended with code 3{why}; the last lines of {stage.logs}/{name}.log:" in result.stderr
-    assert result.stderr.rstrip().endswith(f"and an Error: of {role}")
-    assert f"last words of {role}" in (result.stdout if role == "learner" else result.stderr)
+    again = "; mend it and start again: it made no step, so the run's name is free"
+    why = {"vllm": " before it ever answered", "learner": again}.get(role, "")
+    log = f"{stage.logs}/{NAMES[role]}.log"
+    assert result.stderr.endswith(
+        f"slipstream: {NAMES[role]} ended with code 3{why}; the first error in {log}:\nand an Error: of {role}\n"
+    )
+    assert (f"last words of {role}" in result.stdout) == (role == "learner")
     assert stage.children()
     until(lambda: not stage.alive())
     assert len(stage.calls(role)) == 1
+
+
+def test_where_a_log_holds_no_error_its_last_lines_are_told(stage: Stage) -> None:
+    stage.play(queue="seq 30; exit 3")
+    result = stage.run()
+    *_, before_last, last = result.stderr.splitlines()
+    assert f"the last lines of {stage.logs}/queue.log:\n11\n12\n" in result.stderr
+    assert (before_last, last) == ("29", "30")
+
+
+def test_resume_is_advised_where_the_learner_left_a_checkpoint(stage: Stage, run_file: Path) -> None:
+    stage.play(learner="exit 3")
+    save_checkpoint(run_file)
+    assert "learner ended with code 3; go on from its newest checkpoint with --resume" in stage.run("--resume").stderr
+
+
+def test_what_a_start_without_a_step_left_is_moved_aside_and_told(stage: Stage) -> None:
+    stage.logs.mkdir(parents=True)
+    SqliteStore(stage.run_dir / FILE_NAME).close()
+    stage.play(learner="exit 0")
+    result = stage.run()
+    assert result.returncode == 0, result.stderr
+    aside = stage.run_dir / "failed-start-1"
+    assert f"slipstream: an earlier start made no step; what it left is in {aside}\n" in result.stdout
+    assert (aside / FILE_NAME).exists()
+    assert not (stage.run_dir / FILE_NAME).exists()
 
 
 def test_a_process_that_is_killed_is_told_with_its_signal(stage: Stage) -> None:
@@ -139,7 +167,7 @@ def test_restarts_are_bounded_and_each_is_told_with_its_cause(stage: Stage) -> N
         "slipstream: worker-0 ended with code 3: and an Error: of worker; starting it again in 1 s "
         "(restart 1 of 1 in a row)"
     )
-    assert "worker-0 ended with code 3 once more than deploy.restart = 1 allows; the last lines of" in result.stderr
+    assert "worker-0 ended with code 3 once more than deploy.restart = 1 allows; the first error in" in result.stderr
     assert len(stage.calls("worker")) == 2
     until(lambda: not stage.alive())
 
@@ -172,6 +200,24 @@ def test_a_signal_stops_everything(stage: Stage, number: signal.Signals, code: i
     until(lambda: not stage.alive())
 
 
+@pytest.mark.parametrize("cause", ["a signal", "a process that fails"])
+def test_the_learner_ends_before_the_others_which_take_its_last_report(stage: Stage, cause: str) -> None:
+    """It gets its grace for a checkpoint while the queue still answers."""
+    queue_is_up = "kill -0 $(grep '|queue ' calls | cut -d '|' -f 1)"
+    stage.play(
+        queue=stage.answers("queue"),
+        learner=f"finish() {{ sleep 0.5; {queue_is_up} && echo saved; exit 143; }}; trap finish TERM; {STAYS}",
+        worker="until [ -e fail ]; do sleep 0.1; done; exit 3",
+    )
+    process = stage.start("--deploy.grace_s", "30")
+    until(lambda: len(stage.children()) == 3 and len(stage.calls()) == 4)
+    (stage.folder / "fail").touch() if cause != "a signal" else process.terminate()
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (143 if cause == "a signal" else 3)
+    assert "saved\n" in out, err
+    until(lambda: not stage.alive())
+
+
 @pytest.mark.parametrize("act", ["preflight", "worker"])
 def test_a_signal_stops_the_check_and_a_pause_too(stage: Stage, act: str) -> None:
     stage.play(preflight=STAYS) if act == "preflight" else stage.play(worker="exit 1")
@@ -179,6 +225,19 @@ def test_a_signal_stops_the_check_and_a_pause_too(stage: Stage, act: str) -> Non
     until(lambda: stage.children() if act == "preflight" else len(stage.calls("worker")) == 3)
     process.terminate()
     assert process.wait(LIMIT_S) == 143
+    until(lambda: not stage.alive())
+
+
+def test_three_ctrl_c_during_the_check_print_one_line(stage: Stage) -> None:
+    stage.play(preflight=STUBBORN)
+    process = stage.start()
+    until(stage.children)
+    for _ in range(3):
+        os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert err == "slipstream: interrupted, stopping; what has not ended in 1 s is killed\n"
+    assert not stage.run_dir.exists()
     until(lambda: not stage.alive())
 
 
@@ -288,6 +347,7 @@ def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: 
     """With the real check. The token goes by the environment only: no command line and no file holds it."""
     text = run_file.read_text().replace("[queue]", f'[queue]\ntoken = "{TOKEN}"')
     run_file.write_text(text, encoding="utf-8")
+    save_checkpoint(run_file)
     check = f'cd / && exec {sys.executable} -P -m deploy.cli "$@"'
     stage.play(preflight=check, learner=WAITS_FOR_CHILDREN.format(3))
     result = stage.run("--resume", "--learner.steps", "7", SLIPSTREAM_TOKEN="")

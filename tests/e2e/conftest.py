@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 import time
@@ -15,19 +14,15 @@ from pathlib import Path
 import pytest
 
 from deploy import vllm_server
-from deploy.preflight import write_resolved
+from deploy.run_directory import write_resolved
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig, load
 from protocol.status import Status
+from tests.kit.ports import free_port
 from tests.kit.supervised import Patience, Processes, processes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multiply"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from protocol.config import ConfigError, RunConfig, TaskSection
 from rollout_worker.task import Task, load_task
 from slipstream import script as script_module
 from slipstream import train
-from tests.deploy.conftest import free_port
+from tests.kit.ports import free_port
 from tests.slipstream.conftest import Script
 
 LIMIT_S = 100.0

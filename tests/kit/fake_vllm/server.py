@@ -29,8 +29,13 @@ class FakeVllm:
         dev_mode: bool = True,
         scale_out: bool = True,
         token: str | None = None,
+        version: str = "0.32.0",
+        says: dict[str, Any] | None = None,
     ) -> None:
+        """`says`: what `/server_info` holds of the model in place of what suits a run."""
         self.engine = engine or FakeEngine()
+        self._version = version
+        self._says = says or {}
         self.faults = Faults()
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -41,6 +46,7 @@ class FakeVllm:
             [
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
+                web.get("/version", self._tell_version),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/v1/completions", self._completions),
                 web.post("/_fault", self._add_fault),
@@ -61,6 +67,7 @@ class FakeVllm:
                     web.post("/update_weight_version", self._update_version),
                     web.get("/weight_info", self._weight_info),
                     web.get("/get_world_size", self._world_size),
+                    web.get("/server_info", self._server_info),
                 ]
             )
 
@@ -92,6 +99,8 @@ class FakeVllm:
             message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
             return _refusal(403, message, "PermissionDeniedError")
         body = await request.json()
+        if not {"token_ids", "sampling_params"} <= body.keys():
+            return _refusal(400, "body.token_ids: Field required", "Bad Request", "body.token_ids")
         self.requests.append(body)
         prompt, params = body["token_ids"], body["sampling_params"]
         if problem := self._problem(body):
@@ -229,6 +238,20 @@ class FakeVllm:
 
     async def _world_size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
+
+    async def _tell_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self._version})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        model = {
+            "dtype": "torch.float32",
+            "max_model_len": self.engine.max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "served_model_name": "policy",
+            **self._says,
+        }
+        config = {"model_config": model, "weight_transfer_config": {"backend": "gloo"}}
+        return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     async def _hook(self, name: str, body: Any) -> None:
         if hook := self.engine.hooks.get(name):

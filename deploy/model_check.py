@@ -1,0 +1,70 @@
+"""What is checked of the model before a run starts: that it loads, and that vLLM and the learner can use it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from protocol.config import ConfigError, ModelSection, RunConfig
+
+# A config's names for the greatest context, the first that it has counts.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+# Kinds of rotary scaling whose factor is in the length already (vllm 0.32, `_get_and_verify_max_len`).
+_SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+def check(config: RunConfig) -> None:
+    """Raises `ConfigError`."""
+    model = config.model
+    architecture = _architecture(model.path)
+    if not config.vllm.servers and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        longest = longest_context(architecture)
+        if longest is not None and config.vllm.max_model_len > longest:
+            raise ConfigError(
+                f"vllm.max_model_len = {config.vllm.max_model_len} is more than the model's {longest}: vLLM would "
+                f"refuse to start; lower it to at most {longest}"
+            )
+    if model.attention != ModelSection.model_fields["attention"].default:
+        _check_attention(architecture, model.attention)
+
+
+def longest_context(architecture: Any) -> int | None:
+    """Tokens of context that a transformers config allows, scaling included; None where it does not say."""
+    text = architecture.get_text_config()
+    length = next((value for name in _LENGTHS if (value := getattr(text, name, None))), None)
+    if length is None:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    for parameters in [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]:
+        if parameters.get("rope_type") not in _SCALED and not text.model_type.startswith("gemma3"):
+            return max(int(length * (parameters.get("factor") or 1)), getattr(text, "model_max_length", None) or 0)
+    return max(int(length), getattr(text, "model_max_length", None) or 0)
+
+
+def _architecture(path: str) -> Any:
+    from transformers import AutoConfig
+
+    if Path(path).is_absolute() and not Path(path, "config.json").is_file():
+        lack = "the folder holds no config.json" if Path(path).is_dir() else "there is no such folder"
+        raise ConfigError(f"model.path = {path}: {lack}; give an existing model folder or a hub name")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model.path = {path}: not a model that can be loaded: {first}; give an existing model folder or a hub name"
+        ) from None
+
+
+def _check_attention(architecture: Any, attention: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):  # the class checks it, and no weight is made
+            AutoModelForCausalLM.from_config(architecture, attn_implementation=attention)
+    except (ValueError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.attention = {attention}: the model cannot use it: {first}") from None

@@ -1,0 +1,68 @@
+"""The first error of a log, in logs as vLLM 0.32 wrote them."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.first_error import first_error
+
+# A model folder without weights: the worker's error is logged among the lines of two other processes.
+NO_WEIGHTS = """\
+(EngineCore pid=2046) INFO 11-21 15:23:28 [core.py:120] Initializing a V1 LLM engine
+(Worker pid=2057) ERROR 11-21 15:23:29 [multiproc_executor.py:953] WorkerProc failed to start.
+(Worker pid=2057) ERROR 11-21 15:23:29 [multiproc_executor.py:953] Traceback (most recent call last):
+(Worker pid=2057) ERROR 11-21 15:23:29 [multiproc_executor.py:953]   File "default_loader.py", line 259, in _prepare
+(EngineCore pid=2046) INFO 11-21 15:23:29 [multiproc_executor.py:479] [shutdown] Executor: waiting for worker
+(Worker pid=2057) ERROR 11-21 15:23:29 [multiproc_executor.py:953]     raise RuntimeError(
+(Worker pid=2057) ERROR 11-21 15:23:29 [multiproc_executor.py:953] RuntimeError: Cannot find any model weights with `/m`
+(EngineCore pid=2046) ERROR 11-21 15:23:31 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=2046) ERROR 11-21 15:23:31 [core.py:1510] Traceback (most recent call last):
+(EngineCore pid=2046) ERROR 11-21 15:23:31 [core.py:1510] Exception: WorkerProc initialization failed
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+LITTLE_MEMORY = """\
+(VllmWorker-0 pid=2554) ERROR 11-21 15:24:11 [multiproc_executor.py:953] WorkerProc failed to start.
+(VllmWorker-0 pid=2554) ERROR 11-21 15:24:11 [multiproc_executor.py:953] Traceback (most recent call last):
+(VllmWorker-0 pid=2554) ERROR 11-21 15:24:11 [multiproc_executor.py:953]     raise ValueError(
+(VllmWorker-0 pid=2554) ERROR 11-21 15:24:11 [multiproc_executor.py:953] ValueError: Available memory on node 0
+"""
+# pydantic's first line says only that there is an error.
+TOO_LONG = """\
+(APIServer pid=1816) INFO 11-21 15:22:53 [model.py:733] Resolved architecture: Qwen3ForCausalLM
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, User-specified max_model_len (99999) is greater than the derived max_model_len
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+CHAINED = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+KeyError: 'the root'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+RuntimeError: what followed
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "first"),
+    [
+        (NO_WEIGHTS, "RuntimeError: Cannot find any model weights with `/m`"),
+        (LITTLE_MEMORY, "ValueError: Available memory on node 0"),
+        (
+            TOO_LONG,
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, "
+            "User-specified max_model_len (99999) is greater than the derived max_model_len",
+        ),
+        (CHAINED, "KeyError: 'the root'"),
+        ("slipstream: queue.port = 1: no\nTraceback (most recent call last):\nKeyError\n", "KeyError"),
+        ("slipstream: queue.port = 1: no\nsome line\n", "slipstream: queue.port = 1: no"),
+        ("Traceback (most recent call last):\n  File cut short\n", "Traceback (most recent call last):"),
+        ("INFO all is well\n", None),
+    ],
+)
+def test_the_root_of_what_went_wrong(log: str, first: str | None) -> None:
+    assert first_error(log.splitlines()) == first

@@ -1,0 +1,131 @@
+"""The memory of a vLLM server's cache on a CPU: figures of real models, shares, and what the user set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from deploy import kv_cache, vllm_server
+from deploy.kv_cache import GIB, Model, budget, model_of
+from protocol.config import ConfigError, RunConfig, load
+from tests.kit.config import config
+
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_models_figures_follow_from_its_config() -> None:
+    model = model_of(QWEN3_06B, "bfloat16")
+    assert model is not None
+    assert model.weights / 2 == pytest.approx(596.0e6, rel=1e-3), "Qwen3-0.6B has 596 million weights"
+    assert model.token == 2 * 28 * 8 * 128 * 2
+    assert model_of({"text_config": QWEN3_06B}, "float32") == Model(2 * model.weights, 2 * model.token)
+    assert model_of({"model_type": "qwen3"}, "float32") is None
+
+
+def test_mixtures_of_experts_count_all_experts() -> None:
+    dense, mixture = (model_of(c, "float32") for c in (QWEN3_06B, {**QWEN3_06B, "num_experts": 8}))
+    assert dense is not None
+    assert mixture is not None
+    assert mixture.weights - dense.weights == 28 * 7 * 3 * 1024 * 3072 * 4
+    assert mixture.token == dense.token
+
+
+@pytest.mark.parametrize(
+    ("available", "count", "size"),
+    [
+        (64 * GIB, 1, "most"),
+        (8 * GIB, 1, "room"),
+        (14 * GIB, 2, "room"),
+        (4 * GIB, 1, "least"),
+    ],
+)
+def test_the_size_is_what_all_sequences_need_or_what_is_left(available: int, count: int, size: str) -> None:
+    run = config(vllm={"max_model_len": 1024, "max_num_seqs": 64, "count": count})
+    found = budget(Model(weights=100 * 2**20, token=100 * 1024), run, available)
+    assert found.size == getattr(found, size)
+    assert found.least == 100 * 1024 * (1024 + 256)
+    assert found.most == 64 * found.least
+    if size == "room":
+        assert found.room * count < available
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "given"),
+    [
+        ([], {}, False),
+        (["--block-size", "32"], {"VLLM_CPU_KVCACHE_SPACE": ""}, False),
+        (["--kv-cache-memory-bytes", "256M"], {}, True),
+        (["--kv_cache_memory_bytes=256M"], {}, True),
+        (["--gpu-memory-utilization=0.3"], {}, True),
+        ([], {"VLLM_CPU_KVCACHE_SPACE": "4"}, True),
+    ],
+)
+def test_the_users_own_size_is_seen(arguments: list[str], environment: dict[str, str], given: bool) -> None:
+    assert kv_cache.is_set(arguments, environment) == given
+
+
+@pytest.fixture
+def qwen(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
+    return load(run_file, ["--model.path", str(folder), "--vllm.max_model_len", "8000"])
+
+
+@pytest.mark.parametrize(("on_cpu", "added"), [(True, ["--kv-cache-memory-bytes"]), (False, [])])
+def test_a_cpu_server_is_started_with_a_size(
+    qwen: RunConfig, on_cpu: bool, added: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 64 * GIB)
+    sized = vllm_server.with_cache_size(qwen)
+    assert sized.vllm.args[:1] == added
+    assert vllm_server.with_cache_size(sized) == sized, "a server that is started again keeps its size"
+
+
+def test_too_little_memory_is_refused_with_the_figures(qwen: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 20 * GIB)
+    with pytest.raises(ConfigError) as error:
+        kv_cache.check(qwen)
+    for text in ("vllm.max_model_len = 8000", "1.8 GiB", "0.0 GiB is left", "1 servers", "20.0 GiB", "2.2 GiB"):
+        assert text in str(error.value)
+    kv_cache.check(qwen.model_copy(update={"vllm": qwen.vllm.model_copy(update={"args": ["--kv-cache-memory-bytes"]})}))
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 40 * GIB)
+    kv_cache.check(qwen)
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, 10_000),
+        ({"memory.max": "max\n", "memory.current": "700"}, 10_000),
+        ({"memory.max": "1000\n", "memory.current": "700\n"}, 300),
+        ({"memory.max": "1000", "memory.current": "1700"}, 0),
+        ({"memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "700"}, 300),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "700"}, 10_000),
+        ({"nodes/node0/meminfo": "Node 0 MemFree: 4 kB\nNode 0 Active(file): 2 kB\nNode 0 MemUsed: 99 kB"}, 6 * 1024),
+    ],
+)
+def test_a_containers_limit_counts(
+    files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    assert kv_cache.available_bytes(tmp_path, tmp_path / "nodes") == left

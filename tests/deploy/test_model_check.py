@@ -1,0 +1,75 @@
+"""The model before a start: the context that it allows, as vLLM counts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from deploy import model_check
+from protocol.config import ConfigError, load
+
+
+@pytest.mark.parametrize(
+    ("model", "longest"),
+    [
+        ({"model_type": "qwen3", "max_position_embeddings": 1024}, 1024),
+        ({"model_type": "qwen3", "max_position_embeddings": 1024, "model_max_length": 4096}, 4096),
+        (
+            {
+                "model_type": "qwen3",
+                "max_position_embeddings": 1024,
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            },
+            4096,
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "max_position_embeddings": 1024,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 256,
+                },
+            },
+            1024,
+        ),
+        ({"model_type": "gpt2", "n_positions": 777}, 777),
+        ({"model_type": "bloom"}, None),
+    ],
+    ids=["plain", "a longer one of its own", "linear scaling", "yarn", "gpt2", "says nothing"],
+)
+def test_the_longest_context(model: dict[str, Any], longest: int | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    assert model_check.longest_context(AutoConfig.from_pretrained(tmp_path)) == longest
+
+
+def test_a_context_above_the_models_is_refused_unless_vllm_was_told_to_allow_it(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 32768
+    overrides = ["--vllm.max_model_len", str(longest + 1), "--learner.token_budget", "99999"]
+    with pytest.raises(
+        ConfigError,
+        match=rf"vllm\.max_model_len = {longest + 1} is more than the model's {longest}: .* at most {longest}",
+    ):
+        model_check.check(load(run_file, overrides))
+    model_check.check(load(run_file, ["--vllm.max_model_len", str(longest), "--learner.token_budget", "99999"]))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    model_check.check(load(run_file, overrides))
+
+
+@pytest.mark.parametrize(("exists", "says"), [(False, "there is no such folder"), (True, "the folder holds no config")])
+def test_a_model_folder_that_is_not_there(run_file: Path, tmp_path: Path, exists: bool, says: str) -> None:
+    config = load(run_file)
+    path = tmp_path / "gone"
+    if exists:
+        path.mkdir()
+    gone = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+    with pytest.raises(ConfigError, match=f"model.path = {path}: {says}"):
+        model_check.check(gone)

@@ -6,8 +6,8 @@ and counted as such (I4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Draft:
         self._config = config
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
-        self._judged: list[JudgedGroup] = []
+        self._judged: dict[str, JudgedGroup] = {}
 
     @property
     def ticket_ids(self) -> list[str]:
@@ -86,19 +86,25 @@ class Draft:
             queue = self._config.queue
             weights = loss_weights(group, self.version, queue.max_staleness, queue.overage)
             reason = self._reason_to_drop(group, weights)
-            self._judged.append(JudgedGroup.of(group, item.version_at_arrival, self.version, reason))
+            self._judged[group.ticket_id] = JudgedGroup.of(group, item.version_at_arrival, self.version, reason)
             if reason is None:
                 self._standing[group.ticket_id] = _Standing(group, weights)
             else:
                 dropped[group.ticket_id] = reason
         return dropped
 
+    def revoke(self, revoked: Mapping[str, str]) -> None:
+        """Take groups out that the queue says must not be trained, with the reason of each."""
+        for ticket_id, reason in revoked.items():
+            if self._standing.pop(ticket_id, None) is not None:
+                self._judged[ticket_id] = replace(self._judged[ticket_id], dropped=reason)
+
     def finish(self) -> Batch:
         """Advantages, and rows within the token budget."""
         budget = self._config.learner.token_budget
         rows = pack([sample for standing in self._standing.values() for sample in self._samples(standing)], budget)
         weights = [standing.weights for standing in self._standing.values()]
-        counts = tally(self._judged, weights, rows, budget)
+        counts = tally(list(self._judged.values()), weights, rows, budget)
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts)
 
     def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:

@@ -28,6 +28,7 @@ class FakePublisher:
 
     def __init__(self, queue: FakeQueue) -> None:
         self.queue = queue
+        self.session: int | None = None
         self.records: list[PublishRecord] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.probes: list[Probe] = []

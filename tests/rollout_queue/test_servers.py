@@ -6,7 +6,7 @@ import pytest
 
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import GroupFacts, StoreContents, TicketRecord, TicketState
+from rollout_queue.ledger.records import GroupFacts, SampledBy, StoreContents, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.servers import ALLOWED, Fleet, put
 from tests.kit import config
@@ -43,7 +43,12 @@ def fleet_in(state: ServerState) -> Fleet:
 
 
 def sampled_by(servers: list[str], newest_version: int) -> GroupFacts:
-    return GroupFacts(bytes=1, tokens=1, newest_version=newest_version, servers=tuple(servers))
+    return sampled(**dict.fromkeys(servers, (0, newest_version)))
+
+
+def sampled(**versions: tuple[int, int]) -> GroupFacts:
+    """A group of which each server sampled the versions from one to another."""
+    return GroupFacts(bytes=1, tokens=1, servers=tuple(SampledBy(name, *of_it) for name, of_it in versions.items()))
 
 
 @pytest.mark.parametrize("before", list(ServerState))

@@ -31,7 +31,7 @@ from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import Served, serve_version, serving
+from tests.kit.queue import Served, move_server, serve_version, serving
 
 MIB = 1024**2
 
@@ -112,7 +112,8 @@ async def test_servers_of_the_run_file_are_registered_and_travel_with_tickets_an
 
 async def test_a_server_cannot_skip_its_proof() -> None:
     async with running(begin=False) as (_, client):
-        refused = await refusal(client.put_server(Server(SERVER, "u", ServerState.SERVING, 0)))
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        refused = await refusal(client.put_server(Server(SERVER, "u", ServerState.SERVING, 0), session=1))
         assert (refused.status, refused.reason) == (409, "transition_forbidden")
 
 
@@ -355,7 +356,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
                     have += [codec.decode(bytes(data), Group).ticket_id for data in reply.groups]
                 await step(client, have, number)
                 await serve_version(client, number)
-            await client.finish()
+            await client.finish(1)
 
         async with asyncio.timeout(20.0), asyncio.TaskGroup() as tasks:
             tasks.create_task(learner())
@@ -403,8 +404,7 @@ async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refus
     async with running() as (_, client):
         here, late = await take(client, 2)
         await client.submit(group(here, server_names=[SERVER]))
-        url = (await client.servers())[0].url
-        await client.put_server(Server(SERVER, url, ServerState.QUARANTINED, 0, "probe"))
+        await move_server(client, ServerState.QUARANTINED, 0, reason="probe")
         assert (await client.status()).drops == {"unverified_server": 1}
         assert (await refusal(client.submit(group(late)))).reason == "unverified_server"
 
@@ -415,7 +415,7 @@ async def test_finish_ends_the_run_for_everyone() -> None:
         await client.submit(group(tickets[0]))
         waiting = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
         await asyncio.sleep(0.05)
-        await client.finish()
+        await client.finish(1)
         with pytest.raises(RunFinished):
             await waiting
         assert (await refusal(client.submit(group(tickets[1])))).status == 410
@@ -504,7 +504,7 @@ async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
         (422, "decode", "POST", routes.POLICY, b'{"do": "explode"}'),
         (422, "max_tickets", "POST", routes.TICKETS, b'{"worker_id": "w", "max_tickets": 0}'),
         (422, "worker_mismatch", "POST", "/v1/workers/a", b'{"worker_id": "b", "ticket_ids": []}'),
-        (422, "server_mismatch", "PUT", "/v1/servers/a", b'{"name": "b", "url": "u"}'),
+        (422, "server_mismatch", "PUT", "/v1/servers/a", b'{"server": {"name": "b", "url": "u"}}'),
         (413, "too_large", "POST", routes.TICKETS, b" " * (9 * MIB)),
     ],
 )

@@ -32,7 +32,7 @@ from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
 
-K, B, ATTEMPTS, GROUP_BYTES, MAX_AGE_S = 2, 2, 3, 400, 150.0
+K, B, ATTEMPTS, GROUP_BYTES, MAX_AGE_S = 2, 2, 3, 400, 90.0
 CONFIG = config(
     queue={
         "max_staleness": K,
@@ -105,7 +105,7 @@ class QueueMachine(RuleBasedStateMachine):
     def queue_will_be_killed_after_its_next_commit(self) -> None:
         self.crash_after_commit = True
 
-    @rule(seconds=st.sampled_from([1.0, 61.0, 121.0]))
+    @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 121.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.commit(tickets.expire(self.ledger, self.now))
@@ -159,14 +159,17 @@ class QueueMachine(RuleBasedStateMachine):
         if record is not None:
             self.hand_in(record, lag, size)
 
-    @rule(lag=st.integers(0, 1))
-    def all_goes_well(self, lag: int) -> None:
-        """The usual course up to a full lease, so that what comes after it is met often."""
+    @rule(lag=st.integers(0, 1), on=st.booleans())
+    def all_goes_well(self, lag: int, on: bool) -> None:
+        """The usual course up to a full lease, or on to a checkpoint, so that what comes after it is met often."""
         self.publish()
         self.ask_for_tickets(8)
         for record in list(self.ledger.tickets(TicketState.ISSUED)):
             self.hand_in(record, lag, GROUP_BYTES // 2)
         self.lease("a", 3, 0)
+        if on and self.ledger.count(TicketState.LEASED):
+            self.step(3, repeat=False, late_verdict=False)
+            self.save_checkpoint()
 
     def hand_in(self, record: TicketRecord, lag: int, size: int) -> None:
         oldest = max(0, record.version - lag)
@@ -263,7 +266,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.checkpoint = step
         self.versions.append(self.ledger.run.version)
 
-    @precondition(lambda self: self.ledger.issued > 20)
+    @precondition(lambda self: self.ledger.issued > 10)
     @rule()
     def finish(self) -> None:
         self.commit(leases.finish(self.ledger))
@@ -346,15 +349,22 @@ TestI1I2I3.settings = settings(
 class Bench:
     """A queue without admission: tickets in, groups in, steps."""
 
-    def __init__(self, **queue: object) -> None:
-        self.config = config(queue={"max_staleness": K, **queue})
+    def __init__(self, keep_checkpoints: int = 2, **queue: object) -> None:
+        self.config = config(queue={"max_staleness": K, **queue}, learner={"keep_checkpoints": keep_checkpoints})
         self.ledger = Ledger(self.config, StoreContents(), 0.0)
         self.fleet = Fleet()
         self.begin(0, resume=False)
 
     def apply(self, decision: Decision, now: float = 0.0) -> tuple[TicketRecord, ...]:
         self.ledger.apply(decision, now)
+        if decision.server is not None:
+            self.fleet.apply(decision.server)
         return decision.tickets
+
+    def serve(self) -> None:
+        for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
+            server = Server(SERVER, "u", state, self.ledger.run.version)
+            self.apply(servers.put(self.fleet, self.ledger, server, 0.0))
 
     def begin(self, step: int, resume: bool) -> None:
         self.apply(leases.begin(self.ledger, BeginSession(step, step, 10, resume=resume), []))
@@ -363,9 +373,9 @@ class Bench:
         issued = self.apply(tickets.issue(self.ledger, "w", count))
         return [self.accept(record) for record in issued]
 
-    def accept(self, record: TicketRecord) -> TicketRecord:
+    def accept(self, record: TicketRecord, size: int = 100) -> TicketRecord:
         version = self.ledger.run.version
-        facts = facts_of(100, 5, version, version)
+        facts = facts_of(size, 5, version, version)
         return self.apply(tickets.submit(self.ledger, record, facts))[0]
 
     def step(self, count: int, dropped: dict[str, str] | None = None) -> list[str]:
@@ -637,3 +647,156 @@ def test_finish_ends_what_is_outstanding_and_more_steps_reopen_the_run() -> None
     assert bench.ledger.run.finished
     bench.apply(leases.begin(bench.ledger, BeginSession(1, 1, 2, resume=True), []))
     assert not bench.ledger.run.finished
+
+
+def test_hole_4_a_leased_group_that_a_failed_proof_taints_is_revoked_and_a_step_already_made_stands() -> None:
+    bench = Bench()
+    bench.serve()
+    bench.groups(3)
+    leased = bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 2))
+    bench.apply(servers.put(bench.fleet, bench.ledger, Server(SERVER, "u", ServerState.QUARANTINED, 0), 0.0))
+    ids = [record.id for record in leased]
+    assert leases.revoked(bench.ledger, bench.fleet, "l", ids) == dict.fromkeys(ids, reasons.UNVERIFIED_SERVER)
+    assert bench.ledger.drops == {reasons.UNVERIFIED_SERVER: 1}, "the ready one"
+    ack = LeaseAck(1, [ids[0]], {ids[1]: reasons.UNVERIFIED_SERVER}, step=1, version=1)
+    made = bench.apply(leases.ack(bench.ledger, bench.fleet, ack, {}))
+    assert [(r.state, r.reason) for r in made] == [
+        (TicketState.TRAINED, reasons.UNVERIFIED_SERVER),
+        (TicketState.DROPPED, reasons.UNVERIFIED_SERVER),
+    ]
+
+
+@pytest.mark.parametrize("way_back", ["release", "lapse", "resume", "rollback"])
+def test_hole_4_a_tainted_group_is_not_leased_again_however_it_came_back(way_back: str) -> None:
+    bench = Bench()
+    bench.serve()
+    bench.groups(1)
+    leased = bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1))
+    if way_back == "rollback":
+        bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, [leased[0].id], step=1, version=1), {}))
+    bench.apply(servers.put(bench.fleet, bench.ledger, Server(SERVER, "u", ServerState.QUARANTINED, 0), 0.0))
+    if way_back == "release":
+        bench.apply(leases.release(bench.ledger, "l"))
+    elif way_back == "lapse":
+        bench.apply(tickets.expire(bench.ledger, 1e6))
+    else:
+        bench.begin(0, resume=True)
+    assert bench.ledger.count(TicketState.READY) == 1
+    (record,) = bench.apply(leases.lease(bench.ledger, bench.fleet, "m", 4))
+    assert (record.state, record.reason) == (TicketState.DROPPED, reasons.UNVERIFIED_SERVER)
+
+
+def test_hole_6_trained_payloads_are_counted_and_give_way_without_holding_anybody_up() -> None:
+    """A learner that never makes a checkpoint, in a queue with room for four groups: twenty steps of two."""
+    bench = Bench(capacity_bytes=1024, max_group_bytes=1024)
+    for step in range(1, 21):
+        for record in bench.apply(tickets.issue(bench.ledger, "w", 2)):
+            bench.accept(record, size=256)
+        bench.step(2)
+        assert (bench.ledger.bytes, bench.ledger.kept_bytes) == (0, min(1024, 512 * step))
+    kept = {record.step for record in bench.ledger.tickets(TicketState.TRAINED)}
+    assert kept == {19, 20}, "the oldest go first"
+    assert bench.ledger.trained == 40
+
+
+def test_hole_6_old_tickets_become_sums_and_a_resume_from_before_is_refused_with_the_remedy() -> None:
+    bench = Bench(keep_checkpoints=2)
+    for step in range(1, 5):
+        bench.groups(1)
+        bench.step(1)
+        bench.apply(leases.checkpointed(bench.ledger, step, None, indices_kept=0))
+    run = bench.ledger.run
+    assert (run.checkpoints, run.pruned_step, run.pruned_below) == ((3, 4), 3, 3)
+    assert bench.ledger.summary().trained == bench.ledger.summary().issued == 4
+    assert bench.ledger.was_pruned("2.0")
+    assert not any(bench.ledger.was_pruned(other) for other in ("3.0", "", "x", "-1.0", "9" * 5000))
+    with pytest.raises(Refusal, match="resume from one of those") as refusal:
+        bench.begin(2, resume=True)
+    assert refusal.value.reason == reasons.STEP_UNKNOWN
+    with pytest.raises(Refusal) as late:
+        tickets.check_accepted(bench.ledger, "2.0", None)
+    assert late.value.reason == reasons.TICKET_ENDED
+    ack = LeaseAck(1, dropped={"2.0": reasons.OVERAGE})
+    assert not leases.ack(bench.ledger, bench.fleet, ack, {}), "a repeat"
+
+
+def test_hole_6_the_newest_indices_stay_one_by_one_and_so_does_what_is_out() -> None:
+    bench = Bench(keep_checkpoints=1)
+    first, straggler = bench.apply(tickets.issue(bench.ledger, "w", 2))
+    bench.apply(tickets.fail(bench.ledger, first, "row", retryable=False))
+    for step in range(1, 9):
+        bench.groups(1)
+        bench.step(1)
+        bench.apply(leases.checkpointed(bench.ledger, step, None, indices_kept=4))
+    assert bench.ledger.run.pruned_below == straggler.index
+    bench.apply(tickets.fail(bench.ledger, straggler, "row", retryable=False))
+    bench.apply(leases.checkpointed(bench.ledger, 8, None, indices_kept=4))
+    assert bench.ledger.run.pruned_below == bench.ledger.next_index - 4
+
+
+def test_hole_6_reasons_that_clients_make_up_are_few_and_short() -> None:
+    bench = Bench(ticket_attempts=1)
+    groups = bench.groups(100)
+    out = bench.apply(tickets.issue(bench.ledger, "w", 200))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 100))
+    drops = {record.id: f"{'x' * 5000}{i}" if i == 0 else f"made-up-{i}" for i, record in enumerate(groups)}
+    bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, dropped=drops), {}))
+    for i, record in enumerate(out):
+        bench.apply(tickets.fail(bench.ledger, record, reasons.failed(f"mine-{i}:{reasons.OVERAGE}"), retryable=True))
+    assert len(bench.ledger.drops) == 65
+    assert bench.ledger.drops[reasons.OTHER] == 300 - 64
+    assert max(map(len, bench.ledger.drops)) == 80
+    (late,) = bench.groups(1)
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1))
+    bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, dropped={late.id: reasons.OVERAGE}), {}))
+    assert bench.ledger.drops[reasons.OVERAGE] == 1, "ours are never lumped together"
+
+
+def test_hole_7_a_ticket_that_is_renewed_for_ever_is_issued_again() -> None:
+    bench = Bench(ticket_timeout_s=60.0, ticket_max_age_s=2000.0)
+    held = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+    for now in range(0, 2000, 50):
+        bench.ledger.renew_ticket(held.id, float(now))
+        assert not tickets.expire(bench.ledger, float(now))
+    assert bench.ledger.next_deadline(1990.0) == 2000.0
+    (ended,) = bench.apply(tickets.expire(bench.ledger, 2000.0), 2000.0)
+    assert (ended.state, ended.reason) == (TicketState.REISSUED, reasons.OUTLIVED)
+    assert bench.ledger.outstanding == 0
+
+
+def test_hole_7_a_tickets_greatest_age_follows_the_episodes_unless_it_is_given() -> None:
+    plain = config(worker={"episode_timeout_s": 100.0, "reward_timeout_s": 20.0})
+    assert plain.ticket_max_age_s == 240.0
+    with pytest.raises(
+        ValueError, match=r"the longest episodes would lose their ticket .* raise queue\.ticket_max_age_s"
+    ):
+        config(queue={"ticket_max_age_s": 10.0})
+
+
+def test_hole_7_a_lapsed_lease_that_is_leased_again_holds_what_the_learner_has() -> None:
+    """0.0 and 1.0 are at the learner when the lease lapses; 1.0 goes to another lease in the meantime."""
+    bench = Bench()
+    bench.groups(3)
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 2))
+    bench.apply(tickets.expire(bench.ledger, 1e6))
+    with pytest.raises(Refusal, match="drop what is left of it"):
+        leases.check_renewal(bench.ledger, "l")
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "other", 1, have=["1.0"]))
+    assert {r.id for r in bench.ledger.leased("other")} == {"0.0", "1.0"}
+    bench.apply(leases.release(bench.ledger, "other"))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "other", 0, have=["1.0"]))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1, have=["0.0", "1.0"]))
+    assert {r.id for r in bench.ledger.leased("l")} == {"0.0", "2.0"}, "what it has, and one more"
+    assert leases.revoked(bench.ledger, bench.fleet, "l", ["0.0", "1.0"]) == {"1.0": reasons.LEASE_LAPSED}
+    leases.check_renewal(bench.ledger, "l")
+
+
+def test_hole_7_finish_counts_the_rows_that_wait_to_be_issued_again() -> None:
+    bench = Bench()
+    record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+    bench.apply(tickets.fail(bench.ledger, record, "failed:judge", retryable=True))
+    bench.apply(leases.finish(bench.ledger))
+    counts = bench.ledger.summary()
+    assert (counts.issued, counts.dropped, counts.reissued) == (1, 1, 0)
+    assert bench.ledger.drops == {reasons.RUN_FINISHED: 1}
+    assert not bench.ledger.to_reissue

@@ -781,9 +781,6 @@ def test_hole_7_a_lapsed_lease_that_is_leased_again_holds_what_the_learner_has()
     bench.apply(tickets.expire(bench.ledger, 1e6))
     with pytest.raises(Refusal, match="drop what is left of it"):
         leases.check_renewal(bench.ledger, "l")
-    bench.apply(leases.lease(bench.ledger, bench.fleet, "other", 1, have=["1.0"]))
-    assert {r.id for r in bench.ledger.leased("other")} == {"0.0", "1.0"}
-    bench.apply(leases.release(bench.ledger, "other"))
     bench.apply(leases.lease(bench.ledger, bench.fleet, "other", 0, have=["1.0"]))
     bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1, have=["0.0", "1.0"]))
     assert {r.id for r in bench.ledger.leased("l")} == {"0.0", "2.0"}, "what it has, and one more"

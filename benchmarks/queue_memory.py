@@ -87,7 +87,7 @@ async def measure(url: str, pid: int, arguments: argparse.Namespace) -> dict[str
         session = (await client.begin_session(BeginSession(0, 0, 1, resume=False))).session
         server = (await client.servers())[0]
         for state in (ServerState.SYNCING, ServerState.SERVING):
-            await client.put_server(Server(server.name, server.url, state, 0))
+            await client.put_server(Server(server.name, server.url, state, 0), session)
         empty = memory.memory_info().rss
         puts = await fill(client, arguments.groups, arguments.kilobytes, arguments.producers)
         full = memory.memory_info().rss

@@ -22,7 +22,7 @@ from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.feeder import Feeder
 from learner.model.policy import Scoring, load_policy
 from learner.report import summary
-from learner.report.journal import Journal
+from learner.report.journal import Journal, newest_version
 from learner.report.progress import Progress
 from learner.report.record import PublicationRecord, StepRecord, StepTimes
 from learner.report.rollouts import RolloutLog
@@ -91,8 +91,11 @@ class Loop:
     def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
         config = self._config
         done = checkpoint.info if checkpoint else CheckpointInfo(step=0, version=0)
-        begin = BeginSession(done.step, done.version, config.learner.steps, resume)
+        # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
+        version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
+        begin = BeginSession(done.step, version, config.learner.steps, resume)
         self._position = self._client.call(lambda queue: queue.begin_session(begin))
+        self._publisher.session = self._position.session
         self._checkpointed = done.step if checkpoint else None
         self._steps = Journal(config.run_dir / "metrics.jsonl", StepRecord, done.step)
         self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, done.step)
@@ -109,7 +112,7 @@ class Loop:
         if self._checkpointed != self._position.step:
             self._checkpoint()
         status = self._client.call(lambda queue: queue.status())
-        self._client.call(lambda queue: queue.finish())
+        self._client.call(lambda queue: queue.finish(self._position.session))
         result = summary.summarise(self._steps.records, self._publications.records, status)
         summary.write(config.run_dir, result, self._steps.records)
         rewards = [record.tally.reward_mean for record in self._steps.records]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -29,15 +29,18 @@ from protocol import codec, reasons, routes
 from protocol.messages import (
     BeginSession,
     Checkpointed,
+    FinishRun,
     Group,
     LeaseAck,
     LeaseRenewal,
+    LeaseRenewed,
     LeaseReply,
     LeaseRequest,
     PolicyCommand,
     Problem,
     RunPosition,
     Server,
+    ServerChange,
     TicketFailure,
     TicketReply,
     TicketRequest,
@@ -151,8 +154,10 @@ class QueueClient:
     async def ack(self, lease_id: str, ack: LeaseAck) -> RunPosition:
         return await self._ask(RunPosition, "POST", routes.LEASE_ACK_OF.format(id=lease_id), ack)
 
-    async def renew(self, lease_id: str, session: int) -> None:
-        await self._call("POST", routes.LEASE_RENEW_OF.format(id=lease_id), LeaseRenewal(session))
+    async def renew(self, lease_id: str, session: int, have: Sequence[str] = ()) -> dict[str, str]:
+        """Returns which of the groups in `have` must not be trained, and why."""
+        path = routes.LEASE_RENEW_OF.format(id=lease_id)
+        return (await self._ask(LeaseRenewed, "POST", path, LeaseRenewal(session, list(have)))).revoked
 
     async def release(self, lease_id: str, session: int) -> None:
         """Give a lease's groups back untrained."""
@@ -173,9 +178,13 @@ class QueueClient:
     async def servers(self) -> list[Server]:
         return await self._ask(list[Server], "GET", routes.SERVERS)
 
-    async def put_server(self, server: Server) -> Server:
-        """Register a server or change its state; raises `Refused` (409) for a change that is not allowed."""
-        return await self._ask(Server, "PUT", routes.SERVER_OF.format(name=server.name), server)
+    async def put_server(self, server: Server, session: int | None = None) -> Server:
+        """Register a server or change its state; raises `Refused` (409) for a change that is not allowed.
+
+        Without the learner's session a server can only be registered as joining, or reported as down.
+        """
+        path = routes.SERVER_OF.format(name=server.name)
+        return await self._ask(Server, "PUT", path, ServerChange(server, session))
 
     async def status(self) -> Status:
         return await self._ask(Status, "GET", routes.STATUS)
@@ -184,8 +193,8 @@ class QueueClient:
         """At most `limit` of the rollouts that the queue remembers, newest first; `worst`: lowest reward first."""
         return await self._ask(list[RolloutView], "GET", f"{routes.ROLLOUTS}?limit={limit}&worst={str(worst).lower()}")
 
-    async def finish(self) -> None:
-        await self._call("POST", routes.FINISH)
+    async def finish(self, session: int) -> None:
+        await self._call("POST", routes.FINISH, FinishRun(session))
 
     async def _command(self, command: PolicyCommand) -> RunPosition:
         return await self._ask(RunPosition, "POST", routes.POLICY, command)

@@ -8,7 +8,7 @@ A message that decodes has the right types, nothing more: the queue checks the r
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ SCHEMA_VERSION = 2
 
 FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "aborted"]
 TicketKind = Literal["train", "eval"]
+# What the queue stores has 64 bits.
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -141,7 +143,7 @@ class Server(msgspec.Struct):
     name: str
     url: str
     state: ServerState = ServerState.JOINING
-    version: int | None = None
+    version: Natural | None = None
     reason: str | None = None
     changed_at: float = 0.0
 
@@ -266,12 +268,14 @@ class LeaseRequest(msgspec.Struct):
 
 class LeaseReply(msgspec.Struct):
     """`groups` holds each group's msgpack as it was submitted; `version_at_arrival[i]` is the learner's version
-    when group i came in. The lease expires `expires_in_s` after this answer or the last renewal."""
+    when group i came in. The lease expires `expires_in_s` after this answer or the last renewal. `revoked`: those of
+    `have` that must not be trained, with the reason of each."""
 
     lease_id: str
     groups: list[msgspec.Raw]
     version_at_arrival: list[int]
     expires_in_s: float
+    revoked: dict[str, str] = {}
 
 
 class LearnerReport(msgspec.Struct):
@@ -279,14 +283,14 @@ class LearnerReport(msgspec.Struct):
     `publishing`: the version on its way to the servers, if any; `metrics`: the main ones of the step's line in
     `metrics.jsonl`, by their names there."""
 
-    step: int
+    step: Natural
     reward_mean: float
     wait_s: float
     step_s: float
-    tokens_trained: int
+    tokens_trained: Natural
     staleness_mean: float
-    staleness_max: int
-    publishing: int | None = None
+    staleness_max: Natural
+    publishing: Natural | None = None
     metrics: dict[str, float] = {}
 
 
@@ -299,22 +303,31 @@ class LeaseAck(msgspec.Struct):
     session: int
     trained: list[str] = []
     dropped: dict[str, str] = {}
-    step: int | None = None
-    version: int | None = None
+    step: Natural | None = None
+    version: Natural | None = None
     report: LearnerReport | None = None
 
 
 class LeaseRenewal(msgspec.Struct):
+    """`have`: the lease's groups that the learner is about to train."""
+
     session: int
+    have: list[str] = []
+
+
+class LeaseRenewed(msgspec.Struct):
+    """`revoked`: those of `have` that must not be trained, with the reason of each."""
+
+    revoked: dict[str, str] = {}
 
 
 class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     """The learner starts at step 0, or resumes from a checkpoint of `step` and policy `version`. `fingerprint`: what it
     expects of the workers; `vocabulary`: ids that the model knows are below it."""
 
-    step: int
-    version: int
-    total_steps: int
+    step: Natural
+    version: Natural
+    total_steps: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     resume: bool
     fingerprint: Fingerprint | None = None
     vocabulary: int | None = None
@@ -324,7 +337,7 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):
     """A checkpoint of `step` is complete: groups trained up to it may be forgotten."""
 
     session: int
-    step: int
+    step: Natural
 
 
 class Waiting(msgspec.Struct, tag="waiting", tag_field="do"):

@@ -64,6 +64,7 @@ OLD_LAYOUT = "old_layout"
 OVERAGE = "overage"
 ZERO_VARIANCE = "zero_variance"
 NO_TOKENS = "no_tokens"
+OTHER = "other"
 
 # Why a sampled token does not train; OVERAGE is one too.
 NO_CONTEXT = "no_context"
@@ -88,6 +89,12 @@ MISSING_LOGPROBS = "missing_logprobs"
 BAD_LOGPROBS = "bad_logprobs"
 MISSING_VERSIONS = "missing_versions"
 BAD_VERSIONS = "bad_versions"
+
+
+def is_ours(reason: str) -> bool:
+    """Whether it is made of these codes, not one that a client made up."""
+    bare = reason.removeprefix(failed("")).removeprefix(rejected(""))
+    return bare in {value for name, value in globals().items() if name.isupper()}
 
 
 def failed(reason: str) -> str:

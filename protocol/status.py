@@ -9,7 +9,8 @@ from protocol.messages import Server
 
 class GroupCounts(msgspec.Struct):
     """Groups by place, and what bounds them. outstanding = tickets + ready + leased; `limit`: how many admission allows
-    outstanding now."""
+    outstanding now. `bytes`: of ready and leased groups; `kept_bytes`: those of trained groups that a resume may bring
+    back are among them."""
 
     tickets: int
     ready: int
@@ -19,6 +20,7 @@ class GroupCounts(msgspec.Struct):
     capacity_groups: int
     capacity_bytes: int
     limit: int
+    kept_bytes: int = 0
 
 
 class Staleness(msgspec.Struct):

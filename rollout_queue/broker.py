@@ -133,9 +133,7 @@ class Broker:
     async def expire(self) -> None:
         """End the tickets and leases whose time is over. Their holders are told when they come back."""
         async with self.lock:
-            leases = {record.lease_id for record in self.ledger.expired(self.now) if record.lease_id is not None}
             await self.commit(tickets.expire(self.ledger, self.now))
-            self.ledger.expired_leases |= leases
 
     def grant(self) -> Grant:
         """How many tickets may be issued now."""

@@ -69,13 +69,15 @@ class PublishRecord:
 class Publisher:
     """Publishes versions one at a time, in the order in which they are handed over. Use it as a context manager.
 
-    `records` grows by one as each publication ends. `make_transport` makes a transport for each connection to a
-    server; by default the one that `weight_sync.transport` names.
+    `session`: the learner's at the queue, which alone may say that a server is proven; to be set before the first
+    publication. `records` grows by one as each publication ends. `make_transport` makes a transport for each connection
+    to a server; by default the one that `weight_sync.transport` names.
     """
 
     def __init__(
         self, config: RunConfig, queue_url: str, make_transport: Callable[[], Transport] | None = None
     ) -> None:
+        self.session: int | None = None
         self.records: list[PublishRecord] = []
         self._config = config
         self._make_transport = make_transport or (lambda: build(config.weight_sync))
@@ -269,7 +271,7 @@ class Publisher:
     async def _register(
         self, server: Server, state: ServerState, version: int | None, reason: str | None = None
     ) -> None:
-        await self._client.put_server(Server(server.name, server.url, state, version, reason))
+        await self._client.put_server(Server(server.name, server.url, state, version, reason), self.session)
 
     async def _close(self) -> None:
         if self._tasks:

@@ -1,22 +1,24 @@
 """Keeps batches ready ahead of the step: leases, renews, drops and packs, on the blocking client's loop.
 
 A batch is judged at the version that will train on it, which is known when it is leased: each step makes exactly one
-version. A drop is acknowledged at once, because that returns its permit to the workers (F14).
+version. A drop is acknowledged at once, because that returns its permit to the workers (F14). Right before its step the
+queue is asked again: a group that a server sampled which has failed its proof meanwhile is not trained (I5).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.step_draft import Batch, Draft, LeasedGroup
-from protocol import codec
+from protocol import codec, reasons
 from protocol.client import QueueError, Refused, RunFinished
 from protocol.config import RunConfig
 from protocol.messages import Group, LearnerReport, LeaseAck, LeaseRequest, RunPosition
@@ -31,6 +33,12 @@ class Starved(QueueError):
 
 class LeaseLost(QueueError):
     """The queue took a lease back while its groups were here."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    draft: Draft
+    batch: Batch
 
 
 class Feeder:
@@ -50,7 +58,7 @@ class Feeder:
         self._client = client
         self._start = start
         self._clock = clock
-        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        self._ready: SimpleQueue[_Prepared | BaseException] = SimpleQueue()
         self._permits = asyncio.Semaphore(config.learner.prefetch_steps)
         self._leases: set[str] = set()
         self._leased = asyncio.Event()
@@ -73,10 +81,11 @@ class Feeder:
         self._client.loop.call_soon_threadsafe(self._permits.release)
         with self._client.waiting(self._start.session, "groups"):
             item = self._ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            batch = self._client.call(lambda _: self._without_revoked(item))
         self._waiting_since = None
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        return batch
 
     def trained(self, batch: Batch, report: LearnerReport) -> RunPosition:
         """Acknowledge a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
@@ -105,7 +114,7 @@ class Feeder:
     async def _main(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._renew())
+                tasks.create_task(self._renew_leases())
                 tasks.create_task(self._produce())
         except BaseExceptionGroup as group:
             self._ready.put(group.exceptions[0])
@@ -116,7 +125,25 @@ class Feeder:
             await self._permits.acquire()
             draft = Draft(self._config, step, start.version + step - start.step - 1, f"{start.session}-{step}")
             await self._fill(draft)
-            self._ready.put(draft.finish())
+            self._ready.put(_Prepared(draft, draft.finish()))
+
+    async def _without_revoked(self, prepared: _Prepared) -> Batch:
+        """The batch as the queue lets it be trained: groups that it revoked since they were leased are replaced."""
+        batch = prepared.batch
+        while revoked := await self._renew(batch.lease_id, batch.ticket_ids):
+            await self._revoke(prepared.draft, revoked)
+            await self._fill(prepared.draft)
+            batch = prepared.draft.finish()
+        return batch
+
+    async def _revoke(self, draft: Draft, revoked: Mapping[str, str]) -> None:
+        draft.revoke(revoked)
+        if not draft.ticket_ids:
+            self._leases.discard(draft.lease_id)
+        # What the lease lost is the queue's already.
+        tainted = {ticket: reason for ticket, reason in revoked.items() if reason == reasons.UNVERIFIED_SERVER}
+        if tainted:
+            await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=tainted))
 
     async def _fill(self, draft: Draft) -> None:
         while draft.wanted:
@@ -129,8 +156,11 @@ class Feeder:
                     wait_s=min(LEASE_WAIT_S, self._config.learner.stall_timeout_s),
                 )
             )
-            if not reply.groups:
+            if reply.revoked:
+                await self._revoke(draft, reply.revoked)
+            elif not reply.groups:
                 await self._check_alive()
+            if not reply.groups:
                 continue
             self._last_arrival = self._clock()
             self._leases.add(draft.lease_id)
@@ -157,17 +187,22 @@ class Feeder:
                 f"{stall.why or 'look at the workers and servers in `slipstream status`'}"
             )
 
-    async def _renew(self) -> None:
+    async def _renew_leases(self) -> None:
         await self._leased.wait()
         while True:
             await asyncio.sleep(self._renew_every_s)
             for lease_id in list(self._leases):
-                try:
-                    await self._client.queue.renew(lease_id, self._start.session)
-                except Refused as refusal:
-                    # A lease that was acknowledged in the meantime is rightly gone.
-                    if lease_id in self._leases:
-                        raise LeaseLost(
-                            f"lease {lease_id} expired while its groups were in training ({refusal}): raise "
-                            f"queue.lease_timeout_s, and go on with --resume"
-                        ) from refusal
+                await self._renew(lease_id)
+
+    async def _renew(self, lease_id: str, have: Sequence[str] = ()) -> dict[str, str]:
+        """Which groups of `have` must not be trained, and why."""
+        try:
+            return await self._client.queue.renew(lease_id, self._start.session, have)
+        except Refused as refusal:
+            # A lease that was acknowledged in the meantime is rightly gone.
+            if lease_id not in self._leases:
+                return {}
+            raise LeaseLost(
+                f"lease {lease_id} expired while its groups were in training ({refusal}): raise "
+                f"queue.lease_timeout_s, and go on with --resume"
+            ) from refusal

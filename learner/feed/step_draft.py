@@ -6,8 +6,8 @@ and counted as such (I4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ class Draft:
         self._config = config
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
-        self._judged: list[JudgedGroup] = []
+        self._judged: dict[str, JudgedGroup] = {}
         self._metrics = RolloutMetrics()
         self._flat: list[RolloutView] = []
 
@@ -97,7 +97,7 @@ class Draft:
             weights = loss_weights(group, self.version, queue.max_staleness, queue.overage)
             reason = self._reason_to_drop(group, weights)
             self._metrics.add(group)
-            self._judged.append(JudgedGroup.of(group, item.version_at_arrival, self.version, reason))
+            self._judged[group.ticket_id] = JudgedGroup.of(group, item.version_at_arrival, self.version, reason)
             if reason is None:
                 self._standing[group.ticket_id] = _Standing(group, weights, self._advantage(rewards_of(group)))
                 continue
@@ -106,12 +106,18 @@ class Draft:
                 self._flat.append(msgspec.structs.replace(RolloutView.of(group, 0), step=self.step))
         return dropped
 
+    def revoke(self, revoked: Mapping[str, str]) -> None:
+        """Take groups out that the queue says must not be trained, with the reason of each."""
+        for ticket_id, reason in revoked.items():
+            if self._standing.pop(ticket_id, None) is not None:
+                self._judged[ticket_id] = replace(self._judged[ticket_id], dropped=reason)
+
     def finish(self) -> Batch:
         """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
         rows = pack([sample for standing in self._standing.values() for sample in _sequences(standing)], budget)
         weights = [standing.weights for standing in self._standing.values()]
-        counts = tally(self._judged, self._metrics, weights, rows, budget)
+        counts = tally(list(self._judged.values()), self._metrics, weights, rows, budget)
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts, self._samples())
 
     def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:

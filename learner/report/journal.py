@@ -74,6 +74,21 @@ class Journal(Generic[R]):
             file.write(_line(record))
 
 
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+def newest_version(path: Path) -> int:
+    """The greatest policy version in a journal, time lines that were left behind included; 0 where there is none."""
+    newest = 0
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            newest = max(newest, msgspec.json.decode(line, type=_Versioned).version)
+        except msgspec.DecodeError:
+            continue  # cut short by a kill, or not about a version
+    return newest
+
+
 def _line(record: Record) -> bytes:
     return msgspec.json.encode(record.flat()) + b"\n"
 

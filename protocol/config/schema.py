@@ -106,6 +106,11 @@ class QueueSection(Section):
         "auto", description="d: groups outstanding, in optimiser steps; auto adapts between 1 and K + 1"
     )
     ticket_timeout_s: Seconds = Field(60.0, description="time-out of a ticket that no heartbeat renews")
+    ticket_max_age_s: Seconds | Literal["auto"] = Field(
+        "auto",
+        description="time-out of a ticket however often it is renewed, so that a worker that hangs cannot hold it for "
+        "ever; auto is 2 x (worker.episode_timeout_s + worker.reward_timeout_s)",
+    )
     ticket_attempts: Count = Field(3, description="times that a row is issued before it is given up")
     lease_timeout_s: Seconds = Field(120.0, description="time-out of a lease that is not renewed")
     stall_after_s: Seconds = Field(120.0, description="seconds without progress that raise the stall alarm")
@@ -242,6 +247,12 @@ class RunConfig(Section):
         return os.environ.get("SLIPSTREAM_TOKEN") or self.queue.token
 
     @property
+    def ticket_max_age_s(self) -> float:
+        """`queue.ticket_max_age_s` with its "auto" worked out."""
+        age, worker = self.queue.ticket_max_age_s, self.worker
+        return 2 * (worker.episode_timeout_s + worker.reward_timeout_s) if age == "auto" else age
+
+    @property
     def server_names(self) -> dict[str, str]:
         """URL of each server by its name, in the order of the run file."""
         return {f"vllm-{i}": url for i, url in enumerate(self.vllm.urls)}
@@ -263,6 +274,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"queue.capacity_groups = {queue.capacity_groups} is less than learner.groups_per_step = "
                 f"{learner.groups_per_step}: a step could never be filled; raise queue.capacity_groups"
+            )
+        if self.ticket_max_age_s < self.worker.episode_timeout_s:
+            raise ValueError(
+                f"queue.ticket_max_age_s = {self.ticket_max_age_s:g} is less than worker.episode_timeout_s = "
+                f"{self.worker.episode_timeout_s:g}: the longest episodes would lose their ticket before they end; "
+                f"raise queue.ticket_max_age_s or lower worker.episode_timeout_s"
             )
         if queue.depth != "auto" and queue.depth * learner.groups_per_step < 1:
             raise ValueError(f"queue.depth = {queue.depth} allows no group at all; raise it to 1 or write 'auto'")

@@ -15,12 +15,14 @@ from protocol.client import MSGPACK
 from protocol.messages import (
     BeginSession,
     Checkpointed,
+    FinishRun,
     LeaseAck,
     LeaseRenewal,
+    LeaseRenewed,
     LeaseReply,
     LeaseRequest,
     PolicyCommand,
-    Server,
+    ServerChange,
 )
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
@@ -53,7 +55,9 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
         case Checkpointed():
             async with broker.lock:
                 _fence(broker, message.session)
-                await broker.commit(leases.checkpointed(broker.ledger, message.step))
+                oldest = leases.kept_checkpoints(broker.ledger, message.step)[0]
+                first = await broker.call(broker.store.first_forgotten_after, oldest)
+                await broker.commit(leases.checkpointed(broker.ledger, message.step, first))
         case _:
             _fence(broker, message.session)
             if message.what is None:
@@ -74,20 +78,20 @@ async def lease(request: Request, broker: ReadyBroker) -> Response:
         async with broker.lock:
             _fence(broker, message.session)
             ledger.renew_lease(message.lease_id, broker.now)
-            records: Sequence[TicketRecord] = leases.undelivered(ledger, message.lease_id, message.have)
-            more = message.max_groups > 0 and ledger.count(TicketState.READY) > 0 and not broker.closing
-            if more and not records and not await request.is_disconnected():
-                decision = leases.lease(ledger, message.lease_id, message.max_groups)
-                await broker.commit(decision)
-                ledger.expired_leases.discard(message.lease_id)  # the same name is a lease again
-                records = decision.tickets
-            if records:
+            lost = leases.undelivered(ledger, message.lease_id, message.have)
+            more = ledger.count(TicketState.READY) > 0 and not broker.closing
+            if lost or (more and not await request.is_disconnected()):
+                wanted = 0 if lost else max(0, message.max_groups)
+                await broker.commit(leases.lease(ledger, broker.fleet, message.lease_id, wanted, message.have))
+            records = leases.undelivered(ledger, message.lease_id, message.have)
+            revoked = leases.revoked(ledger, broker.fleet, message.lease_id, message.have)
+            if records or revoked:
                 waits.end(FEEDER)
                 payloads = await broker.call(broker.store.payloads, [record.id for record in records])
-                return _reply(broker, message.lease_id, records, payloads)
+                return _reply(broker, message.lease_id, records, payloads, revoked)
         waits.begin(FEEDER, "groups", broker.now, until=broker.now + 2 * MAX_WAIT_S)
         if broker.closing or not await wait(groups_came, deadline - broker.now):
-            return _reply(broker, message.lease_id, [], {})
+            return _reply(broker, message.lease_id, [], {}, {})
 
 
 @router.post(routes.LEASE_ACK_OF)
@@ -102,7 +106,7 @@ async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Respons
         named = (*message.trained, *message.dropped)
         ended = [ticket_id for ticket_id in named if broker.ledger.get(ticket_id) is None]
         version = broker.ledger.run.version
-        decision = leases.ack(broker.ledger, message, await broker.call(broker.store.records, ended))
+        decision = leases.ack(broker.ledger, broker.fleet, message, await broker.call(broker.store.records, ended))
         await broker.commit(decision)
         broker.ledger.renew_lease(id, broker.now)
         stepped = broker.ledger.run.version > version
@@ -115,12 +119,12 @@ async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Respons
 
 @router.post(routes.LEASE_RENEW_OF)
 async def renew(id: str, request: Request, broker: ReadyBroker) -> Response:
-    """Refused if the lease has expired: its groups may be leased anew."""
+    """Answers which of its groups must not be trained; refused if the lease has expired and they may be leased anew."""
     message: LeaseRenewal = await read_json(request, LeaseRenewal)
     _fence(broker, message.session)
     leases.check_renewal(broker.ledger, id)
     broker.ledger.renew_lease(id, broker.now)
-    return Response(status_code=204)
+    return reply_json(LeaseRenewed(leases.revoked(broker.ledger, broker.fleet, id, message.have)))
 
 
 @router.post(routes.LEASE_RELEASE_OF)
@@ -140,19 +144,26 @@ async def read_servers(broker: ReadyBroker) -> Response:
 
 @router.put(routes.SERVER_OF)
 async def put_server(name: str, request: Request, broker: ReadyBroker) -> Response:
-    """Register a server or change its state; answers its record."""
-    server: Server = await read_json(request, Server)
+    """Register a server or change its state; answers its record. Only the newest learner may prove one."""
+    change: ServerChange = await read_json(request, ServerChange)
+    server = change.server
     if server.name != name:
         raise Refusal(reasons.SERVER_MISMATCH, f"the path names server {name!r}, the body {server.name!r}")
     async with broker.lock:
+        if change.session is None:
+            servers.check_unfenced(server)
+        else:
+            _fence(broker, change.session)
         await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
     return reply_json(broker.fleet.get(name))
 
 
 @router.post(routes.FINISH)
-async def finish(broker: ReadyBroker) -> Response:
+async def finish(request: Request, broker: ReadyBroker) -> Response:
     """End the run: what is outstanding is dropped, and workers are told."""
+    message: FinishRun = await read_json(request, FinishRun)
     async with broker.lock:
+        _fence(broker, message.session)
         await broker.commit(leases.finish(broker.ledger))
     broker.observations.waits.end(LEARNER)
     return reply_json(broker.position())
@@ -164,11 +175,18 @@ def _fence(broker: Broker, session: int) -> None:
     broker.observations.learner_seen(broker.now)
 
 
-def _reply(broker: Broker, lease_id: str, records: Sequence[TicketRecord], payloads: dict[str, bytes]) -> Response:
+def _reply(
+    broker: Broker,
+    lease_id: str,
+    records: Sequence[TicketRecord],
+    payloads: dict[str, bytes],
+    revoked: dict[str, str],
+) -> Response:
     reply = LeaseReply(
         lease_id=lease_id,
         groups=[msgspec.Raw(payloads[record.id]) for record in records],
         version_at_arrival=[record.arrival_version for record in records],
         expires_in_s=broker.config.queue.lease_timeout_s,
+        revoked=revoked,
     )
     return Response(codec.encode(reply), media_type=MSGPACK)

@@ -20,8 +20,6 @@ from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.wakeup import MAX_WAIT_S, wait
 
-_REASON_CHARACTERS = 80  # a reason becomes a label of the metrics
-
 router = APIRouter()
 
 
@@ -66,7 +64,7 @@ async def give_back_ticket(id: str, request: Request, broker: ReadyBroker) -> Re
     async with broker.lock:
         record = broker.ledger.get(id, TicketState.ISSUED)
         if record is not None and record.worker_id == failure.worker_id:
-            reason = reasons.failed(failure.reason)[:_REASON_CHARACTERS]
+            reason = reasons.failed(failure.reason)
             await broker.commit(tickets.fail(broker.ledger, record, reason, failure.retryable))
     return Response(status_code=204)
 
@@ -107,7 +105,7 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
                     broker.observations.group_came(facts.tokens, broker.now)
                     return Response(b"new", 201)
         stored = await broker.call(broker.store.records, [id])
-        tickets.check_accepted(id, stored.get(id))
+        tickets.check_accepted(broker.ledger, id, stored.get(id))
         return Response(b"had", 200)
     except Refusal as refusal:
         if broker.failure is None:

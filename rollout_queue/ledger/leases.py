@@ -18,6 +18,10 @@ from rollout_queue.ledger import tickets
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import OUTSTANDING, Decision, RunState, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.servers import Fleet
+
+# Tickets of this many indices stay one by one for `slipstream ledger`, needed or not; older ones only as sums.
+INDICES_KEPT = 100_000
 
 
 def check_session(ledger: Ledger, session: int) -> None:
@@ -30,11 +34,22 @@ def check_session(ledger: Ledger, session: int) -> None:
         )
 
 
-def lease(ledger: Ledger, lease_id: str, max_groups: int) -> Decision:
-    """Up to `max_groups` ready groups: those with the oldest tokens first, which are the next to grow over-age."""
-    ready = ledger.tickets(TicketState.READY)
-    chosen = heapq.nsmallest(max_groups, ready, key=lambda r: (r.group.oldest_version, r.index))
-    return Decision(tuple(record.to(TicketState.LEASED, lease_id=lease_id) for record in chosen))
+def lease(ledger: Ledger, fleet: Fleet, lease_id: str, max_groups: int, have: Sequence[str] = ()) -> Decision:
+    """Up to `max_groups` ready groups: those with the oldest tokens first, which are the next to grow over-age.
+
+    What the learner says to `have` and a lapsed lease gave back is leased again, beside those. Groups that a failed
+    proof taints are dropped instead of delivered (I5).
+    """
+    held = set(have)
+    at_hand = [*ledger.tickets(TicketState.READY), *undelivered(ledger, lease_id, have)]
+    tainted = [record for record in at_hand if fleet.distrusted(record.group, record.serial) is not None]
+    dropped = tickets.drop(tainted, reasons.UNVERIFIED_SERVER)
+    gone = {record.id for record in dropped}
+    sound = [record for record in ledger.tickets(TicketState.READY) if record.id not in gone]
+    fresh = (record for record in sound if record.id not in held)
+    chosen = heapq.nsmallest(max_groups, fresh, key=lambda r: (r.group.oldest_version, r.index))
+    chosen += [record for record in sound if record.id in held]
+    return Decision((*(record.to(TicketState.LEASED, lease_id=lease_id) for record in chosen), *dropped))
 
 
 def undelivered(ledger: Ledger, lease_id: str, have: Sequence[str]) -> list[TicketRecord]:
@@ -43,9 +58,22 @@ def undelivered(ledger: Ledger, lease_id: str, have: Sequence[str]) -> list[Tick
     return [record for record in ledger.leased(lease_id) if record.id not in held]
 
 
+def revoked(ledger: Ledger, fleet: Fleet, lease_id: str, have: Sequence[str]) -> dict[str, str]:
+    """Those of the groups at the learner that it must not train, with the reason of each: a failed proof taints it
+    (I5), or the lease lapsed and it went elsewhere."""
+    found = {}
+    for ticket_id in have:
+        record = ledger.get(ticket_id, TicketState.LEASED)
+        if record is None or record.lease_id != lease_id:
+            found[ticket_id] = reasons.LEASE_LAPSED
+        elif fleet.distrusted(record.group, record.serial) is not None:
+            found[ticket_id] = reasons.UNVERIFIED_SERVER
+    return found
+
+
 def check_renewal(ledger: Ledger, lease_id: str) -> None:
-    """Refuses to renew a lease that has expired (LEASE_LAPSED): its groups may be leased anew."""
-    if lease_id in ledger.expired_leases:
+    """Refuses to renew a lease that holds nothing (LEASE_LAPSED): it expired, and its groups may be leased anew."""
+    if not ledger.leased(lease_id):
         raise Refusal(
             reasons.LEASE_LAPSED,
             f"lease {lease_id} was not renewed for queue.lease_timeout_s = {ledger.config.queue.lease_timeout_s:.0f} s "
@@ -58,9 +86,10 @@ def release(ledger: Ledger, lease_id: str) -> Decision:
     return Decision(tuple(record.to(TicketState.READY, lease_id=None) for record in ledger.leased(lease_id)))
 
 
-def ack(ledger: Ledger, message: LeaseAck, ended: dict[str, TicketRecord]) -> Decision:
+def ack(ledger: Ledger, fleet: Fleet, message: LeaseAck, ended: dict[str, TicketRecord]) -> Decision:
     """Record what a step trained and what was dropped; one step may take several acks, and any may be repeated.
 
+    A group whose server failed its proof while the step was made is trained: it is recorded as such, with the reason.
     `ended`: the records of those named tickets that the ledger no longer holds. Refuses a step that does not follow
     (STEP_MISSING, VERSION_CONFLICT) and a ticket that is not the learner's (NOT_LEASED, ACK_AMBIGUOUS).
     """
@@ -72,18 +101,23 @@ def ack(ledger: Ledger, message: LeaseAck, ended: dict[str, TicketRecord]) -> De
         record = ledger.get(ticket_id) or ended.get(ticket_id)
         if record is not None and record.state in (TicketState.READY, TicketState.LEASED):
             # An expired lease leaves its groups READY. The step was made all the same, so it is recorded.
-            records.append(record.to(TicketState.TRAINED, step=run.step, trained_version=run.version, lease_id=None))
+            why = reasons.UNVERIFIED_SERVER if fleet.distrusted(record.group, record.serial) is not None else None
+            records.append(
+                record.to(TicketState.TRAINED, step=run.step, trained_version=run.version, lease_id=None, reason=why)
+            )
         elif (
             record is None
             or record.state not in (TicketState.TRAINED, TicketState.FORGOTTEN)
             or (record.step, record.trained_version) != (message.step, message.version)
         ):
             raise _not_leased(ticket_id, record, "trained")
+    labels: set[str] = set()
     for ticket_id, reason in message.dropped.items():
         record = ledger.get(ticket_id) or ended.get(ticket_id)
         if record is not None and record.state in (TicketState.READY, TicketState.LEASED):
-            records.extend(tickets.drop([record], reason))
-        elif record is None or record.state is not TicketState.DROPPED:
+            labels.add(label := ledger.label(reason, labels))
+            records.extend(tickets.drop([record], label))
+        elif not (ledger.was_pruned(ticket_id) if record is None else record.state is TicketState.DROPPED):
             raise _not_leased(ticket_id, record, "dropped")
     if len({record.id for record in records}) < len(records):
         raise Refusal(
@@ -111,27 +145,37 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
         fits = groups < limits.capacity_groups and size + record.group.bytes <= limits.capacity_bytes
         if young and fits:
             groups, size = groups + 1, size + record.group.bytes
-            records.append(record.to(TicketState.READY, step=None, trained_version=None))
+            records.append(record.to(TicketState.READY, step=None, trained_version=None, reason=None))
         else:
             records.append(record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK))
     records += [record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK) for record in forgotten]
     return Decision(
         tuple(records),
-        RunState(
+        msgspec.structs.replace(
+            run,
             version=version,
             step=step,
             total_steps=message.total_steps,
             session=run.session + 1,
             checkpoint_step=message.step if message.resume else None,
+            checkpoints=tuple(kept for kept in run.checkpoints if kept <= step),
             finished=run.finished and message.total_steps <= step,
-            staleness_max=run.staleness_max,
         ),
     )
 
 
-def checkpointed(ledger: Ledger, step: int) -> Decision:
+def kept_checkpoints(ledger: Ledger, step: int) -> tuple[int, ...]:
+    """Steps of the checkpoints that are kept once there is one of `step`, oldest first."""
+    return tuple(sorted({*ledger.run.checkpoints, step}))[-ledger.config.learner.keep_checkpoints :]
+
+
+def checkpointed(ledger: Ledger, step: int, first_forgotten: int | None, indices_kept: int = INDICES_KEPT) -> Decision:
     """A checkpoint of `step` exists: no resume needs what was trained up to it. Refuses a step that the run has not
-    reached (STEP_UNKNOWN)."""
+    reached (STEP_UNKNOWN).
+
+    Tickets of indices below all that some kept checkpoint needs become sums, the newest `indices_kept` apart.
+    `first_forgotten`: the lowest index of those trained after the oldest of `kept_checkpoints` and forgotten.
+    """
     if step > ledger.run.step:
         raise Refusal(
             reasons.STEP_UNKNOWN, f"there can be no checkpoint of step {step}: the run is at step {ledger.run.step}"
@@ -139,13 +183,21 @@ def checkpointed(ledger: Ledger, step: int) -> Decision:
     done = [
         record.to(TicketState.FORGOTTEN) for record in ledger.tickets(TicketState.TRAINED) if (record.step or 0) <= step
     ]
-    newest = max(step, ledger.run.checkpoint_step or 0)
-    return Decision(tuple(done), msgspec.structs.replace(ledger.run, checkpoint_step=newest))
+    kept = kept_checkpoints(ledger, step)
+    run = msgspec.structs.replace(
+        ledger.run, checkpoint_step=max(step, ledger.run.checkpoint_step or 0), checkpoints=kept
+    )
+    needed = [ledger.first_needed(), ledger.next_index - indices_kept]
+    below = min(needed if first_forgotten is None else [*needed, first_forgotten])
+    if len(kept) == ledger.config.learner.keep_checkpoints and below > run.pruned_below:
+        run = msgspec.structs.replace(run, pruned_below=below, pruned_step=kept[0])
+    return Decision(tuple(done), run)
 
 
 def finish(ledger: Ledger) -> Decision:
-    """End the run: what is outstanding is dropped, and tickets are refused from now on."""
+    """End the run: what is outstanding or waits to be issued again is dropped, and tickets are refused from now on."""
     left = [record for state in OUTSTANDING for record in ledger.tickets(state)]
+    left += ledger.to_reissue.values()
     return Decision(tickets.drop(left, reasons.RUN_FINISHED), msgspec.structs.replace(ledger.run, finished=True))
 
 
@@ -184,6 +236,13 @@ def _first_version(ledger: Ledger, message: BeginSession) -> int:
             reasons.STEP_UNKNOWN,
             f"the checkpoint is of step {message.step} but the queue knows steps up to {run.step} only: is it another "
             f"run's? To start with an empty ledger, stop the queue and move its store out of {ledger.config.run_dir}",
+        )
+    if message.step < run.pruned_step:
+        raise Refusal(
+            reasons.STEP_UNKNOWN,
+            f"the checkpoint is of step {message.step}, but the ledger has let go of what was trained before step "
+            f"{run.pruned_step}, the oldest of the learner.keep_checkpoints = "
+            f"{ledger.config.learner.keep_checkpoints} newest checkpoints: resume from one of those",
         )
     return max(run.version, message.version) + 1
 

@@ -2,6 +2,8 @@
 
 Holds no payload. `tickets`, `leases` and `servers` read it and decide; `apply` alone changes records and counts.
 Deadlines are kept here only: after a restart of the queue each ticket and lease gets its full time again.
+`bytes`: of ready and leased groups, which back-pressure goes by; `kept_bytes`: those of trained ones too, which a
+resume may bring back.
 """
 
 from __future__ import annotations
@@ -9,9 +11,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from protocol import reasons
 from protocol.config import RunConfig
 from protocol.status import TicketCounts
-from rollout_queue.ledger.records import LIVE, OUTSTANDING, Decision, StoreContents, TicketRecord, TicketState
+from rollout_queue.ledger.records import (
+    HOLDS_PAYLOAD,
+    LIVE,
+    OUTSTANDING,
+    Decision,
+    StoreContents,
+    TicketRecord,
+    TicketState,
+)
+
+# A reason of a client's own becomes a label of the metrics.
+_REASON_CHARACTERS = 80
+_REASONS_OF_CLIENTS = 64
 
 
 class Ledger:
@@ -24,15 +39,15 @@ class Ledger:
         self.counts: Counter[TicketState] = Counter(contents.counts)
         self.drops: Counter[str] = Counter(contents.drops)
         self.tokens_sampled = contents.tokens_sampled
-        self.bytes = 0
+        self.bytes = self.kept_bytes = 0
         self.to_reissue = {record.index: record for record in contents.to_reissue}
-        self.expired_leases: set[str] = set()
         self._live: dict[str, TicketRecord] = {}
         self._by_state: dict[TicketState, dict[str, TicketRecord]] = {state: {} for state in LIVE}
         self._leases: dict[str, set[str]] = {}
         self._ticket_deadlines: dict[str, float] = {}
+        self._ticket_ends: dict[str, float] = {}
         self._lease_deadlines: dict[str, float] = {}
-        for record in contents.live:
+        for record in sorted(contents.live, key=lambda record: (record.step or 0, record.serial)):
             self._enter(record, now)
 
     def get(self, ticket_id: str, state: TicketState | None = None) -> TicketRecord | None:
@@ -43,6 +58,23 @@ class Ledger:
     def tickets(self, state: TicketState) -> Iterable[TicketRecord]:
         """The live tickets in `state`, in the order in which they got there."""
         return self._by_state[state].values()
+
+    def was_pruned(self, ticket_id: str) -> bool:
+        """Whether a ticket that is found nowhere was issued once, and is counted in the sums alone."""
+        index = ticket_id.partition(".")[0]
+        return len(index) < 20 and index.isdecimal() and int(index) < self.run.pruned_below
+
+    def first_needed(self) -> int:
+        """The lowest index with a live ticket or a row to issue again; the next one if there is none."""
+        return min([self.next_index, *self.to_reissue, *(record.index for record in self._live.values())])
+
+    def label(self, reason: str, among: Iterable[str] = ()) -> str:
+        """The reason to count a drop by: one of ours, or of a client's first few, beside `among` of this decision."""
+        reason = reason[:_REASON_CHARACTERS]
+        known = {*self.drops, *among}
+        if reason in known or reasons.is_ours(reason) or len(known) < _REASONS_OF_CLIENTS:
+            return reason
+        return reasons.OTHER
 
     def leased(self, lease_id: str) -> list[TicketRecord]:
         return [self._live[ticket_id] for ticket_id in sorted(self._leases.get(lease_id, ()))]
@@ -78,7 +110,12 @@ class Ledger:
 
     def renew_ticket(self, ticket_id: str, now: float) -> None:
         if ticket_id in self._ticket_deadlines:
-            self._ticket_deadlines[ticket_id] = now + self.config.queue.ticket_timeout_s
+            deadline = now + self.config.queue.ticket_timeout_s
+            self._ticket_deadlines[ticket_id] = min(deadline, self._ticket_ends[ticket_id])
+
+    def has_outlived(self, ticket_id: str, now: float) -> bool:
+        """Whether an issued ticket is older than any ticket may grow, however often it was renewed."""
+        return self._ticket_ends[ticket_id] <= now
 
     def renew_lease(self, lease_id: str, now: float) -> None:
         if lease_id in self._lease_deadlines:
@@ -94,7 +131,8 @@ class Ledger:
 
     def next_deadline(self, now: float) -> float:
         """When to look for expired ones again: no deadline that is set later can come before this."""
-        soonest = now + min(self.config.queue.ticket_timeout_s, self.config.queue.lease_timeout_s)
+        queue = self.config.queue
+        soonest = now + min(queue.ticket_timeout_s, queue.lease_timeout_s, self.config.ticket_max_age_s)
         return min([soonest, *self._ticket_deadlines.values(), *self._lease_deadlines.values()])
 
     def apply(self, decision: Decision, now: float) -> None:
@@ -106,12 +144,12 @@ class Ledger:
                 self.counts[before.state] -= 1
             elif record.state is TicketState.REISSUED:
                 self.counts[TicketState.FORGOTTEN] -= 1
+            elif record.state is TicketState.DROPPED:
+                self.counts[TicketState.REISSUED] -= 1
             self.counts[record.state] += 1
             self._enter(record, now)
             self._tally(before, record)
         if decision.run is not None:
-            if decision.run.session != self.run.session:
-                self.expired_leases.clear()
             self.run = decision.run
 
     def _tally(self, before: TicketRecord | None, after: TicketRecord) -> None:
@@ -121,6 +159,8 @@ class Ledger:
         elif after.state is TicketState.REISSUED:
             self.to_reissue[after.index] = after
         elif after.state is TicketState.DROPPED:
+            if before is None:
+                del self.to_reissue[after.index]
             self.drops[after.reason or "unknown"] += 1
         elif after.state is TicketState.READY and before is not None and before.state is TicketState.ISSUED:
             self.tokens_sampled += after.group.tokens
@@ -130,9 +170,10 @@ class Ledger:
             return
         self._live[record.id] = self._by_state[record.state][record.id] = record
         if record.state is TicketState.ISSUED:
-            self._ticket_deadlines[record.id] = now + self.config.queue.ticket_timeout_s
-        elif record.state is not TicketState.TRAINED:
-            self.bytes += record.group.bytes
+            self._ticket_ends[record.id] = now + self.config.ticket_max_age_s
+            self._ticket_deadlines[record.id] = now
+            self.renew_ticket(record.id, now)
+        self._count_bytes(record, 1)
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases.setdefault(record.lease_id, set()).add(record.id)
             self._lease_deadlines[record.lease_id] = now + self.config.queue.lease_timeout_s
@@ -140,10 +181,15 @@ class Ledger:
     def _leave(self, record: TicketRecord) -> None:
         del self._live[record.id], self._by_state[record.state][record.id]
         if record.state is TicketState.ISSUED:
-            del self._ticket_deadlines[record.id]
-        elif record.state is not TicketState.TRAINED:
-            self.bytes -= record.group.bytes
+            del self._ticket_deadlines[record.id], self._ticket_ends[record.id]
+        self._count_bytes(record, -1)
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases[record.lease_id].discard(record.id)
             if not self._leases[record.lease_id]:
                 del self._leases[record.lease_id], self._lease_deadlines[record.lease_id]
+
+    def _count_bytes(self, record: TicketRecord, sign: int) -> None:
+        if record.state in HOLDS_PAYLOAD:
+            self.kept_bytes += sign * record.group.bytes
+            if record.state is not TicketState.TRAINED:
+                self.bytes += sign * record.group.bytes

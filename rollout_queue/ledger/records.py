@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.messages import Group, Server, TicketKind
+from protocol.messages import Group, Server, TicketKind, VersionSpan
 
 
 class TicketState(StrEnum):
@@ -31,7 +31,8 @@ OUTSTANDING = frozenset({TicketState.ISSUED, TicketState.READY, TicketState.LEAS
 LIVE = OUTSTANDING | {TicketState.TRAINED}
 HOLDS_PAYLOAD = frozenset({TicketState.READY, TicketState.LEASED, TicketState.TRAINED})
 
-# TRAINED and FORGOTTEN move back only when a learner resumes from before their step.
+# TRAINED and FORGOTTEN move back only when a learner resumes from before their step; REISSUED ends otherwise only where
+# the run is finished before its row was issued again.
 _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
     TicketState.ISSUED: frozenset({TicketState.READY, TicketState.DROPPED, TicketState.REISSUED}),
     TicketState.READY: frozenset({TicketState.LEASED, TicketState.TRAINED, TicketState.DROPPED}),
@@ -39,8 +40,16 @@ _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
     TicketState.TRAINED: frozenset({TicketState.FORGOTTEN, TicketState.READY, TicketState.REISSUED}),
     TicketState.FORGOTTEN: frozenset({TicketState.REISSUED}),
     TicketState.DROPPED: frozenset(),
-    TicketState.REISSUED: frozenset(),
+    TicketState.REISSUED: frozenset({TicketState.DROPPED}),
 }
+
+
+class SampledBy(msgspec.Struct, frozen=True, array_like=True):
+    """The versions that one server sampled of a group, both ends included."""
+
+    server: str
+    oldest: int
+    newest: int
 
 
 class GroupFacts(msgspec.Struct, frozen=True):
@@ -49,14 +58,21 @@ class GroupFacts(msgspec.Struct, frozen=True):
     bytes: int = 0
     tokens: int = 0
     oldest_version: int = 0
-    newest_version: int = 0
-    servers: tuple[str, ...] = ()
+    servers: tuple[SampledBy, ...] = ()
 
     @classmethod
     def of(cls, group: Group, size: int) -> GroupFacts:
-        """The facts of a valid group of `size` bytes."""
-        versions = group.versions()
-        return cls(size, group.sampled_tokens, versions[0], versions[-1], tuple(sorted(set(group.server_names))))
+        """The facts of a valid group of `size` bytes. A server that is named but sampled no token of it is left out."""
+        spans: dict[str, list[VersionSpan]] = {}
+        for rollout in group.rollouts:
+            for segment in rollout.segments:
+                for span in segment.version_spans:
+                    spans.setdefault(group.server_names[span.server], []).append(span)
+        servers = tuple(
+            SampledBy(name, min(span.version for span in of_it), max(span.version for span in of_it))
+            for name, of_it in sorted(spans.items())
+        )
+        return cls(size, group.sampled_tokens, min(sampled.oldest for sampled in servers), servers)
 
 
 class TicketRecord(msgspec.Struct, frozen=True):
@@ -65,7 +81,8 @@ class TicketRecord(msgspec.Struct, frozen=True):
     `serial`: tickets issued before it in this run, a clock that restarts do not turn back. `failures`: attempts at this
     row that failed. `version`: the learner's at issue; `arrival_version`: the learner's when the group came in.
     `group`: empty until a group was accepted, and stays afterwards. `step`, `trained_version`: of the optimiser step
-    that trained it.
+    that trained it. `reason`: why it ended untrained; a trained one has UNVERIFIED_SERVER if its step was made before
+    anybody knew.
     """
 
     index: int
@@ -99,31 +116,41 @@ class TicketRecord(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The learner's side of the run. `session` counts learner starts and fences the earlier ones."""
+    """The learner's side of the run. `session` counts learner starts and fences the earlier ones.
+
+    `checkpoints`: the steps of those that are kept, oldest first. Tickets of indices below `pruned_below` are kept as
+    sums only: no learner can resume from before `pruned_step` any more.
+    """
 
     version: int = 0
     step: int = 0
     total_steps: int = 0
     session: int = 0
     checkpoint_step: int | None = None
+    checkpoints: tuple[int, ...] = ()
+    pruned_below: int = 0
+    pruned_step: int = 0
     finished: bool = False
     staleness_max: int = 0
 
 
 class Distrust(msgspec.Struct, frozen=True):
-    """Tokens of `version` or newer from one server are not to be trained on, for tickets up to `until_serial`.
+    """Tokens of versions `[version, until_version)` from one server, for tickets before `until_serial`, are not to be
+    trained on. None: without end.
 
-    None: until further notice. A version label alone cannot tell: the same version may be pushed again, rightly.
+    A version label alone cannot tell: the same version may be pushed again, rightly.
     """
 
     version: int
     until_serial: int | None = None
+    until_version: int | None = None
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """A server of the fleet and what it sampled while it failed its proof."""
+    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once."""
 
     server: Server
+    served: bool = False
     distrust: tuple[Distrust, ...] = ()
 
 

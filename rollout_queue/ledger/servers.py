@@ -1,8 +1,9 @@
 """The vLLM servers and their states: only one whose weights were proven serves episodes (I5).
 
 A server that starts or restarts is `joining`, whatever it was before. Once a version fails its proof, what the server
-samples under that version or a newer one is distrusted: groups with such tokens are dropped and rejected until the
-server is proven again, and afterwards still for tickets that were out at that time.
+samples under that version or a newer one is distrusted until the server is proven again, and that part of it still
+afterwards: groups with such tokens are rejected at the door, dropped where they wait, and taken back from the learner
+where it has leased but not yet trained them. What a server sampled before it became unreachable stays good.
 """
 
 from __future__ import annotations
@@ -78,30 +79,44 @@ class Fleet:
         distrust = known.distrust if known is not None else ()
         if wanted.state is ServerState.QUARANTINED and wanted.version is not None:
             distrust = (*(d for d in distrust if d.until_serial is not None), _distrust_from(wanted.version, distrust))
-        elif wanted.state is ServerState.SERVING:
-            distrust = tuple(
-                Distrust(d.version, serial if d.until_serial is None else d.until_serial) for d in distrust
-            )
+        elif wanted.state is ServerState.SERVING and wanted.version is not None:
+            distrust = tuple(_proven_at(wanted.version, serial, d) for d in distrust)
         version = None if wanted.state is ServerState.JOINING else wanted.version
         if version is None and known is not None and wanted.state is not ServerState.JOINING:
             version = known.server.version
-        return ServerRecord(msgspec.structs.replace(wanted, version=version, changed_at=wall_time), distrust)
+        server = msgspec.structs.replace(wanted, version=version, changed_at=wall_time)
+        served = wanted.state is ServerState.SERVING or (known is not None and known.served)
+        return ServerRecord(server, served, distrust)
 
     def apply(self, record: ServerRecord) -> None:
         self._records[record.server.name] = record
 
     def distrusted(self, group: GroupFacts, serial: int) -> str | None:
         """The server, if any, because of which this group, of the ticket with this serial, must not be trained."""
-        for name in group.servers:
-            record = self._records.get(name)
+        for sampled in group.servers:
+            record = self._records.get(sampled.server)
             for distrust in record.distrust if record is not None else ():
                 covered = distrust.until_serial is None or serial < distrust.until_serial
-                if covered and group.newest_version >= distrust.version:
-                    return name
+                before_end = distrust.until_version is None or sampled.oldest < distrust.until_version
+                if covered and before_end and sampled.newest >= distrust.version:
+                    return sampled.server
         return None
 
     def check(self, group: GroupFacts, serial: int) -> None:
-        """Rejects a group that a distrusted server sampled (UNVERIFIED_SERVER)."""
+        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, or that is
+        distrusted for it (UNVERIFIED_SERVER)."""
+        for name in (sampled.server for sampled in group.servers):
+            record = self._records.get(name)
+            if record is None:
+                raise Refusal(
+                    reasons.SPAN_SERVER_UNKNOWN,
+                    f"server {name[:80]!r} sampled some of its tokens but is not registered",
+                )
+            if not record.served:
+                raise Refusal(
+                    reasons.UNVERIFIED_SERVER,
+                    f"server {name} sampled some of its tokens but was never proven: it is {record.server.state}",
+                )
         server = self.distrusted(group, serial)
         if server is not None:
             raise Refusal(
@@ -111,7 +126,8 @@ class Fleet:
 
 
 def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
-    """Register a server or change its state; a failed proof drops the ready groups that it taints (I5)."""
+    """Register a server or change its state; a failed proof drops the ready groups that it taints (I5). The learner
+    hears of the leased ones before it trains them (`leases.revoked`)."""
     record = fleet.decide(wanted, wall_time, ledger.issued)
     if record is None:
         return Decision()
@@ -126,3 +142,22 @@ def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decis
 def _distrust_from(version: int, distrust: Iterable[Distrust]) -> Distrust:
     """The distrust of a server that failed at `version`, and perhaps at others since it was last proven."""
     return Distrust(min([version, *(d.version for d in distrust if d.until_serial is None)]))
+
+
+def _proven_at(version: int, serial: int, distrust: Distrust) -> Distrust:
+    """The distrust that is left once the server is proven at `version`."""
+    if distrust.until_serial is None:
+        distrust = msgspec.structs.replace(distrust, until_serial=serial)
+    if distrust.until_version is None and version > distrust.version:
+        distrust = msgspec.structs.replace(distrust, until_version=version)
+    return distrust
+
+
+def check_unfenced(server: Server) -> None:
+    """Refuses what only the newest learner may say of a server, which alone proves them (SESSION_SUPERSEDED)."""
+    if server.state not in (ServerState.JOINING, ServerState.DOWN):
+        raise Refusal(
+            reasons.SESSION_SUPERSEDED,
+            f"server {server.name!r} cannot become {server.state} without the learner's session: others may only "
+            f"register it as joining, or report it as down",
+        )

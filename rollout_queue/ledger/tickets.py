@@ -59,7 +59,11 @@ def message(ledger: Ledger, record: TicketRecord) -> Ticket:
 
 
 def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
-    """Take in a valid group; refused (FULL) while its bytes do not fit (I3)."""
+    """Take in a valid group; refused (FULL) while its bytes do not fit (I3).
+
+    Trained groups that wait for a checkpoint count too, but hold nobody up: where they are in the way, the oldest of
+    them are let go, and a resume from before their step issues their rows again instead.
+    """
     limit = ledger.config.queue.capacity_bytes
     if ledger.bytes + group.bytes > limit:
         raise Refusal(
@@ -68,11 +72,19 @@ def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
             f"raise queue.capacity_bytes",
             retry_after_s=1.0,
         )
-    return Decision((record.to(TicketState.READY, arrival_version=ledger.run.version, group=group),))
+    let_go, kept = [], ledger.kept_bytes + group.bytes
+    for trained in ledger.tickets(TicketState.TRAINED):
+        if kept <= limit:
+            break
+        kept -= trained.group.bytes
+        let_go.append(trained.to(TicketState.FORGOTTEN))
+    return Decision((record.to(TicketState.READY, arrival_version=ledger.run.version, group=group), *let_go))
 
 
-def check_accepted(ticket_id: str, record: TicketRecord | None) -> None:
+def check_accepted(ledger: Ledger, ticket_id: str, record: TicketRecord | None) -> None:
     """Refuses a group whose ticket is not out (TICKET_UNKNOWN, TICKET_ENDED), unless it was accepted before (F24)."""
+    if record is None and ledger.was_pruned(ticket_id):
+        raise Refusal(reasons.TICKET_ENDED, f"ticket {ticket_id} ended before the oldest checkpoint that is kept")
     if record is None:
         raise Refusal(reasons.TICKET_UNKNOWN, f"ticket {ticket_id} was never issued in this run")
     if not record.was_accepted:
@@ -88,7 +100,7 @@ def expire(ledger: Ledger, now: float) -> Decision:
     """End the tickets and return the groups whose holders were not heard from in time (F10)."""
     return Decision(
         tuple(
-            _failed(ledger, record, reasons.EXPIRED, retryable=True)
+            _failed(ledger, record, _why_expired(ledger, record, now), retryable=True)
             if record.state is TicketState.ISSUED
             else record.to(TicketState.READY, lease_id=None)
             for record in ledger.expired(now)
@@ -103,4 +115,9 @@ def drop(records: Iterable[TicketRecord], reason: str) -> tuple[TicketRecord, ..
 def _failed(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> TicketRecord:
     failures = record.failures + 1
     again = retryable and failures < ledger.config.queue.ticket_attempts
-    return record.to(TicketState.REISSUED if again else TicketState.DROPPED, reason=reason, failures=failures)
+    state = TicketState.REISSUED if again else TicketState.DROPPED
+    return record.to(state, reason=ledger.label(reason), failures=failures)
+
+
+def _why_expired(ledger: Ledger, record: TicketRecord, now: float) -> str:
+    return reasons.OUTLIVED if ledger.has_outlived(record.id, now) else reasons.EXPIRED

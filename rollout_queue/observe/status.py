@@ -51,6 +51,7 @@ def _groups(broker: Broker) -> GroupCounts:
         leased=ledger.count(TicketState.LEASED),
         outstanding=ledger.outstanding,
         bytes=ledger.bytes,
+        kept_bytes=ledger.kept_bytes,
         capacity_groups=queue.capacity_groups,
         capacity_bytes=queue.capacity_bytes,
         limit=broker.admission.limit(ledger.run.version, broker.fleet.served_version),

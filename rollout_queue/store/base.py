@@ -30,7 +30,8 @@ class Store(Protocol):
         """Store a decision and new payloads by ticket id, all or nothing.
 
         Records replace those before them. A ticket that ends without a payload (a state outside `HOLDS_PAYLOAD`) takes
-        its payload along. A durable store keeps what was committed when the process is killed.
+        its payload along. Tickets of indices below `run.pruned_below` are kept as sums only. A durable store keeps what
+        was committed when the process is killed.
         """
         ...
 
@@ -39,11 +40,15 @@ class Store(Protocol):
         ...
 
     def records(self, ticket_ids: Sequence[str]) -> dict[str, TicketRecord]:
-        """The records of these tickets, ended ones too, by ticket id; those never issued are left out."""
+        """The records of these tickets, ended ones too, by ticket id; those never issued or pruned are left out."""
         ...
 
     def forgotten_after(self, step: int) -> list[TicketRecord]:
         """The forgotten tickets that were trained at a step above `step`."""
+        ...
+
+    def first_forgotten_after(self, step: int) -> int | None:
+        """The lowest index of those tickets."""
         ...
 
     def close(self) -> None:

@@ -51,6 +51,21 @@ MIGRATIONS = (
             "DELETE FROM payloads",
         ),
     ),
+    # What each server of a group sampled was not kept: any of the group's versions, to be safe. Neither was which of
+    # the servers ever served: all of them, as groups that are under way would be refused otherwise.
+    Migration(
+        "tickets keep the versions of each server, and old ones are kept as sums",
+        (
+            """UPDATE tickets SET servers = (
+                SELECT json_group_array(json_array(value, oldest_version, newest_version)) FROM json_each(servers)
+            )""",
+            "ALTER TABLE tickets DROP COLUMN newest_version",
+            "UPDATE servers SET record = json_set(CAST(record AS TEXT), '$.served', json('true'))",
+            """CREATE TABLE sums (
+                state TEXT, reason TEXT, tickets INT, tokens INT, PRIMARY KEY (state, reason)
+            ) WITHOUT ROWID""",
+        ),
+    ),
 )
 LAYOUT = len(MIGRATIONS)
 

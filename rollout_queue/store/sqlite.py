@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -21,12 +21,14 @@ from rollout_queue.ledger.records import (
     Decision,
     GroupFacts,
     RunState,
+    SampledBy,
     ServerRecord,
     StoreContents,
     TicketRecord,
     TicketState,
 )
 from rollout_queue.store.base import StoreError
+from rollout_queue.store.lock import held_alone
 from rollout_queue.store.migrations import LAYOUT, layout_of, migrate
 
 MEMORY = ":memory:"
@@ -47,12 +49,24 @@ _UPSERT = (
     + ", ".join("?" * (len(_COLUMNS) + 1))
     + ")"
 )
+# Tickets as sums: by state, and dropped ones by reason.
+_SUMMED = """SELECT state, IIF(state = 'dropped', COALESCE(reason, 'unknown'), '') AS label, COUNT(*), SUM(tokens)
+    FROM tickets WHERE "index" < ? GROUP BY state, label"""
+_PRUNE = (
+    f"""INSERT INTO sums {_SUMMED} ON CONFLICT (state, reason) DO UPDATE
+        SET tickets = tickets + excluded.tickets, tokens = tokens + excluded.tokens""",
+    """DELETE FROM tickets WHERE "index" < ?""",
+)
+_ALL_SUMS = f"""SELECT state, reason, SUM(tickets), SUM(tokens)
+    FROM (SELECT state, reason, tickets, tokens FROM sums UNION ALL {_SUMMED}) GROUP BY state, reason"""
+_EVERY_INDEX = 2**63 - 1
 _TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
     (SELECT 1 FROM tickets AS later WHERE later."index" = t."index" AND later.attempt > t.attempt)"""
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
-    """One ticket, for audits: `step` and `version` are those of the optimiser step that trained it, if one did."""
+    """One ticket, for audits: `step` and `version` are those of the optimiser step that trained it, if one did. A
+    trained ticket is `trained`, whether or not its payload was let go."""
 
     ticket_id: str
     index: int
@@ -63,7 +77,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
 
     @property
     def trained(self) -> bool:
-        return self.state in (TicketState.TRAINED, TicketState.FORGOTTEN)
+        return self.state is TicketState.TRAINED
 
 
 class SqliteStore:
@@ -74,7 +88,7 @@ class SqliteStore:
         self._path = str(path)
         with contextlib.ExitStack() as opened:
             if self._path != MEMORY:
-                opened.enter_context(_lock(Path(path)))
+                opened.enter_context(_only_queue(Path(path)))
             try:
                 # check_same_thread: the broker calls from one thread of an executor, not from the one that opened it.
                 db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -96,21 +110,25 @@ class SqliteStore:
     def load(self) -> StoreContents:
         with self._guard():
             marks = ", ".join(f"'{state}'" for state in LIVE)
-            run = self._db.execute("SELECT record FROM run").fetchone()
-            next_index, tokens = self._db.execute(
-                """SELECT COALESCE(MAX("index") + 1, 0), COALESCE(SUM(tokens), 0) FROM tickets"""
-            ).fetchone()
-            counts = self._db.execute("SELECT state, COUNT(*) FROM tickets GROUP BY state")
-            drops = self._db.execute("SELECT reason, COUNT(*) FROM tickets WHERE state = 'dropped' GROUP BY reason")
+            row = self._db.execute("SELECT record FROM run").fetchone()
+            run = msgspec.json.decode(row[0], type=RunState) if row else RunState()
+            issued = self._db.execute("""SELECT COALESCE(MAX("index") + 1, 0) FROM tickets""").fetchone()[0]
+            counts: Counter[TicketState] = Counter()
+            drops, tokens_sampled = {}, 0
+            for state, reason, count, tokens in self._db.execute(_ALL_SUMS, (_EVERY_INDEX,)):
+                counts[TicketState(state)] += count
+                tokens_sampled += tokens
+                if state == TicketState.DROPPED:
+                    drops[reason] = count
             servers = self._db.execute("SELECT record FROM servers ORDER BY name")
             return StoreContents(
-                run=msgspec.json.decode(run[0], type=RunState) if run else RunState(),
+                run=run,
                 live=self._select(f" WHERE state IN ({marks}) ORDER BY serial"),
                 to_reissue=self._select(_TO_REISSUE),
-                next_index=next_index,
-                counts={TicketState(state): count for state, count in counts},
-                drops=dict(drops.fetchall()),
-                tokens_sampled=tokens,
+                next_index=max(issued, run.pruned_below),
+                counts=dict(counts),
+                drops=drops,
+                tokens_sampled=tokens_sampled,
                 servers=[msgspec.json.decode(row[0], type=ServerRecord) for row in servers],
             )
 
@@ -125,6 +143,8 @@ class SqliteStore:
             self._db.executemany("DELETE FROM payloads WHERE id = ?", ended)
             if decision.run is not None:
                 self._db.execute("INSERT OR REPLACE INTO run VALUES (1, ?)", (msgspec.json.encode(decision.run),))
+                for statement in _PRUNE:
+                    self._db.execute(statement, (decision.run.pruned_below,))
             if (record := decision.server) is not None:
                 row = (record.server.name, msgspec.json.encode(record))
                 self._db.execute("INSERT OR REPLACE INTO servers VALUES (?, ?)", row)
@@ -148,6 +168,12 @@ class SqliteStore:
         with self._guard():
             return self._select(" WHERE state = 'forgotten' AND step > ?", step)
 
+    def first_forgotten_after(self, step: int) -> int | None:
+        with self._guard():
+            query = """SELECT MIN("index") FROM tickets WHERE state = 'forgotten' AND step > ?"""
+            found: int | None = self._db.execute(query, (step,)).fetchone()[0]
+            return found
+
     def close(self) -> None:
         self._opened.close()
 
@@ -170,7 +196,8 @@ class SqliteStore:
 def read_ledger(path: Path | str) -> list[LedgerRow]:
     """Every ticket of a run, from its store of this or any older layout, in the order of issue.
 
-    Changes nothing, and works beside a running queue. Raises `ConfigError`.
+    Old ones that are kept as sums alone are left out. Changes nothing, and works beside a running queue. Raises
+    `ConfigError`.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)) as db:
@@ -181,7 +208,7 @@ def read_ledger(path: Path | str) -> list[LedgerRow]:
             ).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"{path}: cannot be read as a run's ledger: {error}") from error
-    return [LedgerRow(row[0], row[1], TicketState(row[2]), *row[3:]) for row in rows]
+    return [LedgerRow(row[0], row[1], _state_for_people(row[2]), *row[3:]) for row in rows]
 
 
 def steps_made(path: Path | str) -> int:
@@ -199,15 +226,19 @@ def steps_made(path: Path | str) -> int:
     return msgspec.json.decode(run[0], type=RunState).version if run else 0
 
 
-def _lock(path: Path) -> IO[str]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_suffix(".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
-    return lock
+def _state_for_people(state: str) -> TicketState:
+    """Whether the payload of a trained group was let go is nothing to an audit."""
+    return TicketState.TRAINED if state == TicketState.FORGOTTEN else TicketState(state)
+
+
+@contextlib.contextmanager
+def _only_queue(path: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(held_alone(path.with_suffix(".lock")))
+        except BlockingIOError:
+            raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
+        yield
 
 
 def _check_layout(db: sqlite3.Connection, path: Path | str) -> None:
@@ -228,7 +259,7 @@ def _row(record: TicketRecord) -> tuple[object, ...]:
 
 def _record(row: tuple[Any, ...]) -> TicketRecord:
     values = dict(zip(_COLUMNS, row, strict=True))
-    values["servers"] = tuple(msgspec.json.decode(values["servers"], type=list[str]))
+    values["servers"] = msgspec.json.decode(values["servers"], type=tuple[SampledBy, ...])
     values["state"] = TicketState(values["state"])
     group = GroupFacts(**{name: values.pop(name) for name in _OF_GROUP})
     return TicketRecord(**values, group=group)

@@ -144,7 +144,7 @@ class ServerPool:
         self._set_serving()
         reason = f"sampled from weights labelled {label!r}"
         logger.warning("%s %s: it is not used until it is proven again", name, reason)
-        await self._report(Server(name, server.url, ServerState.STALE, None, reason))
+        await self._report(Server(name, server.url, ServerState.JOINING, None, reason))
 
     def _set_serving(self) -> None:
         if self._router.serving:

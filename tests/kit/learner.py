@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -52,7 +52,9 @@ class FakeQueue:
         self.trained: list[str] = []
         self.dropped: dict[str, str] = {}
         self.renewed: list[str] = []
+        self.begun: list[BeginSession] = []
         self.refuse_renewals = False
+        self.revoke: dict[str, str] = {}
         self.fail_lease: Exception | None = None
 
     async def __aenter__(self) -> Self:
@@ -62,6 +64,7 @@ class FakeQueue:
         self.log.append("closed")
 
     async def begin_session(self, begin: BeginSession) -> RunPosition:
+        self.begun.append(begin)
         session = self.now.session + 1
         self.now = RunPosition(self.now.version, begin.step, begin.total_steps, session, None, None, False)
         self.log.append(("begin", begin.step, begin.resume))
@@ -94,10 +97,11 @@ class FakeQueue:
             self.log.append(("ack", ack.version))
         return self.copy()
 
-    async def renew(self, lease_id: str, session: int) -> None:
+    async def renew(self, lease_id: str, session: int, have: Sequence[str] = ()) -> dict[str, str]:
         if self.refuse_renewals:
             raise Refused(410, Problem(reasons.LEASE_LAPSED, "the lease expired"))
         self.renewed.append(lease_id)
+        return {ticket_id: reason for ticket_id, reason in self.revoke.items() if ticket_id in have}
 
     async def release(self, lease_id: str, session: int) -> None:
         self.log.append(("release", lease_id))
@@ -114,7 +118,8 @@ class FakeQueue:
         self.log.append(("waiting", what))
         return self.copy()
 
-    async def finish(self) -> None:
+    async def finish(self, session: int) -> None:
+        assert session == self.now.session
         self.now.finished = True
         self.log.append("finished")
 

@@ -82,6 +82,13 @@ async def listening(app: FastAPI) -> AsyncIterator[str]:
 
 async def serve_version(client: QueueClient, version: int, name: str = SERVER) -> None:
     """What weight sync tells the queue when it has published `version`."""
+    await move_server(client, ServerState.SYNCING, name=name)
+    await move_server(client, ServerState.SERVING, version, name)
+
+
+async def move_server(
+    client: QueueClient, state: ServerState, version: int | None = None, name: str = SERVER, reason: str | None = None
+) -> Server:
+    """What the newest learner tells the queue of a server."""
     url = next(server.url for server in await client.servers() if server.name == name)
-    await client.put_server(Server(name, url, ServerState.SYNCING))
-    await client.put_server(Server(name, url, ServerState.SERVING, version))
+    return await client.put_server(Server(name, url, state, version, reason), (await client.position()).session)

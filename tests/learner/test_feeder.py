@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,8 +11,9 @@ import pytest
 
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder, LeaseLost, Starved
+from protocol import reasons
 from protocol.client import QueueClient, QueueError, RunFinished, Unreachable
-from protocol.messages import BeginSession, Group, LearnerReport
+from protocol.messages import BeginSession, Group, LearnerReport, LeaseReply, LeaseRequest
 from tests.kit import LEARNER, config, group
 from tests.kit.learner import FakeQueue, endless, in_turn
 
@@ -98,10 +99,10 @@ def test_open_leases_are_renewed() -> None:
     renewed = threading.Event()
     renew = queue.renew
 
-    async def watched(lease_id: str, session: int) -> None:
-        await renew(lease_id, session)
-        if lease_id == "1-1":
+    async def watched(lease_id: str, session: int, have: Sequence[str] = ()) -> dict[str, str]:
+        if lease_id == "1-1" and not have:
             renewed.set()
+        return await renew(lease_id, session, have)
 
     queue.renew = watched  # type: ignore[method-assign]
     with feeding(queue, steps=1) as feeder:
@@ -173,3 +174,45 @@ def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.Mo
         feeder.next_batch()
         waits = [entry for entry in queue.log if entry[0] == "waiting"]
     assert waits == [("waiting", "groups"), ("waiting", None)]
+
+
+def test_hole_4_a_group_that_is_revoked_after_it_was_packed_is_replaced_before_its_step() -> None:
+    queue = FakeQueue(endless())
+    with feeding(queue) as feeder:
+        feeder.trained(feeder.next_batch(), REPORT)
+        queue.revoke = {"t2": reasons.UNVERIFIED_SERVER}
+        batch = feeder.next_batch()
+        assert "t2" not in batch.ticket_ids
+        assert len(batch.ticket_ids) == 2
+        assert batch.tally.groups_dropped == {"unverified_server": 1}
+        assert batch.tally.groups_trained == 2
+        feeder.trained(batch, REPORT)
+    assert queue.dropped == {"t2": "unverified_server"}
+
+
+def test_hole_4_a_batch_that_is_revoked_whole_is_filled_anew() -> None:
+    queue = FakeQueue(endless())
+    queue.revoke = {"t0": reasons.UNVERIFIED_SERVER, "t1": reasons.UNVERIFIED_SERVER}
+    with feeding(queue, steps=1) as feeder:
+        batch = feeder.next_batch()
+        assert batch.ticket_ids == ["t2", "t3"]
+        assert batch.tally.groups_trained == 2
+        feeder.trained(batch, REPORT)
+
+
+def test_hole_7_what_a_lapsed_lease_lost_leaves_the_draft_and_stays_the_queues() -> None:
+    """The first answer gives one group; by the second the lease has lapsed and the group went elsewhere."""
+    queue = FakeQueue(in_turn(group("a", [0, 1])))
+    lease = queue.lease
+
+    async def lapse_once(request: LeaseRequest) -> LeaseReply:
+        if request.have == ["a"]:
+            del queue.leases[request.lease_id]["a"]
+            queue.supply = in_turn(group("b", [0, 1]), group("c", [0, 1]))
+            return LeaseReply(request.lease_id, [], [], 60.0, {"a": reasons.LEASE_LAPSED})
+        return await lease(request)
+
+    queue.lease = lapse_once  # type: ignore[method-assign]
+    with feeding(queue, steps=1) as feeder:
+        assert feeder.next_batch().ticket_ids == ["b", "c"]
+    assert queue.dropped == {}

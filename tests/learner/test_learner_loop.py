@@ -28,6 +28,7 @@ class FakePublisher:
 
     def __init__(self, queue: FakeQueue) -> None:
         self.queue = queue
+        self.session: int | None = None
         self.records: list[PublishRecord] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.probes: list[Probe] = []
@@ -149,6 +150,25 @@ def test_the_last_version_is_published_whatever_the_interval(model_path: Path, t
     train(config, queue)
     assert [entry[1] for entry in queue.log if entry[0] == "publish"] == [0, 3, 4]
     assert [entry[1] for entry in queue.log if entry[0] == "checkpointed"] == [4]
+
+
+def test_hole_3_a_resume_names_the_newest_version_that_servers_may_know(model_path: Path, tmp_path: Path) -> None:
+    """The learner dies at version 3 with a checkpoint of version 2, and the queue loses its store: the run directory
+    alone knows of version 3."""
+    config = config_for(model_path, tmp_path, prefetch_steps=0)
+    queue, supply = FakeQueue(), endless()
+
+    def dies_at_step_4(n: int, version: int) -> Any:
+        if version == 3:
+            raise Unreachable("gone")
+        return supply(n, version)
+
+    queue.supply = dies_at_step_4
+    with pytest.raises(Unreachable):
+        train(config, queue)
+    empty = FakeQueue(supply, version=4)
+    train(config, empty, resume=True)
+    assert [(begin.step, begin.version) for begin in empty.begun] == [(2, 3)]
 
 
 def test_i2_f1_a_resumed_learner_goes_on_with_higher_versions(model_path: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from protocol import codec
 from protocol.client import QueueClient, QueueError, Refused, RunFinished, Unreachable
 from protocol.messages import (
     BeginSession,
+    FinishRun,
     Group,
     LeaseAck,
     LeaseReply,
@@ -27,6 +28,7 @@ from protocol.messages import (
     RunPosition,
     Segment,
     Server,
+    ServerChange,
     ServerState,
     Ticket,
     TicketFailure,
@@ -390,7 +392,14 @@ async def test_a_group_goes_as_msgpack_under_its_ticket_and_a_lease_brings_it_ba
             TICKETS.servers[0],
             "PUT",
             "/v1/servers/vllm-0",
+            ServerChange(TICKETS.servers[0]),
+        ),
+        (
+            lambda c: c.put_server(TICKETS.servers[0], session=3),
             TICKETS.servers[0],
+            "PUT",
+            "/v1/servers/vllm-0",
+            ServerChange(TICKETS.servers[0], 3),
         ),
         (
             lambda c: c.fail_ticket("t", TicketFailure("w", "tool")),
@@ -399,9 +408,9 @@ async def test_a_group_goes_as_msgpack_under_its_ticket_and_a_lease_brings_it_ba
             "/v1/tickets/t/fail",
             TicketFailure("w", "tool"),
         ),
-        (lambda c: c.finish(), None, "POST", "/v1/run/finish", None),
+        (lambda c: c.finish(3), None, "POST", "/v1/run/finish", FinishRun(3)),
     ],
-    ids=["policy", "begin_session", "ack", "servers", "put_server", "fail_ticket", "finish"],
+    ids=["policy", "begin_session", "ack", "servers", "put_server", "prove_server", "fail_ticket", "finish"],
 )
 async def test_each_call_sends_its_message_to_its_route_and_reads_the_answer(
     call: Callable[[QueueClient], Awaitable[Any]], answer: Any, method: str, path: str, sent: msgspec.Struct | None

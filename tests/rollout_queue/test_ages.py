@@ -11,7 +11,7 @@ from rollout_queue.observe.rates import RateMeter, Waits
 
 def trained(oldest: int, arrival: int, version: int) -> TicketRecord:
     issued = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=oldest)
-    facts = GroupFacts(bytes=1, tokens=1, oldest_version=oldest, newest_version=oldest)
+    facts = GroupFacts(bytes=1, tokens=1, oldest_version=oldest)
     arrived = issued.to(TicketState.READY, arrival_version=arrival, group=facts)
     return arrived.to(TicketState.TRAINED, trained_version=version)
 

@@ -113,7 +113,7 @@ class Traffic:
             await serve_version(self.client, self.step)
             if self.step % 7 == 0:
                 await self.client.checkpointed(session, self.step)
-        await self.client.finish()
+        await self.client.finish(session)
 
     async def reaches(self, step: int) -> None:
         async with self.at_step:
@@ -161,7 +161,9 @@ async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Proce
         assert (status.groups.outstanding, status.groups.ready, status.served_version) == (len(before), 1, 0)
         assert [(s.name, s.state) for s in status.servers] == [(SERVER, ServerState.SERVING)]
         url = status.servers[0].url
-        assert (await client.put_server(Server(SERVER, url, ServerState.SERVING, 0))).version == 0
+        assert (
+            await client.put_server(Server(SERVER, url, ServerState.SERVING, 0), status.learner.session)
+        ).version == 0
         again = await client.lease(LeaseRequest(status.learner.session, "l", 5, wait_s=0.0))
         assert [codec.decode(bytes(data), Group).ticket_id for data in again.groups] == ["0.0"]
 

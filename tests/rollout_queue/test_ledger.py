@@ -1,4 +1,4 @@
-"""I1 to I3 under any order of events, crashes and resumes included, on the real store."""
+"""I1 to I3 and I5 under any order of events, crashes and resumes included, on the real store."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rollout_queue.ledger.records import (
     OUTSTANDING,
     Decision,
     GroupFacts,
+    SampledBy,
     StoreContents,
     TicketRecord,
     TicketState,
@@ -31,7 +32,7 @@ from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
 
-K, B, ATTEMPTS, GROUP_BYTES = 2, 2, 3, 400
+K, B, ATTEMPTS, GROUP_BYTES, MAX_AGE_S = 2, 2, 3, 400, 90.0
 CONFIG = config(
     queue={
         "max_staleness": K,
@@ -39,10 +40,16 @@ CONFIG = config(
         "capacity_bytes": 4 * GROUP_BYTES,
         "max_group_bytes": 1024,
         "ticket_attempts": ATTEMPTS,
+        "ticket_max_age_s": MAX_AGE_S,
         "depth": 3.0,
     },
     learner={"groups_per_step": B},
+    worker={"episode_timeout_s": 60.0},
 )
+
+
+def facts_of(size: int, tokens: int, oldest: int, newest: int) -> GroupFacts:
+    return GroupFacts(size, tokens, oldest, (SampledBy(SERVER, oldest, newest),))
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -55,6 +62,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.crash_after_commit = False
         self.checkpoint = 0
         self.version_at = {0: 0}
+        self.history: dict[str, TicketRecord] = {}
+        self.issued_at: dict[str, float] = {}
         self.accepted: dict[str, bytes] = {}
         self.versions = [0]
         self.admission = Admission(CONFIG)
@@ -69,9 +78,11 @@ class QueueMachine(RuleBasedStateMachine):
         contents = self.store.load()
         self.ledger = Ledger(CONFIG, contents, self.now)
         self.fleet = Fleet(contents.servers)
+        self.issued_at = dict.fromkeys((r.id for r in self.ledger.tickets(TicketState.ISSUED)), self.now)
 
     def commit(self, decision: Decision, payloads: dict[str, bytes] | None = None) -> None:
         self.store.commit(decision, payloads or {})
+        self.history |= {record.id: record for record in decision.tickets}
         if self.crash_after_commit:
             self.crash_after_commit = False
             self.restart_queue()
@@ -94,10 +105,12 @@ class QueueMachine(RuleBasedStateMachine):
     def queue_will_be_killed_after_its_next_commit(self) -> None:
         self.crash_after_commit = True
 
-    @rule(seconds=st.sampled_from([1.0, 61.0, 121.0]))
+    @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 121.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.commit(tickets.expire(self.ledger, self.now))
+        ages = [self.now - self.issued_at[r.id] for r in self.ledger.tickets(TicketState.ISSUED)]
+        assert max(ages, default=0.0) < MAX_AGE_S, "hole 7: a ticket is held for ever"
 
     # Weight sync.
 
@@ -130,8 +143,15 @@ class QueueMachine(RuleBasedStateMachine):
         if run.finished or count == 0:
             return
         assert served is not None
-        self.commit(tickets.issue(self.ledger, "w", count))
+        decision = tickets.issue(self.ledger, "w", count)
+        self.issued_at |= {record.id: self.now for record in decision.tickets}
+        self.commit(decision)
         assert self.ledger.outstanding <= (K + 1 - (run.version - served)) * B, "F1: more than the bound admits"
+
+    @rule()
+    def heartbeat(self) -> None:
+        for record in self.ledger.tickets(TicketState.ISSUED):
+            self.ledger.renew_ticket(record.id, self.now)
 
     @rule(data=st.data(), lag=st.integers(0, 3), size=st.sampled_from([GROUP_BYTES, GROUP_BYTES // 2]))
     def submit(self, data: st.DataObject, lag: int, size: int) -> None:
@@ -139,18 +159,21 @@ class QueueMachine(RuleBasedStateMachine):
         if record is not None:
             self.hand_in(record, lag, size)
 
-    @rule(lag=st.integers(0, 1))
-    def all_goes_well(self, lag: int) -> None:
-        """The usual course up to a full lease, so that what comes after it is met often."""
+    @rule(lag=st.integers(0, 1), on=st.booleans())
+    def all_goes_well(self, lag: int, on: bool) -> None:
+        """The usual course up to a full lease, or on to a checkpoint, so that what comes after it is met often."""
         self.publish()
         self.ask_for_tickets(8)
         for record in list(self.ledger.tickets(TicketState.ISSUED)):
             self.hand_in(record, lag, GROUP_BYTES // 2)
-        self.lease("a", 3)
+        self.lease("a", 3, 0)
+        if on and self.ledger.count(TicketState.LEASED):
+            self.step(3, repeat=False, late_verdict=False)
+            self.save_checkpoint()
 
     def hand_in(self, record: TicketRecord, lag: int, size: int) -> None:
         oldest = max(0, record.version - lag)
-        facts = GroupFacts(size, 7, oldest, self.ledger.run.version, (SERVER,))
+        facts = facts_of(size, 7, oldest, self.ledger.run.version)
         if self.fleet.distrusted(facts, record.serial) is not None:
             self.commit(tickets.fail(self.ledger, record, "rejected:unverified_server", retryable=True))
             return
@@ -175,47 +198,64 @@ class QueueMachine(RuleBasedStateMachine):
     def learner_starts(self) -> None:
         self.commit(leases.begin(self.ledger, BeginSession(0, 0, 10, resume=False), []))
 
-    @rule(lease_id=st.sampled_from(["a", "b"]), count=st.integers(1, 3))
-    def lease(self, lease_id: str, count: int) -> None:
-        decision = leases.lease(self.ledger, lease_id, count)
-        assert [r.group.oldest_version for r in decision.tickets] == sorted(
-            r.group.oldest_version for r in decision.tickets
-        )
+    @rule(lease_id=st.sampled_from(["a", "b"]), count=st.integers(1, 3), lost=st.integers(0, 2))
+    def lease(self, lease_id: str, count: int, lost: int) -> None:
+        """The learner holds all of its lease but for the `lost` last ones, also what it lost by a lapse."""
+        had = [record.id for record in self.ledger.leased(lease_id)]
+        have = [*had[: len(had) - lost], *(r.id for r in list(self.ledger.tickets(TicketState.READY))[:lost])]
+        decision = leases.lease(self.ledger, self.fleet, lease_id, count, have)
+        leased = [record for record in decision.tickets if record.state is TicketState.LEASED]
+        fresh = [record for record in leased if record.id not in have]
+        assert [r.group.oldest_version for r in fresh] == sorted(r.group.oldest_version for r in fresh)
+        assert not any(self.fleet.distrusted(r.group, r.serial) for r in leased), "I5: leased although it is tainted"
         self.commit(decision)
+        held = {record.id for record in self.ledger.leased(lease_id)}
+        gone = leases.revoked(self.ledger, self.fleet, lease_id, have)
+        assert {i for i in have if i not in gone} <= held, "hole 7: the learner is not told what it has lost"
 
     @rule(lease_id=st.sampled_from(["a", "b"]))
     def release(self, lease_id: str) -> None:
         self.commit(leases.release(self.ledger, lease_id))
 
     @precondition(lambda self: self.ledger.count(TicketState.LEASED) and not self.ledger.run.finished)
-    @rule(count=st.integers(1, 3), repeat=st.booleans())
-    def step(self, count: int, repeat: bool) -> None:
+    @rule(count=st.integers(1, 3), repeat=st.booleans(), late_verdict=st.booleans())
+    def step(self, count: int, repeat: bool, late_verdict: bool) -> None:
+        """The learner asks what was revoked, trains the rest, and hears of nothing until it acknowledges."""
         run = self.ledger.run
         leased = list(self.ledger.tickets(TicketState.LEASED))[:count]
-        young = [r.id for r in leased if run.version - r.group.oldest_version <= K]
+        gone = {i for r in leased for i in leases.revoked(self.ledger, self.fleet, r.lease_id or "", [r.id])}
+        for record in leased:
+            tainted = self.fleet.distrusted(record.group, record.serial) is not None
+            assert tainted == (record.id in gone), "I5: what a failed proof taints is not trained, leased or not"
+        over_age = {r.id for r in leased if run.version - r.group.oldest_version > K} - gone
+        trained = [r.id for r in leased if r.id not in gone | over_age]
+        if late_verdict:
+            self.proof_fails()
         ack = LeaseAck(
             session=run.session,
-            trained=young,
-            dropped={r.id: reasons.OVERAGE for r in leased if r.id not in young},
-            step=run.step + 1 if young else None,
-            version=run.version + 1 if young else None,
+            trained=trained,
+            dropped={**dict.fromkeys(gone, reasons.UNVERIFIED_SERVER), **dict.fromkeys(over_age, reasons.OVERAGE)},
+            step=run.step + 1 if trained else None,
+            version=run.version + 1 if trained else None,
         )
-        self.commit(leases.ack(self.ledger, ack, {}))
-        if young:
+        self.commit(leases.ack(self.ledger, self.fleet, ack, {}))
+        if trained:
             self.versions.append(self.ledger.run.version)
             self.version_at[self.ledger.run.step] = self.ledger.run.version
         if repeat:
             ended = self.store.records([i for i in (*ack.trained, *ack.dropped) if self.ledger.get(i) is None])
-            assert not leases.ack(self.ledger, ack, ended), "F24: a repeated ack changes something"
+            assert not leases.ack(self.ledger, self.fleet, ack, ended), "F24: a repeated ack changes something"
 
     @rule()
     def save_checkpoint(self) -> None:
         self.checkpoint = self.ledger.run.step
-        self.commit(leases.checkpointed(self.ledger, self.checkpoint))
+        oldest = leases.kept_checkpoints(self.ledger, self.checkpoint)[0]
+        first = self.store.first_forgotten_after(oldest)
+        self.commit(leases.checkpointed(self.ledger, self.checkpoint, first, indices_kept=1))
 
     @rule(back=st.integers(0, 2))
     def learner_killed_and_resumed(self, back: int) -> None:
-        step = max(0, self.checkpoint - back)
+        step = max(self.ledger.run.pruned_step, self.checkpoint - back)
         forgotten = self.store.forgotten_after(step)
         before = self.ledger.run
         decision = leases.begin(self.ledger, BeginSession(step, self.version_at[step], 10, resume=True), forgotten)
@@ -226,7 +266,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.checkpoint = step
         self.versions.append(self.ledger.run.version)
 
-    @precondition(lambda self: self.ledger.issued > 20)
+    @precondition(lambda self: self.ledger.issued > 10)
     @rule()
     def finish(self) -> None:
         self.commit(leases.finish(self.ledger))
@@ -234,13 +274,19 @@ class QueueMachine(RuleBasedStateMachine):
 
     # What must always hold.
 
-    def all_records(self) -> list[TicketRecord]:
-        ids = [f"{index}.{attempt}" for index in range(self.ledger.next_index) for attempt in range(40)]
-        return list(self.store.records(ids).values())
+    @invariant()
+    def hole_6_old_tickets_are_let_go_and_no_others(self) -> None:
+        below = self.ledger.run.pruned_below
+        kept = {i: record for i, record in self.history.items() if record.index >= below}
+        assert self.store.records(list(self.history)) == kept
+        gone = [record for record in self.history.values() if record.index < below]
+        assert all(self.ledger.was_pruned(record.id) for record in gone)
+        assert {r.state for r in gone} <= {TicketState.FORGOTTEN, TicketState.DROPPED, TicketState.REISSUED}
+        assert all(r.step <= self.ledger.run.pruned_step for r in gone if r.state is TicketState.FORGOTTEN and r.step)
 
     @invariant()
     def i1_every_ticket_is_in_one_place_and_no_row_is_trained_twice(self) -> None:
-        records = self.all_records()
+        records = list(self.history.values())
         counts = self.ledger.summary()
         assert len(records) == counts.issued
         assert counts.issued == counts.trained + counts.dropped + counts.reissued + counts.outstanding
@@ -262,6 +308,8 @@ class QueueMachine(RuleBasedStateMachine):
         held = [r for state in OUTSTANDING for r in self.ledger.tickets(state)]
         assert len(held) == self.ledger.outstanding <= CONFIG.queue.capacity_groups
         assert sum(r.group.bytes for r in held) == self.ledger.bytes <= CONFIG.queue.capacity_bytes
+        kept = [r for state in HOLDS_PAYLOAD for r in self.ledger.tickets(state)]
+        assert sum(r.group.bytes for r in kept) == self.ledger.kept_bytes <= CONFIG.queue.capacity_bytes, "hole 6"
 
     @invariant()
     def payloads_of_live_groups_are_kept_and_no_others(self) -> None:
@@ -275,9 +323,10 @@ class QueueMachine(RuleBasedStateMachine):
             assert {r.id: r for r in fresh.tickets(state)} == {r.id: r for r in self.ledger.tickets(state)}
         assert fresh.run == self.ledger.run
         assert fresh.to_reissue == self.ledger.to_reissue
-        assert (fresh.next_index, fresh.bytes, fresh.tokens_sampled) == (
+        assert (fresh.next_index, fresh.bytes, fresh.kept_bytes, fresh.tokens_sampled) == (
             self.ledger.next_index,
             self.ledger.bytes,
+            self.ledger.kept_bytes,
             self.ledger.tokens_sampled,
         )
         assert +fresh.counts == +self.ledger.counts
@@ -300,14 +349,22 @@ TestI1I2I3.settings = settings(
 class Bench:
     """A queue without admission: tickets in, groups in, steps."""
 
-    def __init__(self, **queue: object) -> None:
-        self.config = config(queue={"max_staleness": K, **queue})
+    def __init__(self, keep_checkpoints: int = 2, **queue: object) -> None:
+        self.config = config(queue={"max_staleness": K, **queue}, learner={"keep_checkpoints": keep_checkpoints})
         self.ledger = Ledger(self.config, StoreContents(), 0.0)
+        self.fleet = Fleet()
         self.begin(0, resume=False)
 
     def apply(self, decision: Decision, now: float = 0.0) -> tuple[TicketRecord, ...]:
         self.ledger.apply(decision, now)
+        if decision.server is not None:
+            self.fleet.apply(decision.server)
         return decision.tickets
+
+    def serve(self) -> None:
+        for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
+            server = Server(SERVER, "u", state, self.ledger.run.version)
+            self.apply(servers.put(self.fleet, self.ledger, server, 0.0))
 
     def begin(self, step: int, resume: bool) -> None:
         self.apply(leases.begin(self.ledger, BeginSession(step, step, 10, resume=resume), []))
@@ -316,24 +373,24 @@ class Bench:
         issued = self.apply(tickets.issue(self.ledger, "w", count))
         return [self.accept(record) for record in issued]
 
-    def accept(self, record: TicketRecord) -> TicketRecord:
+    def accept(self, record: TicketRecord, size: int = 100) -> TicketRecord:
         version = self.ledger.run.version
-        facts = GroupFacts(100, 5, version, version, (SERVER,))
+        facts = facts_of(size, 5, version, version)
         return self.apply(tickets.submit(self.ledger, record, facts))[0]
 
     def step(self, count: int, dropped: dict[str, str] | None = None) -> list[str]:
-        taken = self.apply(leases.lease(self.ledger, "lease", count))
+        taken = self.apply(leases.lease(self.ledger, self.fleet, "lease", count))
         run = self.ledger.run
         trained = [record.id for record in taken if record.id not in (dropped or {})]
         ack = LeaseAck(run.session, trained, dropped or {}, run.step + 1, run.version + 1)
-        self.apply(leases.ack(self.ledger, ack, {}))
+        self.apply(leases.ack(self.ledger, self.fleet, ack, {}))
         return trained
 
 
 def test_f10_what_a_dead_worker_and_a_dead_learner_held_comes_back() -> None:
     bench = Bench(ticket_timeout_s=60.0, lease_timeout_s=120.0)
     bench.groups(1)
-    bench.apply(leases.lease(bench.ledger, "lease", 1))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 1))
     held = bench.apply(tickets.issue(bench.ledger, "dead", 1))[0]
     bench.apply(tickets.expire(bench.ledger, 59.0), 59.0)
     assert bench.ledger.outstanding == 2
@@ -348,7 +405,7 @@ def test_f10_what_a_dead_worker_and_a_dead_learner_held_comes_back() -> None:
 def test_renewals_keep_tickets_and_leases() -> None:
     bench = Bench(ticket_timeout_s=60.0, lease_timeout_s=120.0)
     bench.groups(1)
-    bench.apply(leases.lease(bench.ledger, "lease", 1))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 1))
     held = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
     bench.ledger.renew_ticket(held.id, 59.0)
     bench.ledger.renew_lease("lease", 100.0)
@@ -412,9 +469,9 @@ def test_a_ticket_keeps_its_kind_when_its_row_is_issued_again() -> None:
 def test_f14_dropping_a_whole_batch_frees_its_permits() -> None:
     bench = Bench()
     groups = bench.groups(4)
-    bench.apply(leases.lease(bench.ledger, "lease", 4))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 4))
     drops = {record.id: "zero_variance" for record in groups}
-    bench.apply(leases.ack(bench.ledger, LeaseAck(bench.ledger.run.session, dropped=drops), {}))
+    bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(bench.ledger.run.session, dropped=drops), {}))
     assert bench.ledger.outstanding == bench.ledger.bytes == 0
     assert bench.ledger.drops == {"zero_variance": 4}
 
@@ -425,7 +482,7 @@ def test_f6_resume_brings_back_what_the_checkpoint_lacks() -> None:
     for _ in range(3):
         bench.groups(1)
         bench.step(1)
-    bench.apply(leases.checkpointed(bench.ledger, 1))
+    bench.apply(leases.checkpointed(bench.ledger, 1, None))
     bench.begin(1, resume=True)
     assert (bench.ledger.run.version, bench.ledger.run.step) == (4, 1)
     assert [r.id for r in bench.ledger.tickets(TicketState.READY)] == ["2.0"]
@@ -438,7 +495,7 @@ def test_a_resume_from_before_the_newest_checkpoint_reissues_what_was_forgotten(
     bench = Bench()
     bench.groups(1)
     bench.step(1)
-    decision = leases.checkpointed(bench.ledger, 1)
+    decision = leases.checkpointed(bench.ledger, 1, None)
     store.commit(decision, {})
     bench.apply(decision)
     bench.apply(leases.begin(bench.ledger, BeginSession(0, 0, 10, resume=True), store.forgotten_after(0)))
@@ -472,7 +529,7 @@ def test_a_session_that_does_not_fit_the_run_is_refused(reason: str, step: int, 
 def test_a_learner_that_died_before_its_first_step_may_simply_start_again() -> None:
     bench = Bench()
     bench.groups(2)
-    bench.apply(leases.lease(bench.ledger, "lease", 2))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 2))
     bench.begin(0, resume=False)
     assert (bench.ledger.run.version, bench.ledger.run.session) == (0, 2)
     assert bench.ledger.count(TicketState.READY) == 2
@@ -543,9 +600,9 @@ def test_i1_an_ack_that_cannot_be_true_changes_nothing(reason: str, ack: LeaseAc
     bench.accept(records[1])
     bench.step(1)
     bench.accept(records[0])
-    bench.apply(leases.lease(bench.ledger, "lease", 1))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 1))
     with pytest.raises(Refusal) as refusal:
-        leases.ack(bench.ledger, ack, {})
+        leases.ack(bench.ledger, bench.fleet, ack, {})
     assert refusal.value.reason == reason
 
 
@@ -553,17 +610,17 @@ def test_one_step_may_take_several_acks() -> None:
     bench = Bench()
     bench.groups(2)
     for lease_id in ("a", "b"):
-        group = bench.apply(leases.lease(bench.ledger, lease_id, 1))[0]
-        bench.apply(leases.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
+        group = bench.apply(leases.lease(bench.ledger, bench.fleet, lease_id, 1))[0]
+        bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, [group.id], step=1, version=1), {}))
     assert (bench.ledger.run.version, bench.ledger.trained) == (1, 2)
 
 
 def test_a_step_made_under_an_expired_lease_is_recorded() -> None:
     bench = Bench()
     group = bench.groups(1)[0]
-    bench.apply(leases.lease(bench.ledger, "lease", 1))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 1))
     bench.apply(tickets.expire(bench.ledger, 1e6))
-    bench.apply(leases.ack(bench.ledger, LeaseAck(1, [group.id], step=1, version=1), {}))
+    bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, [group.id], step=1, version=1), {}))
     assert bench.ledger.trained == 1
 
 
@@ -573,8 +630,8 @@ def test_oldest_versions_are_leased_first() -> None:
     bench.step(1)
     bench.groups(2)
     lagging = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
-    bench.apply(tickets.submit(bench.ledger, lagging, GroupFacts(100, 5, 0, 1, (SERVER,))))
-    assert [r.id for r in leases.lease(bench.ledger, "lease", 2).tickets] == ["3.0", "1.0"]
+    bench.apply(tickets.submit(bench.ledger, lagging, facts_of(100, 5, 0, 1)))
+    assert [r.id for r in leases.lease(bench.ledger, bench.fleet, "lease", 2).tickets] == ["3.0", "1.0"]
 
 
 def test_finish_ends_what_is_outstanding_and_more_steps_reopen_the_run() -> None:
@@ -590,3 +647,153 @@ def test_finish_ends_what_is_outstanding_and_more_steps_reopen_the_run() -> None
     assert bench.ledger.run.finished
     bench.apply(leases.begin(bench.ledger, BeginSession(1, 1, 2, resume=True), []))
     assert not bench.ledger.run.finished
+
+
+def test_hole_4_a_leased_group_that_a_failed_proof_taints_is_revoked_and_a_step_already_made_stands() -> None:
+    bench = Bench()
+    bench.serve()
+    bench.groups(3)
+    leased = bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 2))
+    bench.apply(servers.put(bench.fleet, bench.ledger, Server(SERVER, "u", ServerState.QUARANTINED, 0), 0.0))
+    ids = [record.id for record in leased]
+    assert leases.revoked(bench.ledger, bench.fleet, "l", ids) == dict.fromkeys(ids, reasons.UNVERIFIED_SERVER)
+    assert bench.ledger.drops == {reasons.UNVERIFIED_SERVER: 1}, "the ready one"
+    ack = LeaseAck(1, [ids[0]], {ids[1]: reasons.UNVERIFIED_SERVER}, step=1, version=1)
+    made = bench.apply(leases.ack(bench.ledger, bench.fleet, ack, {}))
+    assert [(r.state, r.reason) for r in made] == [
+        (TicketState.TRAINED, reasons.UNVERIFIED_SERVER),
+        (TicketState.DROPPED, reasons.UNVERIFIED_SERVER),
+    ]
+
+
+@pytest.mark.parametrize("way_back", ["release", "lapse", "resume", "rollback"])
+def test_hole_4_a_tainted_group_is_not_leased_again_however_it_came_back(way_back: str) -> None:
+    bench = Bench()
+    bench.serve()
+    bench.groups(1)
+    leased = bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1))
+    if way_back == "rollback":
+        bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, [leased[0].id], step=1, version=1), {}))
+    bench.apply(servers.put(bench.fleet, bench.ledger, Server(SERVER, "u", ServerState.QUARANTINED, 0), 0.0))
+    if way_back == "release":
+        bench.apply(leases.release(bench.ledger, "l"))
+    elif way_back == "lapse":
+        bench.apply(tickets.expire(bench.ledger, 1e6))
+    else:
+        bench.begin(0, resume=True)
+    assert bench.ledger.count(TicketState.READY) == 1
+    (record,) = bench.apply(leases.lease(bench.ledger, bench.fleet, "m", 4))
+    assert (record.state, record.reason) == (TicketState.DROPPED, reasons.UNVERIFIED_SERVER)
+
+
+def test_hole_6_trained_payloads_are_counted_and_give_way_without_holding_anybody_up() -> None:
+    """A learner that never makes a checkpoint, in a queue with room for four groups: twenty steps of two."""
+    bench = Bench(capacity_bytes=1024, max_group_bytes=1024)
+    for step in range(1, 21):
+        for record in bench.apply(tickets.issue(bench.ledger, "w", 2)):
+            bench.accept(record, size=256)
+        bench.step(2)
+        assert (bench.ledger.bytes, bench.ledger.kept_bytes) == (0, min(1024, 512 * step))
+    kept = {record.step for record in bench.ledger.tickets(TicketState.TRAINED)}
+    assert kept == {19, 20}, "the oldest go first"
+    assert bench.ledger.trained == 40
+
+
+def test_hole_6_old_tickets_become_sums_and_a_resume_from_before_is_refused_with_the_remedy() -> None:
+    bench = Bench(keep_checkpoints=2)
+    for step in range(1, 5):
+        bench.groups(1)
+        bench.step(1)
+        bench.apply(leases.checkpointed(bench.ledger, step, None, indices_kept=0))
+    run = bench.ledger.run
+    assert (run.checkpoints, run.pruned_step, run.pruned_below) == ((3, 4), 3, 3)
+    assert bench.ledger.summary().trained == bench.ledger.summary().issued == 4
+    assert bench.ledger.was_pruned("2.0")
+    assert not any(bench.ledger.was_pruned(other) for other in ("3.0", "", "x", "-1.0", "9" * 5000))
+    with pytest.raises(Refusal, match="resume from one of those") as refusal:
+        bench.begin(2, resume=True)
+    assert refusal.value.reason == reasons.STEP_UNKNOWN
+    with pytest.raises(Refusal) as late:
+        tickets.check_accepted(bench.ledger, "2.0", None)
+    assert late.value.reason == reasons.TICKET_ENDED
+    ack = LeaseAck(1, dropped={"2.0": reasons.OVERAGE})
+    assert not leases.ack(bench.ledger, bench.fleet, ack, {}), "a repeat"
+
+
+def test_hole_6_the_newest_indices_stay_one_by_one_and_so_does_what_is_out() -> None:
+    bench = Bench(keep_checkpoints=1)
+    first, straggler = bench.apply(tickets.issue(bench.ledger, "w", 2))
+    bench.apply(tickets.fail(bench.ledger, first, "row", retryable=False))
+    for step in range(1, 9):
+        bench.groups(1)
+        bench.step(1)
+        bench.apply(leases.checkpointed(bench.ledger, step, None, indices_kept=4))
+    assert bench.ledger.run.pruned_below == straggler.index
+    bench.apply(tickets.fail(bench.ledger, straggler, "row", retryable=False))
+    bench.apply(leases.checkpointed(bench.ledger, 8, None, indices_kept=4))
+    assert bench.ledger.run.pruned_below == bench.ledger.next_index - 4
+
+
+def test_hole_6_reasons_that_clients_make_up_are_few_and_short() -> None:
+    bench = Bench(ticket_attempts=1)
+    groups = bench.groups(100)
+    out = bench.apply(tickets.issue(bench.ledger, "w", 200))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 100))
+    drops = {record.id: f"{'x' * 5000}{i}" if i == 0 else f"made-up-{i}" for i, record in enumerate(groups)}
+    bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, dropped=drops), {}))
+    for i, record in enumerate(out):
+        bench.apply(tickets.fail(bench.ledger, record, reasons.failed(f"mine-{i}:{reasons.OVERAGE}"), retryable=True))
+    assert len(bench.ledger.drops) == 65
+    assert bench.ledger.drops[reasons.OTHER] == 300 - 64
+    assert max(map(len, bench.ledger.drops)) == 80
+    (late,) = bench.groups(1)
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1))
+    bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, dropped={late.id: reasons.OVERAGE}), {}))
+    assert bench.ledger.drops[reasons.OVERAGE] == 1, "ours are never lumped together"
+
+
+def test_hole_7_a_ticket_that_is_renewed_for_ever_is_issued_again() -> None:
+    bench = Bench(ticket_timeout_s=60.0, ticket_max_age_s=2000.0)
+    held = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+    for now in range(0, 2000, 50):
+        bench.ledger.renew_ticket(held.id, float(now))
+        assert not tickets.expire(bench.ledger, float(now))
+    assert bench.ledger.next_deadline(1990.0) == 2000.0
+    (ended,) = bench.apply(tickets.expire(bench.ledger, 2000.0), 2000.0)
+    assert (ended.state, ended.reason) == (TicketState.REISSUED, reasons.OUTLIVED)
+    assert bench.ledger.outstanding == 0
+
+
+def test_hole_7_a_tickets_greatest_age_follows_the_episodes_unless_it_is_given() -> None:
+    plain = config(worker={"episode_timeout_s": 100.0, "reward_timeout_s": 20.0})
+    assert plain.ticket_max_age_s == 240.0
+    with pytest.raises(
+        ValueError, match=r"the longest episodes would lose their ticket .* raise queue\.ticket_max_age_s"
+    ):
+        config(queue={"ticket_max_age_s": 10.0})
+
+
+def test_hole_7_a_lapsed_lease_that_is_leased_again_holds_what_the_learner_has() -> None:
+    """0.0 and 1.0 are at the learner when the lease lapses; 1.0 goes to another lease in the meantime."""
+    bench = Bench()
+    bench.groups(3)
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 2))
+    bench.apply(tickets.expire(bench.ledger, 1e6))
+    with pytest.raises(Refusal, match="drop what is left of it"):
+        leases.check_renewal(bench.ledger, "l")
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "other", 0, have=["1.0"]))
+    bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1, have=["0.0", "1.0"]))
+    assert {r.id for r in bench.ledger.leased("l")} == {"0.0", "2.0"}, "what it has, and one more"
+    assert leases.revoked(bench.ledger, bench.fleet, "l", ["0.0", "1.0"]) == {"1.0": reasons.LEASE_LAPSED}
+    leases.check_renewal(bench.ledger, "l")
+
+
+def test_hole_7_finish_counts_the_rows_that_wait_to_be_issued_again() -> None:
+    bench = Bench()
+    record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+    bench.apply(tickets.fail(bench.ledger, record, "failed:judge", retryable=True))
+    bench.apply(leases.finish(bench.ledger))
+    counts = bench.ledger.summary()
+    assert (counts.issued, counts.dropped, counts.reissued) == (1, 1, 0)
+    assert bench.ledger.drops == {reasons.RUN_FINISHED: 1}
+    assert not bench.ledger.to_reissue

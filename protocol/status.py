@@ -19,6 +19,7 @@ class GroupCounts(msgspec.Struct):
     capacity_groups: int
     capacity_bytes: int
     limit: int
+    kept_bytes: int = 0
 
 
 class Staleness(msgspec.Struct):

@@ -146,6 +146,8 @@ async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> No
         if record is not None and refusal.reason in (reasons.FULL, reasons.UNREGISTERED):
             broker.ledger.renew_ticket(ticket_id, broker.now)
         elif record is not None:
+            seen = broker.observations
+            seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
             reason = reasons.rejected(refusal.reason)
             await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
             _note_failure(broker, reason, refusal.message)

@@ -38,7 +38,8 @@ class Notices:
         return self._count
 
     def say(self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None) -> None:
-        text, kind = text[:MOST_CHARACTERS], kind[:MOST_CHARACTERS]
+        # It is printed on terminals, and may quote what was sampled: no escape sequences.
+        text = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MOST_CHARACTERS])
         known = (kind, _NUMBERS.sub("0", text) if key is None else key)
         if known in self._known:
             return

@@ -36,6 +36,7 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("slipstream_groups_limit", "groups that admission lets be outstanding", groups.limit)
     yield _gauge("slipstream_groups_capacity", "groups that the queue holds at most", groups.capacity_groups)
     yield _gauge("slipstream_bytes", "bytes of ready and leased groups", groups.bytes)
+    yield _gauge("slipstream_bytes_kept", "bytes of trained groups, kept for a resume", groups.kept_bytes)
     yield _gauge("slipstream_bytes_capacity", "bytes that the queue holds at most", groups.capacity_bytes)
     yield _gauge("slipstream_depth", "groups outstanding, in optimiser steps", status.depth)
     yield _gauge("slipstream_depth_target", "depth that admission aims at, in optimiser steps", status.depth_target)

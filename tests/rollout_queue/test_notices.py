@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol import reasons, routes
-from protocol.client import QueueClient
+from protocol.client import QueueClient, Refused
 from protocol.messages import (
     BeginSession,
     LearnerReport,
@@ -198,3 +198,21 @@ async def test_troubles_of_workers_and_failing_servers_are_told_once() -> None:
         ]
         assert (f"server {SERVER}", "a restart: down (connection refused)") in [(w.who, w.what) for w in status.waits]
         assert queue.broker.observations.notices.count == 2
+
+
+async def test_the_first_group_that_the_door_refuses_for_a_reason_is_told() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await begin(client)
+        for ticket in (await client.tickets(TicketRequest("w", 3, wait_s=0.0))).tickets:
+            bad = group(ticket)
+            bad.rollouts[0].reward = float("nan")
+            with pytest.raises(Refused):
+                await client.submit(bad)
+        notices = (await client.status()).notices
+        assert [(n.kind, n.who, n.text) for n in notices] == [("reward_not_finite", "w", "rollout 0: reward is nan")]
+
+
+def test_a_notice_holds_no_escape_sequence() -> None:
+    notices = Notices()
+    notices.say("tool", "\x1b[2J\x07bad\nvalue", 0.0)
+    assert notices.list(0.0)[0].text == " [2J bad\nvalue"

@@ -138,15 +138,15 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
 async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> None:
     """Count it. A group that finds no room, or a queue that was restarted, keeps its ticket, since its worker will come
     again; any other ends it, so that no permit leaks (F15)."""
-    broker.observations.rejections[refusal.reason] += 1
+    seen = broker.observations
+    seen.rejections[refusal.reason] += 1
     if refusal.reason == reasons.FULL:
-        broker.observations.progress.found_full()
+        seen.progress.found_full()
     async with broker.lock:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
         if record is not None and refusal.reason in (reasons.FULL, reasons.UNREGISTERED):
             broker.ledger.renew_ticket(ticket_id, broker.now)
         elif record is not None:
-            seen = broker.observations
             seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
             reason = reasons.rejected(refusal.reason)
             await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))

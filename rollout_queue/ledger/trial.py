@@ -23,6 +23,7 @@ _PASSING = frozenset(
 _KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the trouble that a reason belongs to, where it is called otherwise
 _MOST_TROUBLES = 64
 _TEXT = 500
+_REASON = 80
 
 
 class Trial:
@@ -69,11 +70,12 @@ class Trial:
     def _why(self) -> str:
         count = self._failures.total()
         reason, times = self._failures.most_common(1)[0]
+        shown = reason[:_REASON]
         share = "all" if times == count else f"{times} of them"
         code = reason.removeprefix(reasons.failed(""))
         detail = self._troubles.get(_KINDS.get(code, code)) or self._details[reason] or "no detail was given"
         return (
-            f"the first {count} groups failed, {share} for {reason}: {detail}. Mend it in the task {self._task} or the "
+            f"the first {count} groups failed, {share} for {shown}: {detail}. Mend it in the task {self._task} or the "
             f"run file, then start again (rollout.give_up_after = {self._after} failures end a run in which no group "
             f"has succeeded; 0: never)"
         )

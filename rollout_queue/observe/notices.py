@@ -39,6 +39,7 @@ class Notices:
 
     def say(self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None) -> None:
         # It is printed on terminals, and may quote what was sampled: no escape sequences.
+        kind = kind[:MOST_CHARACTERS]
         text = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MOST_CHARACTERS])
         known = (kind, _NUMBERS.sub("0", text) if key is None else key)
         if known in self._known:

@@ -10,6 +10,7 @@ from protocol import reasons
 from rollout_queue.ledger.records import TicketRecord, TicketState
 
 _STEPS = 5
+_MOST_REASONS = 64
 
 
 class Progress:
@@ -51,7 +52,8 @@ class Progress:
     def tickets_ended(self, records: Iterable[TicketRecord]) -> None:
         for record in records:
             if record.state in (TicketState.DROPPED, TicketState.REISSUED) and record.reason != reasons.ROLLED_BACK:
-                self.ended[record.reason or "unknown"] += 1
+                known = record.reason in self.ended or len(self.ended) < _MOST_REASONS
+                self.ended[record.reason if known and record.reason else "other"] += 1
 
     def quiet_s(self, now: float) -> float:
         if self._since is None:

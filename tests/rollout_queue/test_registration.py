@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from protocol import reasons, routes
+from protocol import fingerprint, reasons, routes
 from protocol.client import QueueClient, Refused
 from protocol.messages import BeginSession, Fingerprint, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.ledger.records import RunState
@@ -154,6 +155,11 @@ async def test_another_data_set_after_a_resume_is_a_notice() -> None:
         await begin(client)
         await beat(client, given=other(rows=5))
         assert ["5 rows, the run's has 6" in notice.text for notice in (await client.status()).notices] == [True]
+
+
+def test_when_to_give_up_shapes_no_episode() -> None:
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"1": 1}, chat_template="")
+    assert fingerprint.of(config(rollout={"give_up_after": 1}), tokenizer) == fingerprint.of(config(), tokenizer)
 
 
 def test_a_store_of_before_fingerprints_loads() -> None:

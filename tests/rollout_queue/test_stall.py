@@ -9,6 +9,7 @@ import pytest
 from protocol import reasons
 from protocol.messages import Server, ServerState
 from protocol.status import GroupCounts
+from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.observe.progress import Progress, alarm_after_s
 from rollout_queue.observe.stall import Scene, judge
 
@@ -131,3 +132,11 @@ def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_nex
     progress.ended[reasons.OVERAGE] += 5
     progress.stepped(1.0)
     assert (progress.full, dict(progress.ended)) == (0, {})
+
+
+def test_hole_6_made_up_reasons_take_no_room() -> None:
+    progress = Progress()
+    issued = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0)
+    progress.tickets_ended(issued.to(TicketState.DROPPED, reason=f"failed:{number}") for number in range(1000))
+    assert len(progress.ended) == 65
+    assert progress.ended.total() == 1000

@@ -12,6 +12,8 @@ from rich.text import Text
 from protocol.client import QueueClient
 from protocol.status import Status
 
+_NOTICES_SHOWN = 8
+
 
 async def show(client: QueueClient, watch: bool) -> None:
     async with client:
@@ -25,8 +27,11 @@ async def show(client: QueueClient, watch: bool) -> None:
 
 
 def render(status: Status) -> RenderableType:
-    """Headline, figures and waits; then the workers, the servers and what was lost."""
-    parts: list[RenderableType] = [_headline(status), _figures(status)]
+    """Headline with alarm, notices, figures and waits; then the workers, the servers and what was lost."""
+    parts: list[RenderableType] = [_headline(status)]
+    if status.notices:
+        parts.append(_notices(status))
+    parts.append(_figures(status))
     parts.append(_workers(status) if status.workers else Text("no workers"))
     parts.append(_servers(status) if status.servers else Text("no servers"))
     parts += [
@@ -44,9 +49,19 @@ def _headline(status: Status) -> Text:
         text.append(f"  reward {status.learner.reward_mean:.3f}")
     if status.finished:
         text.append("  finished", style="green")
-    if status.stall.stalled:
+    if status.gave_up is not None:
+        text.append(f"\nGAVE UP: {status.gave_up}", style="bold red")
+    elif status.stall.stalled:
         text.append(f"\nSTALLED for {status.stall.since_s:.0f} s: {status.stall.why}", style="bold red")
     return text
+
+
+def _notices(status: Status) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for notice in status.notices[-_NOTICES_SHOWN:]:
+        who = f" at {notice.who}" if notice.who else ""
+        table.add_row(Text(f"! {_ago(notice.since_s)}", style="yellow"), Text(f"{notice.kind}{who}: {notice.text}"))
+    return table
 
 
 def _figures(status: Status) -> Table:
@@ -58,7 +73,8 @@ def _figures(status: Status) -> Table:
         f"{groups.tickets} in work + {groups.ready} ready + {groups.leased} leased",
     )
     table.add_row("depth", f"{status.depth:.2f} steps, target {status.depth_target:.2f}")
-    table.add_row("stored", f"{groups.bytes / 1e6:.1f} MB of {groups.capacity_bytes / 1e6:.0f} MB")
+    kept = f", {groups.kept_bytes / 1e6:.1f} MB kept for a resume" if groups.kept_bytes else ""
+    table.add_row("stored", f"{groups.bytes / 1e6:.1f} MB of {groups.capacity_bytes / 1e6:.0f} MB{kept}")
     table.add_row(
         "staleness",
         f"mean {stale.mean:.2f} = {stale.in_flight_mean:.2f} in flight + {stale.in_queue_mean:.2f} in queue; "
@@ -72,23 +88,24 @@ def _figures(status: Status) -> Table:
     learner, workers = _percent(status.learner_wait_share), _percent(status.worker_wait_share)
     table.add_row("time idle", f"learner {learner}, workers {workers}")
     waits = [f"{wait.who} for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits]
-    table.add_row("now waiting", "\n".join(waits) or "nobody")
+    table.add_row("now waiting", Text("\n".join(waits) or "nobody"))
     return table
 
 
 def _workers(status: Status) -> Table:
-    columns = ("worker", "episodes", "done", "failed", "tokens", "tools/failed", "idle", "seen")
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("worker", overflow="ellipsis", min_width=12)  # the one that is cut where the terminal is narrow
+    for column in ("episodes", "done/failed", "tokens", "tools/failed", "idle", "seen"):
+        table.add_column(column, no_wrap=True)
     for w in status.workers:
         table.add_row(
-            w.worker_id,
+            Text(w.worker_id),
             f"{w.episodes_in_flight}/{w.capacity}",
-            str(w.episodes_done),
-            str(w.episodes_failed),
-            str(w.tokens_sampled),
+            f"{w.episodes_done}/{w.episodes_failed}",
+            _short(w.tokens_sampled),
             f"{w.tool_calls}/{w.tool_failures}",
             _percent(w.wait_share),
-            f"{w.seen_s_ago:.0f} s ago",
+            _ago(w.seen_s_ago),
         )
     return table
 
@@ -96,8 +113,23 @@ def _workers(status: Status) -> Table:
 def _servers(status: Status) -> Table:
     table = Table("server", "state", "version", "", box=None, pad_edge=False)
     for server in status.servers:
-        table.add_row(server.name, str(server.state), _or_dash(server.version), server.reason or server.url)
+        what = Text(server.reason or server.url)
+        table.add_row(Text(server.name), str(server.state), _or_dash(server.version), what)
     return table
+
+
+def _short(count: int) -> str:
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= 10 * unit:
+            return f"{count / unit:.0f} {name}"
+    return str(count)
+
+
+def _ago(seconds: float) -> str:
+    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
 
 
 def _percent(share: float | None) -> str:

@@ -34,12 +34,13 @@ def digest(value: Any) -> str:
 
 def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
     """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow."""
+    rollout = config.rollout.model_dump(exclude={"give_up_after"})  # which shapes no episode
     return Fingerprint(
         release=release(),
         tokenizer=_tokenizer(tokenizer),
         chat=digest([config.chat.format, tokenizer.chat_template]),
         rollout={
-            **{f"rollout.{name}": str(value) for name, value in config.rollout.model_dump().items()},
+            **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),
         },
     )

@@ -341,7 +341,8 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):
 
 
 class Waiting(msgspec.Struct, tag="waiting", tag_field="do"):
-    """The learner says what it waits for, for the status page; `what` None ends the wait."""
+    """The learner says what it waits for, for the status page; `what` None ends the wait. While `what` begins with
+    "loading", no step is expected and the stall alarm pauses."""
 
     session: int
     what: str | None

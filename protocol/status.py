@@ -44,7 +44,8 @@ class Rates(msgspec.Struct):
 
 
 class LearnerStatus(msgspec.Struct):
-    """`wait_share`: part of its time that the learner waited for groups, over its newest steps."""
+    """`wait_share`: part of its time that the learner waited for groups, over its newest steps; `metrics`: the main
+    ones of its newest step, by their names in `metrics.jsonl`."""
 
     session: int = 0
     step: int = 0
@@ -53,6 +54,7 @@ class LearnerStatus(msgspec.Struct):
     step_s: float | None = None
     wait_share: float | None = None
     seen_s_ago: float | None = None
+    metrics: dict[str, float] = {}
 
 
 class WorkerStatus(msgspec.Struct):
@@ -84,11 +86,14 @@ class Wait(msgspec.Struct):
 
 
 class Stall(msgspec.Struct):
-    """`stalled`: neither a group nor a step came for `queue.stall_after_s`; `why` is the likeliest cause."""
+    """`stalled`: no optimiser step came for `after_s`, the longer of `queue.stall_after_s` and 5 median steps;
+    `since_s`: seconds since the newest, or since everything was there to make one, 0 while things load; `why`: the
+    likeliest cause."""
 
     stalled: bool
     since_s: float
     why: str | None = None
+    after_s: float = 0.0
 
 
 class Notice(msgspec.Struct):

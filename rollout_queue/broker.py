@@ -22,7 +22,9 @@ from rollout_queue.ledger.admission import Admission, Grant, Load
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, StoreContents, TicketState
 from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.registration import Register
 from rollout_queue.ledger.servers import Fleet
+from rollout_queue.ledger.trial import Trial
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.wakeup import WakeUp
@@ -57,7 +59,9 @@ class Broker:
         self.admission = Admission(config)
         self.fleet = Fleet()
         self.ledger = Ledger(config, StoreContents(), self.now)
-        self.observations = Observations(self.now)
+        self.register = Register()
+        self.trial = Trial(config)
+        self.observations = Observations(self.now, config.learner.groups_per_step)
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
@@ -123,6 +127,7 @@ class Broker:
         self.ledger.apply(decision, self.now)
         if decision.server is not None:
             self.fleet.apply(decision.server)
+        self.observations.decided(decision, self.now)
         states = {record.state for record in decision.tickets}
         moved = decision.run is not None
         if moved or TicketState.READY in states:

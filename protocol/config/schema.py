@@ -82,6 +82,9 @@ class RolloutSection(Section):
     max_turn_tokens: Count = Field(512, description="tokens that one turn may sample")
     max_episode_tokens: Count = Field(2048, description="tokens that one episode may sample")
     max_turns: Count = Field(8, description="turns of the policy in one episode")
+    give_up_after: CountOrZero = Field(
+        16, description="groups that fail before any succeeded, after which the run ends with the failure; 0: never"
+    )
 
 
 class QueueSection(Section):
@@ -113,7 +116,9 @@ class QueueSection(Section):
     )
     ticket_attempts: Count = Field(3, description="times that a row is issued before it is given up")
     lease_timeout_s: Seconds = Field(120.0, description="time-out of a lease that is not renewed")
-    stall_after_s: Seconds = Field(120.0, description="seconds without progress that raise the stall alarm")
+    stall_after_s: Seconds = Field(
+        120.0, description="seconds without an optimiser step that raise the stall alarm, or 5 median steps if longer"
+    )
 
     @field_validator("depth", mode="before")
     @classmethod

@@ -51,6 +51,7 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
             async with broker.lock:
                 forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
                 await broker.commit(leases.begin(broker.ledger, message, forgotten))
+                broker.trial.begin()
             seen.session_began(broker.now)
         case Checkpointed():
             async with broker.lock:
@@ -60,10 +61,7 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
                 await broker.commit(leases.checkpointed(broker.ledger, message.step, first))
         case _:
             _fence(broker, message.session)
-            if message.what is None:
-                seen.waits.end(LEARNER)
-            else:
-                seen.waits.begin(LEARNER, message.what, broker.now)
+            seen.learner_waits(message.what, broker.now)
     return reply_json(broker.position())
 
 
@@ -77,6 +75,7 @@ async def lease(request: Request, broker: ReadyBroker) -> Response:
         groups_came = broker.groups_came.listen()
         async with broker.lock:
             _fence(broker, message.session)
+            broker.trial.check()
             ledger.renew_lease(message.lease_id, broker.now)
             lost = leases.undelivered(ledger, message.lease_id, message.have)
             more = ledger.count(TicketState.READY) > 0 and not broker.closing

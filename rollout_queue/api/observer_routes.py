@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from protocol import routes
+from protocol import reasons, routes
+from protocol.client import JSON
 from rollout_queue.api.bodies import reply_json
 from rollout_queue.api.dependencies import ReadyBroker
+from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.observe import prometheus, status
+
+_MOST_ROLLOUTS = 256
 
 router = APIRouter()
 
@@ -26,6 +30,17 @@ async def ready(broker: ReadyBroker) -> Response:
 @router.get(routes.STATUS)
 async def read_status(broker: ReadyBroker) -> Response:
     return reply_json(status.assemble(broker))
+
+
+@router.get(routes.ROLLOUTS)
+async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
+    """Recent rollouts as a list of `RolloutView`: the newest `limit`, newest first, or with `worst=1` those of the
+    lowest reward, lowest first."""
+    limit = request.query_params.get("limit", "16")
+    if not (limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= _MOST_ROLLOUTS):
+        raise Refusal(reasons.UNDECODABLE, f"limit = {limit[:20]}: ask for 1 to {_MOST_ROLLOUTS} rollouts")
+    worst = request.query_params.get("worst", "") not in ("", "0")
+    return Response(broker.observations.recent.json(int(limit), worst), media_type=JSON)
 
 
 @router.get(routes.METRICS)

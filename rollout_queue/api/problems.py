@@ -16,6 +16,7 @@ from rollout_queue.ledger.refusal import Refusal
 # clients try again.
 STATUS: Mapping[str, int] = {
     reasons.UNAUTHORIZED: 401,
+    reasons.FINGERPRINT: 403,
     reasons.RUN_FINISHED: 409,
     reasons.RUN_EXISTS: 409,
     reasons.SESSION_SUPERSEDED: 409,
@@ -28,6 +29,8 @@ STATUS: Mapping[str, int] = {
     reasons.VERSION_MISSING: 409,
     reasons.SERVER_UNKNOWN: 409,
     reasons.TRANSITION_FORBIDDEN: 409,
+    reasons.UNREGISTERED: 409,
+    reasons.GAVE_UP: 409,
     reasons.TICKET_UNKNOWN: 410,
     reasons.TICKET_ENDED: 410,
     reasons.TOO_LARGE: 413,

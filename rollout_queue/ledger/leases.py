@@ -160,6 +160,8 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
             checkpoint_step=message.step if message.resume else None,
             checkpoints=tuple(kept for kept in run.checkpoints if kept <= step),
             finished=run.finished and message.total_steps <= step,
+            declared=message.fingerprint,
+            vocabulary=message.vocabulary,
         ),
     )
 

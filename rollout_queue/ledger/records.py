@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.messages import Group, Server, TicketKind, VersionSpan
+from protocol.messages import Fingerprint, Group, Server, TicketKind, VersionSpan
 
 
 class TicketState(StrEnum):
@@ -120,6 +120,8 @@ class RunState(msgspec.Struct, frozen=True):
 
     `checkpoints`: the steps of those that are kept, oldest first. Tickets of indices below `pruned_below` are kept as
     sums only: no learner can resume from before `pruned_step` any more.
+    `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: the
+    first worker that was let in since sessions declare anything, in `data_session`.
     """
 
     version: int = 0
@@ -132,6 +134,10 @@ class RunState(msgspec.Struct, frozen=True):
     pruned_step: int = 0
     finished: bool = False
     staleness_max: int = 0
+    declared: Fingerprint | None = None
+    vocabulary: int | None = None
+    data: Fingerprint | None = None
+    data_session: int = 0
 
 
 class Distrust(msgspec.Struct, frozen=True):

@@ -20,11 +20,18 @@ class _Stamp(msgspec.Struct):
     schema_version: int = SCHEMA_VERSION
 
 
-def read(body: bytes, ticket: TicketRecord, group_size: int, learner_version: int) -> GroupFacts:
-    """The facts of the group in a request's body; refused for the first rule that it breaks."""
+class Arrival(msgspec.Struct, frozen=True):
+    """A valid group and what the ledger keeps of it."""
+
+    group: Group
+    facts: GroupFacts
+
+
+def read(body: bytes, ticket: TicketRecord, group_size: int, learner_version: int) -> Arrival:
+    """The group in a request's body; refused for the first rule that it breaks."""
     group = decode(body)
     check(group, ticket, group_size, learner_version)
-    return GroupFacts.of(group, len(body))
+    return Arrival(group, GroupFacts.of(group, len(body)))
 
 
 def decode(body: bytes) -> Group:

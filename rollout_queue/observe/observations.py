@@ -7,19 +7,29 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from statistics import median
 
 import msgspec
 
 from protocol import reasons
-from protocol.messages import LearnerReport, WorkerReport
+from protocol.messages import LearnerReport, ServerState, WorkerReport
 from protocol.status import LearnerStatus, WorkerStatus
 from rollout_queue.ledger.admission import StepFacts
-from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
+from rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
 from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow
+from rollout_queue.observe.notices import Notices
+from rollout_queue.observe.progress import Progress
 from rollout_queue.observe.rates import RateMeter, Waits
+from rollout_queue.observe.recent import RecentRollouts
+from rollout_queue.observe.variance import Rewards, Variance
 
 LEARNER, FEEDER = "learner", "learner's feeder"
+LOADING = "loading"  # what a learner's wait begins with while no step can be expected
 _WORKER_KEPT_S = 3600.0
+_MOST_WORKERS = 4096
+_MOST_REWARDS = 16_384
+_MOST_TROUBLES = 16
+_MOST_METRICS = 128
 _REPORTED = [name for name in WorkerStatus.__struct_fields__ if name in WorkerReport.__struct_fields__]
 
 
@@ -29,10 +39,14 @@ class _Heard(msgspec.Struct):
 
 
 class Observations:
-    """`now` is the broker's clock, seconds; `progress_at`: when a group, step or session last came."""
+    """`now` is the broker's clock, seconds; `groups_per_step`: B of the run."""
 
-    def __init__(self, now: float) -> None:
-        self.started = self.progress_at = now
+    def __init__(self, now: float, groups_per_step: int) -> None:
+        self.started = now
+        self.progress = Progress()
+        self.notices = Notices()
+        self.variance = Variance(groups_per_step)
+        self.recent = RecentRollouts()
         self.rates = RateMeter(now)
         self.waits = Waits()
         self.staleness = StalenessWindow()
@@ -42,17 +56,52 @@ class Observations:
         self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)
         self._learner_waited_s = self._learner_s = 0.0
         self._workers: dict[str, _Heard] = {}
+        self._rewards: dict[str, Rewards] = {}
 
     def learner_seen(self, now: float) -> None:
         self._learner_at = now
 
     def session_began(self, now: float) -> None:
-        self._learner_at = self.progress_at = now
+        self._learner_at = now
+        self.progress.session_began()
         self.waits.end(LEARNER)
 
-    def group_came(self, tokens: int, now: float) -> None:
+    def learner_waits(self, what: str | None, now: float) -> None:
+        """The learner waits for `what`; None: for nothing."""
+        if what is None:
+            self.waits.end(LEARNER)
+        else:
+            self.waits.begin(LEARNER, what, now)
+        if what is not None and what.startswith(LOADING):
+            self.progress.loads(now)
+        else:
+            self.progress.loaded(now)
+
+    def group_came(self, ticket_id: str, tokens: int, rewards: Rewards, now: float) -> None:
         self.rates.add(now, groups=1, tokens_sampled=tokens)
-        self.progress_at = now
+        self._rewards[ticket_id] = rewards
+        if len(self._rewards) > _MOST_REWARDS:
+            del self._rewards[next(iter(self._rewards))]
+
+    def decided(self, decision: Decision, now: float) -> None:
+        """Take in what a decision that took effect means to people."""
+        self.progress.tickets_ended(decision.tickets)
+        for record in decision.tickets:
+            if record.state is TicketState.TRAINED:
+                rewards = self._rewards.pop(record.id, None)
+                self.variance.ended(rewards is not None and rewards.equal, rewards)
+            elif record.state is TicketState.DROPPED:
+                rewards = self._rewards.pop(record.id, None)
+                if record.reason == reasons.ZERO_VARIANCE:
+                    self.variance.ended(True, rewards)
+        if (text := self.variance.notice()) is not None:
+            self.notices.say(reasons.ZERO_VARIANCE, text, now, key=reasons.ZERO_VARIANCE)
+        if decision.server is not None:
+            server = decision.server.server
+            if server.state in (ServerState.QUARANTINED, ServerState.DOWN):
+                why = server.reason or "no reason was given"
+                text = f"vLLM server {server.name} at {server.url} is {server.state}: {why}"
+                self.notices.say(reasons.SERVER, text, now)
 
     def acknowledged(
         self, ended: Sequence[TicketRecord], report: LearnerReport | None, stepped: bool, now: float
@@ -64,7 +113,7 @@ class Observations:
             self.staleness.add_step(trained, report.staleness_max if report else None)
         if not stepped:
             return None
-        self.progress_at = now
+        self.progress.stepped(now)
         self.rates.add(now, steps=1, tokens_trained=report.tokens_trained if report else 0)
         if report is not None:
             self._reports.append(report)
@@ -76,8 +125,12 @@ class Observations:
         return facts
 
     def worker_reports(self, report: WorkerReport, now: float) -> None:
+        self._workers.pop(report.worker_id, None)
         self._workers[report.worker_id] = _Heard(report, now)
-        self._workers = {name: heard for name, heard in self._workers.items() if now - heard.at < _WORKER_KEPT_S}
+        kept = [(name, heard) for name, heard in self._workers.items() if now - heard.at < _WORKER_KEPT_S]
+        self._workers = dict(kept[-_MOST_WORKERS:])
+        for trouble in report.troubles[:_MOST_TROUBLES]:
+            self.notices.say(trouble.kind, trouble.text, now, report.worker_id)
 
     def worker_seen(self, worker_id: str, now: float) -> None:
         """A sign of life that carries no figures."""
@@ -89,6 +142,11 @@ class Observations:
     def worker_seen_s_ago(self, now: float) -> float | None:
         """Seconds since any worker was last heard from."""
         return min((now - heard.at for heard in self._workers.values()), default=None)
+
+    @property
+    def median_step_s(self) -> float | None:
+        """Of the newest steps; None before the first that was reported."""
+        return median(report.step_s for report in self._reports) if self._reports else None
 
     @property
     def learner_wait_share(self) -> float | None:
@@ -119,6 +177,7 @@ class Observations:
             step_s=newest.step_s if newest else None,
             wait_share=sum(report.wait_s for report in self._reports) / step_s if step_s else None,
             seen_s_ago=self.learner_seen_s_ago(now),
+            metrics=dict(list(newest.metrics.items())[:_MOST_METRICS]) if newest else {},
         )
 
     def workers(self, now: float) -> list[WorkerStatus]:

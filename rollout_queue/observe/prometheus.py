@@ -36,6 +36,7 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("slipstream_groups_limit", "groups that admission lets be outstanding", groups.limit)
     yield _gauge("slipstream_groups_capacity", "groups that the queue holds at most", groups.capacity_groups)
     yield _gauge("slipstream_bytes", "bytes of ready and leased groups", groups.bytes)
+    yield _gauge("slipstream_bytes_kept", "bytes of trained groups, kept for a resume", groups.kept_bytes)
     yield _gauge("slipstream_bytes_capacity", "bytes that the queue holds at most", groups.capacity_bytes)
     yield _gauge("slipstream_depth", "groups outstanding, in optimiser steps", status.depth)
     yield _gauge("slipstream_depth_target", "depth that admission aims at, in optimiser steps", status.depth_target)
@@ -61,6 +62,9 @@ def _gauges(status: Status) -> Iterator[Metric]:
     per_second = {name: getattr(rates, name) for name in rates.__struct_fields__}
     yield _gauge("slipstream_rate_per_second", "events per second, over the last minute", per_second, "of")
     yield _gauge("slipstream_stalled", "1 while the stall alarm is raised", int(status.stall.stalled))
+    yield _gauge("slipstream_gave_up", "1 once the run is given up: see the status", int(status.gave_up is not None))
+    yield _gauge("slipstream_notices", "notices to people, the newest 64: see the status", len(status.notices))
+    yield _gauge("slipstream_train", "the learner's metrics of its newest step", status.learner.metrics, "name")
     yield _gauge("slipstream_workers", "workers heard from within the last hour", len(status.workers))
     states = {str(state): sum(server.state is state for server in status.servers) for state in ServerState}
     yield _gauge("slipstream_servers", "vLLM servers, by state", states, "state")

@@ -1,62 +1,123 @@
-"""The stall alarm (I7): no group and no step for too long, and the likeliest reason why.
+"""The stall alarm (I7): no optimiser step for too long, and the likeliest reason why.
 
-It looks at progress alone. Whether work seems to be in flight does not matter: that is how a wedge hides (F9).
+It looks at steps alone. Whether work seems to be in flight or groups come in does not matter: that is how a wedge hides
+(F9).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from protocol import reasons
 from protocol.messages import Server, ServerState
 from protocol.status import GroupCounts, Stall
 
+_REMEDIES: Mapping[str, str] = {
+    reasons.OVERAGE: "episodes take longer than the learner's steps: raise queue.max_staleness, or lower "
+    "rollout.max_episode_tokens",
+    reasons.UNVERIFIED_SERVER: "a server's weights failed their proof: see its log and weight_sync.probe_tolerance",
+    reasons.EXPIRED: "workers die or lose the queue: see their logs and queue.ticket_timeout_s",
+    reasons.OUTLIVED: "episodes never end: see the workers' logs and worker.episode_timeout_s",
+    reasons.FINGERPRINT: "workers are refused: see the notices",
+}
+
 
 class Scene(msgspec.Struct, frozen=True):
-    """What the alarm judges by. Times are seconds ago, None for never; `session` is 0 before the first."""
+    """What the alarm judges by. Times in seconds, `..._ago` None for never; `session` is 0 before the first.
+
+    `quiet_s`: without a step, see `progress`; `alarm_after_s`: T. Since the newest step: `found_full`, groups refused
+    for room; `ended`, tickets that ended untrained, by reason. `variance`: what to say of groups without variance.
+    """
 
     quiet_s: float
+    alarm_after_s: float
     stall_after_s: float
     finished: bool
     session: int
     servers: list[Server]
     groups: GroupCounts
     groups_per_step: int
-    bytes_refused: bool
+    found_full: int
+    ended: Mapping[str, int]
+    variance: str
     blocked_by: str | None
     learner_seen_s_ago: float | None
     learner_waits_for: str | None
     worker_seen_s_ago: float | None
+    gave_up: str | None = None
 
 
 def judge(scene: Scene) -> Stall:
     """Whether the run stands still, since when, and why."""
-    stalled = scene.quiet_s >= scene.stall_after_s and not scene.finished
-    return Stall(stalled, scene.quiet_s, likeliest_cause(scene) if stalled else None)
+    stalled = scene.quiet_s >= scene.alarm_after_s and not scene.finished
+    return Stall(stalled, scene.quiet_s, likeliest_cause(scene) if stalled else None, scene.alarm_after_s)
 
 
 def likeliest_cause(scene: Scene) -> str:
     """What is missing first, from the learner's start to the last group."""
     patience = scene.stall_after_s / 2
+    if scene.gave_up is not None:
+        return scene.gave_up
     if scene.session == 0:
         return "no learner has begun a session: start it with `slipstream learner run.toml`"
     if scene.learner_seen_s_ago is None or scene.learner_seen_s_ago > patience:
         return f"the learner was {_heard(scene.learner_seen_s_ago)}: see its log, restart it with --resume"
     if not any(server.state is ServerState.SERVING for server in scene.servers):
-        states = ", ".join(f"{s.name} is {s.state}{f' ({s.reason})' if s.reason else ''}" for s in scene.servers)
-        return f"no vLLM server is serving: {states or 'none is registered'}"
+        return (
+            f"no vLLM server is serving: {_absent(scene.servers) or 'none is registered'}; see its log, or restart it"
+        )
     held = scene.groups.ready + scene.groups.leased
+    if lost := _mostly_lost(scene, held):
+        return lost
     if held >= scene.groups_per_step:
-        doing = f"waits for {scene.learner_waits_for}" if scene.learner_waits_for else "makes no step"
-        return f"the learner {doing} although {held} groups are there and a step needs {scene.groups_per_step}"
-    if scene.bytes_refused:
-        return f"{held} groups fill queue.capacity_bytes and a step needs {scene.groups_per_step}: raise it"
+        if scene.learner_waits_for:
+            return (
+                f"the learner waits for {scene.learner_waits_for} although {held} groups are there and a step needs "
+                f"{scene.groups_per_step}: see its log"
+            )
+        return (
+            f"the learner makes no step although {held} groups are there and a step needs {scene.groups_per_step}: see "
+            f"its log; where steps take so long, raise queue.stall_after_s = {scene.stall_after_s:.0f}"
+        )
+    if scene.found_full:
+        return (
+            f"{held} groups fill queue.capacity_bytes = {scene.groups.capacity_bytes} and a step needs "
+            f"{scene.groups_per_step}: raise it"
+        )
     if scene.worker_seen_s_ago is None or scene.worker_seen_s_ago > patience:
         return f"workers were {_heard(scene.worker_seen_s_ago)}: start one with `slipstream worker run.toml`"
+    missing = _absent(scene.servers)
+    others = f"; of the servers, {missing}" if missing else ""
     if scene.groups.tickets:
-        return f"workers hold {scene.groups.tickets} tickets and submit no group: see their logs and vLLM's"
+        return f"workers hold {scene.groups.tickets} tickets and submit no group: see their logs and vLLM's{others}"
     if scene.blocked_by:
-        return f"no ticket is given: {scene.blocked_by}"
-    return "tickets are free, but the workers ask for none: see their logs"
+        return f"no ticket is given: {scene.blocked_by}{others}"
+    return f"tickets are free, but the workers ask for none: see their logs{others}"
+
+
+def _mostly_lost(scene: Scene, held: int) -> str | None:
+    """The one reason for which most groups ended untrained, if there is one."""
+    total = sum(scene.ended.values())
+    if total < scene.groups_per_step:
+        return None
+    reason, count = max(scene.ended.items(), key=lambda item: item[1])
+    if 2 * count <= total + held:
+        return None
+    lost = f"{count} of the {total} groups that ended since the last step were lost to {reason}"
+    if reason == reasons.ZERO_VARIANCE:
+        return f"{lost}: all their rewards are equal {scene.variance}"
+    return f"{lost}: {_REMEDIES.get(reason, 'see the notices and the logs of the workers')}"
+
+
+def _absent(servers: list[Server]) -> str:
+    """The servers that do not serve, each with its state and the reason for it."""
+    return ", ".join(
+        f"{server.name} is {server.state}{f' ({server.reason})' if server.reason else ''}"
+        for server in servers
+        if server.state is not ServerState.SERVING
+    )
 
 
 def _heard(seconds_ago: float | None) -> str:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from protocol import reasons
-from protocol.status import GroupCounts, Stall, Status
+from protocol.messages import ServerState
+from protocol.status import GroupCounts, Stall, Status, Wait
 from rollout_queue.broker import Broker
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import stall
 from rollout_queue.observe.observations import LEARNER
+from rollout_queue.observe.progress import alarm_after_s
+
+_AWAITED = {
+    ServerState.JOINING: "its first proof",
+    ServerState.SYNCING: "its first proof",
+    ServerState.STALE: "newer weights",
+    ServerState.QUARANTINED: "a proof that holds",
+    ServerState.DOWN: "a restart",
+}
 
 
 def assemble(broker: Broker) -> Status:
@@ -31,7 +40,7 @@ def assemble(broker: Broker) -> Status:
         learner=seen.learner(run, now),
         workers=seen.workers(now),
         servers=broker.fleet.servers,
-        waits=seen.waits.list(now),
+        waits=_waits(broker),
         stall=_stall(broker, groups),
         ledger=ledger.summary(),
         tokens_sampled=ledger.tokens_sampled,
@@ -40,6 +49,8 @@ def assemble(broker: Broker) -> Status:
         worker_cpu_ms_per_episode=seen.worker_cpu_ms_per_episode,
         drops=dict(ledger.drops),
         rejections=dict(seen.rejections),
+        notices=seen.notices.list(now),
+        gave_up=broker.trial.gave_up,
     )
 
 
@@ -58,21 +69,45 @@ def _groups(broker: Broker) -> GroupCounts:
     )
 
 
+def _waits(broker: Broker) -> list[Wait]:
+    """Who said that it waits, what each server that does not serve is short of, and who never came."""
+    now, seen, run = broker.now, broker.observations, broker.ledger.run
+    waits = seen.waits.list(now)
+    if run.finished:
+        return waits
+    up_s = now - seen.started
+    if seen.learner_seen_s_ago(now) is None:
+        waits.append(Wait("the queue", "a learner", up_s))
+    if seen.worker_seen_s_ago(now) is None:
+        waits.append(Wait("the queue", "a worker", up_s))
+    for server in broker.fleet.servers:
+        proven = server.state is ServerState.SYNCING and server.version is not None
+        if server.state is not ServerState.SERVING and not proven:
+            reason = f" ({server.reason})" if server.reason else ""
+            since_s = max(0.0, broker.clock.wall() - server.changed_at)
+            waits.append(Wait(f"server {server.name}", f"{_AWAITED[server.state]}: {server.state}{reason}", since_s))
+    return waits
+
+
 def _stall(broker: Broker, groups: GroupCounts) -> Stall:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
     return stall.judge(
         stall.Scene(
-            quiet_s=now - seen.progress_at,
+            quiet_s=seen.progress.quiet_s(now),
+            alarm_after_s=alarm_after_s(broker.config.queue.stall_after_s, seen.median_step_s),
             stall_after_s=broker.config.queue.stall_after_s,
             finished=ledger.run.finished,
             session=ledger.run.session,
             servers=broker.fleet.servers,
             groups=groups,
             groups_per_step=broker.config.learner.groups_per_step,
-            bytes_refused=seen.rejections[reasons.FULL] > 0,
+            found_full=seen.progress.full,
+            ended=seen.progress.ended,
+            variance=seen.variance.remedy(),
             blocked_by=broker.grant().blocked_by,
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
             learner_waits_for=seen.waits.what(LEARNER),
             worker_seen_s_ago=seen.worker_seen_s_ago(now),
+            gave_up=broker.trial.gave_up,
         )
     )

@@ -1,4 +1,4 @@
-"""`slipstream status`: what the queue says of itself is all there to read, within 100 columns."""
+"""`slipstream status`: what the queue says of itself is all there to read, within 80 columns too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from protocol.messages import Server, ServerState
 from protocol.status import (
     GroupCounts,
     LearnerStatus,
+    Notice,
     Rates,
     Staleness,
     Stall,
@@ -59,8 +60,8 @@ def a_status() -> Status:
     )
 
 
-def shown(status: Status) -> str:
-    console = Console(width=100)
+def shown(status: Status, width: int = 100) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(render(status))
     return capture.get()
@@ -109,6 +110,49 @@ def test_a_queue_without_anybody_is_shown_too() -> None:
     assert "dropped" not in text
 
 
-def test_no_line_is_wider_than_the_terminal_and_no_row_is_broken() -> None:
-    assert max(map(len, shown(a_status()).splitlines())) <= 100
-    assert sum("gpu-node-17" in line for line in shown(a_status()).splitlines()) == 1
+def a_status_of_a_bad_day() -> Status:
+    status = a_status()
+    status.notices = [
+        Notice(
+            number, "reward", "accuracy: ValueError: 1 reward for 2 completions in examples/multiply/task.py:41", "w", s
+        )
+        for number, s in ((1, 7300.0), (2, 130.0), (3, 12.0))
+    ]
+    status.stall = Stall(True, 130.0, "no vLLM server is serving: vllm-1 is down (connection refused); restart it")
+    status.waits.append(Wait("server vllm-1", "a restart: down (connection refused by 127.0.0.1:8101)", 42.0))
+    return status
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("status", [a_status(), a_status_of_a_bad_day()])
+def test_no_line_is_wider_than_the_terminal_and_no_row_is_broken(status: Status, width: int) -> None:
+    lines = shown(status, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("gpu-node-17" in line for line in lines) == 1
+    assert sum("vllm-0" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_i7_notices_stand_above_the_figures(width: int) -> None:
+    lines = shown(a_status_of_a_bad_day(), width).splitlines()
+    notices = [number for number, line in enumerate(lines) if line.startswith("! ")]
+    assert [lines[number].split("reward")[0].strip() for number in notices] == [
+        "! 2 h ago",
+        "! 2 min ago",
+        "! 12 s ago",
+    ]
+    assert notices[-1] < next(number for number, line in enumerate(lines) if line.startswith("outstanding"))
+
+
+def test_a_run_that_was_given_up_says_so_in_place_of_the_alarm() -> None:
+    status = a_status_of_a_bad_day()
+    status.gave_up = "the first 16 groups failed, all for failed:reward: boom"
+    assert shown(status).splitlines()[1].startswith("GAVE UP: the first 16 groups failed")
+    assert "STALLED" not in shown(status)
+
+
+def test_texts_of_others_are_no_markup() -> None:
+    status = a_status_of_a_bad_day()
+    status.notices[0].text = status.servers[1].reason = status.waits[0].what = "[/bold] list[int]"
+    status.workers[0].worker_id = "[/w]"
+    assert shown(status).count("[/bold] list[int]") == 3

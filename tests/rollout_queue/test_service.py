@@ -88,7 +88,8 @@ async def test_no_ticket_without_learner_or_server() -> None:
         assert await take(client) == []
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         assert await take(client) == []
-        assert [w.what for w in (await client.status()).waits] == ["no server is serving"]
+        waits = [(w.who, w.what) for w in (await client.status()).waits]
+        assert waits == [("w", "no server is serving"), (f"server {SERVER}", "its first proof: joining")]
         await serve_version(client, 0)
         assert len(await take(client, 100)) == 4
         assert (await client.status()).waits == []
@@ -439,6 +440,9 @@ async def test_f7_a_stall_is_raised_and_ends_with_progress() -> None:
         assert [(w.who, w.what) for w in (await client.status()).waits] == [("learner", "groups")]
         await client.submit(group(ticket))
         await client.waiting(1, None)
+        assert (await client.status()).stall.stalled, "an arrival is not progress"
+        await lease(client)
+        await step(client, [ticket.id], 1)
         status = await client.status()
         assert not status.stall.stalled
         assert status.waits == []

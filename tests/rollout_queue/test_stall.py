@@ -1,4 +1,4 @@
-"""The stall alarm: when it is raised and what it blames."""
+"""The stall alarm: from when it counts, when it is raised and what it blames."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from protocol import reasons
 from protocol.messages import Server, ServerState
 from protocol.status import GroupCounts
+from rollout_queue.ledger.records import TicketRecord, TicketState
+from rollout_queue.observe.progress import Progress, alarm_after_s
 from rollout_queue.observe.stall import Scene, judge
 
 SERVING = [Server("vllm-0", "u", ServerState.SERVING, 3)]
+DOWN = [*SERVING, Server("vllm-1", "u", ServerState.DOWN, 3, "connection refused")]
 QUARANTINED = [Server("vllm-0", "u", ServerState.QUARANTINED, 3, "probe")]
 
 
@@ -22,13 +26,16 @@ def groups(tickets: int = 0, ready: int = 0, leased: int = 0) -> GroupCounts:
 def scene(**changes: Any) -> Scene:
     values: dict[str, Any] = {
         "quiet_s": 130.0,
+        "alarm_after_s": 120.0,
         "stall_after_s": 120.0,
         "finished": False,
         "session": 1,
         "servers": SERVING,
         "groups": groups(),
         "groups_per_step": 4,
-        "bytes_refused": False,
+        "found_full": 0,
+        "ended": {},
+        "variance": "(mean reward 0)",
         "blocked_by": None,
         "learner_seen_s_ago": 1.0,
         "learner_waits_for": None,
@@ -48,11 +55,20 @@ def scene(**changes: Any) -> Scene:
             "learner waits for publication although 4 groups",
             {"groups": groups(ready=1, leased=3), "learner_waits_for": "publication"},
         ),
-        ("2 groups fill queue.capacity_bytes", {"groups": groups(ready=2), "bytes_refused": True}),
+        ("2 groups fill queue.capacity_bytes", {"groups": groups(ready=2), "found_full": 1}),
         ("workers were never heard from", {"worker_seen_s_ago": None}),
         ("workers hold 3 tickets", {"groups": groups(tickets=3)}),
         ("no ticket is given: the depth limit", {"blocked_by": "the depth limit"}),
         ("the workers ask for none", {}),
+        (
+            "workers ask for none: see their logs; of the servers, vllm-1 is down (connection refused)",
+            {"servers": DOWN},
+        ),
+        ("3 of the 4 groups that ended since the last step were lost to overage", {"ended": {"overage": 3, "row": 1}}),
+        ("raise queue.max_staleness", {"ended": {"overage": 3, "row": 1}}),
+        ("lost to zero_variance: all their rewards are equal (mean reward 0)", {"ended": {"zero_variance": 600}}),
+        ("raise queue.stall_after_s = 120", {"groups": groups(leased=4)}),
+        ("16 groups failed", {"gave_up": "the first 16 groups failed", "session": 0}),
     ],
 )
 def test_i7_f7_a_stall_names_the_first_broken_link(blame: str, changes: dict[str, Any]) -> None:
@@ -71,3 +87,56 @@ def test_no_alarm_while_there_is_progress_or_nothing_left_to_do(calm: dict[str, 
     verdict = judge(scene(**calm))
     assert not verdict.stalled
     assert verdict.why is None
+
+
+@pytest.mark.parametrize("ended", [{"overage": 3}, {"overage": 3, "row": 3}])
+def test_few_or_mixed_losses_are_not_blamed(ended: dict[str, int]) -> None:
+    assert "lost to" not in (judge(scene(ended=ended)).why or "")
+
+
+def test_hole_2_a_long_step_raises_no_alarm_before_five_median_steps() -> None:
+    assert alarm_after_s(120.0, None) == alarm_after_s(120.0, 10.0) == 120.0
+    after_s = alarm_after_s(120.0, 100.0)
+    assert not judge(scene(quiet_s=499.0, alarm_after_s=after_s)).stalled
+    assert judge(scene(quiet_s=500.0, alarm_after_s=after_s)).stalled
+
+
+def test_hole_2_nothing_counts_before_everything_is_there() -> None:
+    progress = Progress()
+    assert progress.quiet_s(1000.0) == 0.0
+    progress.all_there(1000.0)
+    progress.all_there(1050.0)
+    assert progress.quiet_s(1100.0) == 100.0
+    progress.session_began()
+    assert progress.quiet_s(2000.0) == 0.0
+
+
+def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
+    progress = Progress()
+    progress.all_there(0.0)
+    progress.loads(10.0)
+    progress.loads(20.0)
+    assert progress.quiet_s(500.0) == 10.0
+    progress.loaded(500.0)
+    progress.loaded(501.0)
+    assert progress.quiet_s(505.0) == 15.0
+    progress.loads(510.0)
+    progress.stepped(600.0)
+    progress.loaded(700.0)
+    assert progress.quiet_s(701.0) == 1.0
+
+
+def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_next_episode() -> None:
+    progress = Progress()
+    progress.found_full()
+    progress.ended[reasons.OVERAGE] += 5
+    progress.stepped(1.0)
+    assert (progress.full, dict(progress.ended)) == (0, {})
+
+
+def test_hole_6_made_up_reasons_take_no_room() -> None:
+    progress = Progress()
+    issued = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0)
+    progress.tickets_ended(issued.to(TicketState.DROPPED, reason=f"failed:{number}") for number in range(1000))
+    assert len(progress.ended) == 65
+    assert progress.ended.total() == 1000

@@ -1,0 +1,100 @@
+"""Which workers may make groups: those whose groups are data for the learner's session.
+
+The session declares tokenizer, chat format and rollout settings; the first worker that is let in gives the data set of
+the session. A worker that differs is refused, with the difference named. Where no session declared anything, as with an
+older learner, every worker is let in unseen.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol import fingerprint, reasons
+from protocol.messages import Fingerprint
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import Decision, RunState, TicketState
+from rollout_queue.ledger.refusal import Refusal
+
+_MOST_WORKERS = 4096
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A worker is let in. `warnings`: what differs but does no harm; `data_changed`: how the data set differs from the
+    session before, if it does."""
+
+    decision: Decision = Decision()
+    warnings: tuple[str, ...] = ()
+    data_changed: str | None = None
+
+
+def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
+    """Refuses (FINGERPRINT) a worker whose groups would be wrong data."""
+    if run.declared is None:
+        return Admitted()
+    if given is None:
+        raise _refusal(
+            worker_id,
+            "it sent no fingerprint, so nothing says that its groups are right",
+            f"install Slipstream {run.declared.release} there, the learner's release",
+        )
+    if difference := fingerprint.difference(run.declared, given):
+        release = "" if given.release == run.declared.release else f", and its release is {given.release}"
+        raise _refusal(
+            worker_id, difference + release, "start it with the learner's run file, tokenizer and chat template"
+        )
+    before = run.data
+    if before is None or run.data_session != run.session:
+        changed = fingerprint.difference(before, given) if before is not None else None
+        taken = msgspec.structs.replace(run, data=given, data_session=run.session)
+        return Admitted(
+            Decision(run=taken),
+            data_changed=changed
+            and f"the data set is not the one of the session before: {changed}. Rows that were trained may come again, "
+            f"others never; undo the change if it was not meant",
+        )
+    if difference := fingerprint.difference(before, given):
+        raise _refusal(
+            worker_id,
+            difference,
+            "give all workers one data set; if this is the right one, stop the others and resume the learner",
+        )
+    if given.task != before.task:
+        text = f"worker {worker_id} has another task file than the session's first worker: its tools and rewards may "
+        return Admitted(warnings=(f"{text}differ; restart the workers that have the old one",))
+    return Admitted()
+
+
+def give_back(ledger: Ledger, worker_id: str) -> Decision:
+    """Supersede the tickets of a worker that was refused. Their rows are not to blame, so no attempt is counted."""
+    held = [record for record in ledger.tickets(TicketState.ISSUED) if record.worker_id == worker_id]
+    return Decision(tuple(record.to(TicketState.REISSUED, reason=reasons.FINGERPRINT) for record in held))
+
+
+class Register:
+    """The workers that were let in, each with the session that it was let in for. Kept in memory: after a restart of
+    the queue, and in every new session, a worker comes with a heartbeat first."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, int] = {}
+
+    def enter(self, worker_id: str, session: int) -> None:
+        self._sessions.pop(worker_id, None)
+        self._sessions[worker_id] = session
+        if len(self._sessions) > _MOST_WORKERS:
+            del self._sessions[next(iter(self._sessions))]
+
+    def strike(self, worker_id: str) -> None:
+        self._sessions.pop(worker_id, None)
+
+    def check(self, run: RunState, worker_id: str) -> None:
+        """Refuses (UNREGISTERED) a worker that the newest session has not let in."""
+        if run.declared is not None and self._sessions.get(worker_id) != run.session:
+            raise Refusal(
+                reasons.UNREGISTERED,
+                f"worker {worker_id} is not registered for learner session {run.session}: send a heartbeat with its "
+                f"fingerprint, then come again",
+            )
+
+
+def _refusal(worker_id: str, why: str, remedy: str) -> Refusal:
+    return Refusal(reasons.FINGERPRINT, f"worker {worker_id} would make wrong data: {why}; {remedy}")

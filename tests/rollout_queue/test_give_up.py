@@ -1,0 +1,81 @@
+"""When the first groups all fail, the run ends with the failure."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protocol import reasons, routes
+from protocol.client import QueueClient, QueueError, Refused
+from protocol.messages import BeginSession, LeaseRequest, TicketFailure, TicketRequest, Trouble, WorkerReport
+from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.trial import Trial
+from tests.kit import config, group
+from tests.kit.queue import serve_version, serving
+
+REWARD = reasons.failed(reasons.REWARD)
+
+
+def trial(after: int = 3) -> Trial:
+    return Trial(config(rollout={"give_up_after": after}))
+
+
+def test_the_first_failures_end_the_run_with_the_most_frequent_one() -> None:
+    judged = trial(3)
+    told = [judged.failed(r, d) for r, d in ((REWARD, "length 1, not 2"), ("failed:row", "no row"), (REWARD, "again"))]
+    assert told == [False, False, True]
+    with pytest.raises(Refusal, match=r"first 3 groups failed, 2 of them for failed:reward: length 1, not 2. Mend it"):
+        judged.check()
+    assert not judged.failed(REWARD, "told once")
+    judged.begin()
+    judged.check()
+
+
+def test_a_workers_trouble_tells_more_than_the_tickets_reason() -> None:
+    judged = trial(1)
+    judged.trouble("reward", "accuracy: ValueError in task.py:12")
+    judged.failed(reasons.failed(reasons.NO_REWARD), "no rollout has a reward")
+    assert "accuracy: ValueError in task.py:12" in (judged.gave_up or "")
+
+
+def test_one_success_is_enough() -> None:
+    judged = trial(1)
+    judged.succeeded()
+    assert not judged.failed(REWARD, "")
+
+
+@pytest.mark.parametrize("reason", [reasons.SERVER, reasons.WORKER_STOPPED])
+def test_what_a_run_survives_does_not_count(reason: str) -> None:
+    assert not trial(1).failed(reasons.failed(reason), "")
+
+
+def test_0_never_gives_up() -> None:
+    assert not any(trial(0).failed(REWARD, "") for _ in range(100))
+
+
+async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> None:
+    async with serving(config(rollout={"give_up_after": 2})) as queue, QueueClient(queue.url) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        await client.heartbeat(WorkerReport("w", [], troubles=[Trouble("reward", "accuracy: boom in task.py:3")]))
+        tickets = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
+        await client.fail_ticket(tickets[0].id, TicketFailure("w", reasons.REWARD, "boom"))
+        await client.tickets(TicketRequest("w", 100, wait_s=0.0))
+        leasing = asyncio.create_task(client.lease(LeaseRequest(1, "l", 2, wait_s=30.0)))
+        asking = asyncio.create_task(client._call("POST", routes.TICKETS, TicketRequest("v", 1, wait_s=30.0)))
+        await asyncio.sleep(0.05)
+        bad = group(tickets[1])
+        bad.rollouts[0].reward = float("nan")
+        with pytest.raises(Refused):
+            await client.submit(bad)
+        async with asyncio.timeout(5.0):
+            for waiting in (leasing, asking):
+                with pytest.raises(QueueError, match="the first 2 groups failed"):
+                    await waiting
+        status = await client.status()
+        assert "accuracy: boom in task.py:3" in (status.gave_up or "")
+        assert b"slipstream_gave_up 1.0" in await client._call("GET", routes.METRICS)
+        await client.begin_session(BeginSession(0, 0, 100, resume=True))
+        assert (await client.status()).gave_up is None
+        await client.lease(LeaseRequest(2, "m", 2, wait_s=0.0))

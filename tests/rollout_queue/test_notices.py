@@ -1,0 +1,218 @@
+"""What a person is told, each thing once: first failures, groups without variance, servers that fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol import reasons, routes
+from protocol.client import QueueClient, Refused
+from protocol.messages import (
+    BeginSession,
+    LearnerReport,
+    LeaseAck,
+    LeaseRequest,
+    Server,
+    ServerState,
+    TicketRequest,
+    Trouble,
+    WorkerReport,
+)
+from rollout_queue.observe.notices import MOST_CHARACTERS, MOST_NOTICES, Notices
+from rollout_queue.observe.variance import WINDOW, Rewards, Variance
+from tests.kit import config, group
+from tests.kit.messages import SERVER
+from tests.kit.queue import Served, serve_version, serving
+
+HOUR = 3600.0
+
+
+def test_a_notice_is_said_once_whatever_its_numbers() -> None:
+    notices = Notices()
+    notices.say("tool", "row 7 failed", 10.0, "w")
+    notices.say("tool", "row 11 failed", 20.0, "v")
+    notices.say("reward", "row 11 failed", 20.0)
+    assert [(n.id, n.kind, n.text, n.who, n.since_s) for n in notices.list(30.0)] == [
+        (1, "tool", "row 7 failed", "w", 20.0),
+        (2, "reward", "row 11 failed", None, 10.0),
+    ]
+
+
+def test_notices_are_bounded_and_their_ids_grow() -> None:
+    notices = Notices()
+    for number in range(5000):
+        notices.say("tool", "x" * number + "y" * 10_000, 0.0)
+    kept = notices.list(0.0)
+    assert len(kept) == MOST_NOTICES
+    assert {len(notice.text) for notice in kept} <= {MOST_CHARACTERS}
+    for letters in range(100):
+        notices.say("tool", chr(0x4E00 + letters), 0.0)
+    assert [n.id for n in notices.list(0.0)] == list(range(notices.count - MOST_NOTICES + 1, notices.count + 1))
+    assert len(notices._known) <= 1024
+
+
+def variance(*rewards: float, times: int, groups_per_step: int = 2) -> str | None:
+    judged = Variance(groups_per_step)
+    for _ in range(times):
+        of = Rewards.of(list(rewards))
+        judged.ended(of.equal, of)
+    return judged.notice()
+
+
+@pytest.mark.parametrize(
+    ("named", "reward"),
+    [("too hard, or the reward wrong", 0.0), ("all are 1: the task may be too easy", 1.0)],
+)
+def test_a_hundred_groups_without_variance_are_named_with_mean_reward_and_remedy(named: str, reward: float) -> None:
+    assert variance(reward, reward, times=99) is None
+    text = variance(reward, reward, times=100) or ""
+    for part in (f"100 groups in a row had rewards that are all equal (mean reward {reward:g})", named):
+        assert part in text
+    assert "rollout.temperature" in text
+    assert "learner.zero_variance" in text
+
+
+def test_large_steps_have_eight_steps_patience() -> None:
+    assert variance(0.0, 0.0, times=159, groups_per_step=20) is None
+    assert variance(0.0, 0.0, times=160, groups_per_step=20) is not None
+
+
+def test_a_few_groups_with_variance_do_not_hide_the_others() -> None:
+    judged = Variance(groups_per_step=2)
+    for number in range(WINDOW):
+        judged.ended(number % 20 > 0, None)
+    assert (judged.notice() or "").startswith("380 of the last 400 groups")
+    healthy = Variance(groups_per_step=2)
+    for number in range(WINDOW):
+        healthy.ended(number % 2 > 0, None)
+    assert healthy.notice() is None
+
+
+async def begin(client: QueueClient) -> None:
+    await client.begin_session(BeginSession(0, 0, 100, resume=False))
+    await serve_version(client, 0)
+
+
+async def drop_all(queue: Served, client: QueueClient, groups: int, over_s: float) -> None:
+    """Groups that come in all the time, none with variance, while everyone is alive."""
+    ended = 0
+    while ended < groups:
+        tickets = (await client.tickets(TicketRequest("w", 4, wait_s=0.0))).tickets
+        for ticket in tickets:
+            await client.submit(group(ticket, rewards=(0.0, 0.0)))
+        await client.lease(LeaseRequest(1, "l", 4, wait_s=0.0))
+        await client.ack("l", LeaseAck(1, dropped={ticket.id: reasons.ZERO_VARIANCE for ticket in tickets}))
+        ended += len(tickets)
+        queue.time.now += over_s * len(tickets) / groups
+
+
+async def test_hole_2_600_groups_dropped_over_ten_hours_raise_the_alarm_with_the_cause() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await begin(client)
+        await drop_all(queue, client, groups=600, over_s=10 * HOUR)
+        await client.heartbeat(WorkerReport("w", []))
+        await client.waiting(1, "groups")
+        status = await client.status()
+        assert status.stall.stalled
+        assert status.stall.since_s == pytest.approx(10 * HOUR)
+        for part in ("600 of the 600 groups", "zero_variance", "mean reward 0", "the task may be too hard"):
+            assert part in (status.stall.why or "")
+        assert [notice.kind for notice in status.notices] == [reasons.ZERO_VARIANCE]
+        assert "100 groups in a row" in status.notices[0].text
+
+
+async def test_hole_2_an_early_429_is_not_the_cause_for_ever() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await begin(client)
+        queue.broker.observations.progress.found_full()
+        ticket = (await client.tickets(TicketRequest("w", 1, wait_s=0.0))).tickets[0]
+        queue.time.now += 121.0
+        await client.heartbeat(WorkerReport("w", [ticket.id]))
+        await client.waiting(1, "groups")
+        assert "queue.capacity_bytes" in ((await client.status()).stall.why or "")
+        await client.submit(group(ticket))
+        await client.lease(LeaseRequest(1, "l", 1, wait_s=0.0))
+        await client.ack("l", LeaseAck(1, [ticket.id], step=1, version=1))
+        queue.time.now += 121.0
+        await client.heartbeat(WorkerReport("w", []))
+        await client.waiting(1, "groups")
+        assert "queue.capacity_bytes" not in ((await client.status()).stall.why or "capacity")
+
+
+async def test_hole_2_loading_for_hours_raises_no_alarm_and_is_not_silent() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        queue.time.now += HOUR
+        waits = [(wait.who, wait.what, wait.since_s) for wait in (await client.status()).waits]
+        assert waits == [
+            ("the queue", "a learner", HOUR),
+            ("the queue", "a worker", HOUR),
+            (f"server {SERVER}", "its first proof: joining", HOUR),
+        ]
+        await begin(client)
+        queue.time.now += HOUR
+        assert not (await client.status()).stall.stalled, "no worker has come yet"
+        await client.heartbeat(WorkerReport("w", []))
+        await client.waiting(1, "loading the checkpoint")
+        queue.time.now += HOUR
+        assert not (await client.status()).stall.stalled
+        await client.waiting(1, None)
+        queue.time.now += 119.0
+        assert not (await client.status()).stall.stalled
+        queue.time.now += 1.0
+        assert (await client.status()).stall.stalled
+
+
+async def test_hole_2_five_median_steps_of_the_learner_are_waited_for() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await begin(client)
+        ticket = (await client.tickets(TicketRequest("w", 1, wait_s=0.0))).tickets[0]
+        await client.submit(group(ticket))
+        await client.lease(LeaseRequest(1, "l", 1, wait_s=0.0))
+        report = LearnerReport(1, 0.5, 1.0, 100.0, 6, 0.0, 0, metrics={"reward": 0.5, "kl": 0.25})
+        await client.ack("l", LeaseAck(1, [ticket.id], step=1, version=1, report=report))
+        queue.time.now += 499.0
+        assert not (await client.status()).stall.stalled
+        queue.time.now += 1.0
+        stall = (await client.status()).stall
+        assert (stall.stalled, stall.since_s, stall.after_s) == (True, 500.0, 500.0)
+        metrics = (await client._call("GET", routes.METRICS)).decode().splitlines()
+        for line in (
+            'slipstream_train{name="reward"} 0.5',
+            'slipstream_train{name="kl"} 0.25',
+            "slipstream_stalled 1.0",
+        ):
+            assert line in metrics
+
+
+async def test_troubles_of_workers_and_failing_servers_are_told_once() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await begin(client)
+        for row in range(3):
+            trouble = Trouble("reward", f"accuracy: ValueError on row {row} in task.py:12")
+            await client.heartbeat(WorkerReport(f"w{row}", [], troubles=[trouble]))
+        url = (await client.servers())[0].url
+        await client.put_server(Server(SERVER, url, ServerState.DOWN, reason="connection refused"))
+        status = await client.status()
+        assert [(n.kind, n.who, n.text) for n in status.notices] == [
+            ("reward", "w0", "accuracy: ValueError on row 0 in task.py:12"),
+            ("server", None, f"vLLM server {SERVER} at {url} is down: connection refused"),
+        ]
+        assert (f"server {SERVER}", "a restart: down (connection refused)") in [(w.who, w.what) for w in status.waits]
+        assert queue.broker.observations.notices.count == 2
+
+
+async def test_the_first_group_that_the_door_refuses_for_a_reason_is_told() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await begin(client)
+        for ticket in (await client.tickets(TicketRequest("w", 3, wait_s=0.0))).tickets:
+            bad = group(ticket)
+            bad.rollouts[0].reward = float("nan")
+            with pytest.raises(Refused):
+                await client.submit(bad)
+        notices = (await client.status()).notices
+        assert [(n.kind, n.who, n.text) for n in notices] == [("reward_not_finite", "w", "rollout 0: reward is nan")]
+
+
+def test_a_notice_holds_no_escape_sequence() -> None:
+    notices = Notices()
+    notices.say("tool", "\x1b[2J\x07bad\nvalue", 0.0)
+    assert notices.list(0.0)[0].text == " [2J bad\nvalue"

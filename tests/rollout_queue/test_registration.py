@@ -1,0 +1,166 @@
+"""Workers are let in by their fingerprint: what would make wrong data is refused, and the difference named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol import fingerprint, reasons, routes
+from protocol.client import QueueClient, Refused
+from protocol.messages import BeginSession, Fingerprint, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from rollout_queue.ledger.records import RunState
+from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.registration import admit
+from rollout_queue.store.base import Store
+from rollout_queue.store.sqlite import SqliteStore
+from tests.kit import config, group
+from tests.kit.queue import Served, serve_version, serving
+
+DECLARED = Fingerprint("1.0", "digits", "template", {"rollout.temperature": "1.0"})
+GIVEN = msgspec.structs.replace(DECLARED, rows=6, data="rows", task="task")
+
+
+def other(**changes: Any) -> Fingerprint:
+    return msgspec.structs.replace(GIVEN, **changes)
+
+
+@asynccontextmanager
+async def running(
+    declared: Fingerprint | None = DECLARED, store: Store | None = None
+) -> AsyncIterator[tuple[Served, QueueClient]]:
+    async with serving(config(), store) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        await begin(client, declared)
+        await serve_version(client, 0)
+        yield queue, client
+
+
+async def begin(client: QueueClient, declared: Fingerprint | None = DECLARED) -> None:
+    resume = (await client.position()).session > 0
+    await client.begin_session(BeginSession(0, 0, 100, resume=resume, fingerprint=declared, vocabulary=64))
+
+
+async def beat(client: QueueClient, worker: str = "w", given: Fingerprint | None = GIVEN, **fields: Any) -> WorkerReply:
+    return await client.heartbeat(WorkerReport(worker, **{"ticket_ids": [], "fingerprint": given, **fields}))
+
+
+async def ask(client: QueueClient, worker: str = "w", count: int = 1, **fields: Any) -> TicketReply:
+    request = TicketRequest(worker, count, **{"wait_s": 0.0, **fields})
+    body = await client._call("POST", routes.TICKETS, request, wait_s=request.wait_s)
+    return msgspec.json.decode(body, type=TicketReply) if body else TicketReply([], [])
+
+
+async def refusal(call: Any) -> tuple[int, str]:
+    with pytest.raises(Refused) as refused:
+        await call
+    return refused.value.status, refused.value.reason
+
+
+@pytest.mark.parametrize(
+    ("named", "given"),
+    [
+        ("the tokenizer differs: swapped, the run has digits", other(tokenizer="swapped")),
+        ("the chat format or its template differs", other(chat="another")),
+        ("rollout.temperature = 0.7, the run has 1.0", other(rollout={"rollout.temperature": "0.7"})),
+        ("its release is 2.0", other(chat="another", release="2.0")),
+        ("sent no fingerprint, so nothing says that its groups are right; install Slipstream 1.0", None),
+    ],
+)
+def test_what_would_make_wrong_data_is_refused_and_named(named: str, given: Fingerprint | None) -> None:
+    with pytest.raises(Refusal) as refused:
+        admit(RunState(session=1, declared=DECLARED), "gpu-7", given)
+    assert refused.value.reason == reasons.FINGERPRINT
+    assert refused.value.message.startswith("worker gpu-7 would make wrong data: ")
+    assert named in refused.value.message
+
+
+def test_another_release_alone_is_no_reason() -> None:
+    assert admit(RunState(session=1, declared=DECLARED), "w", other(release="2.0")).warnings == ()
+
+
+def test_where_nothing_is_declared_every_worker_is_let_in() -> None:
+    assert not admit(RunState(session=1), "w", None).decision
+
+
+@pytest.mark.parametrize("changed", [{"rows": 5}, {"data": "other rows"}])
+def test_the_first_worker_of_a_session_gives_the_data_set(changed: dict[str, Any]) -> None:
+    run = admit(RunState(session=1, declared=DECLARED), "first", GIVEN).decision.run
+    assert run is not None
+    assert not admit(run, "second", GIVEN).decision
+    with pytest.raises(Refusal, match="give all workers one data set"):
+        admit(run, "third", other(**changed))
+    # A new session asks anew, and says so if the answer is another.
+    admitted = admit(msgspec.structs.replace(run, session=2), "third", other(**changed))
+    assert "not the one of the session before" in (admitted.data_changed or "")
+    assert admit(msgspec.structs.replace(run, session=2), "third", GIVEN).data_changed is None
+
+
+async def test_a_refused_worker_gets_no_ticket_and_what_it_held_goes_to_others() -> None:
+    async with running() as (queue, client):
+        await beat(client)
+        await beat(client, "other")
+        held = (await ask(client, count=2)).tickets
+        assert await refusal(beat(client, given=other(tokenizer="swapped"))) == (403, reasons.FINGERPRINT)
+        assert await refusal(ask(client)) == (409, reasons.UNREGISTERED)
+        assert await refusal(client.submit(group(held[0]))) == (410, reasons.TICKET_ENDED)
+        again = (await ask(client, "other", count=2)).tickets
+        assert [ticket.id for ticket in again] == ["0.1", "1.1"]
+        assert [record.failures for record in queue.broker.ledger.to_reissue.values()] == []
+        notices = [notice for notice in (await client.status()).notices if notice.kind == reasons.FINGERPRINT]
+        assert [notice.who for notice in notices] == ["w"]
+        assert "the tokenizer differs" in notices[0].text
+
+
+async def test_a_changed_task_file_is_a_warning_and_a_notice() -> None:
+    async with running() as (_, client):
+        assert (await beat(client)).warnings == []
+        for _ in range(2):
+            assert "another task file" in (await beat(client, "late", other(task="new"))).warnings[0]
+        assert ["another task file" in notice.text for notice in (await client.status()).notices] == [True]
+
+
+async def test_a_worker_of_before_the_session_is_compared_again() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await beat(client, given=None)
+        waiting = asyncio.create_task(ask(client, wait_s=30.0))
+        await asyncio.sleep(0.05)
+        await begin(client)
+        assert await refusal(waiting) == (409, reasons.UNREGISTERED)
+        assert await refusal(beat(client, given=None)) == (403, reasons.FINGERPRINT)
+
+
+async def test_after_a_restart_of_the_queue_workers_register_before_they_go_on(tmp_path: Path) -> None:
+    """The session's fingerprint and data set are in the store; who was let in is not. No ticket is lost by it."""
+    async with running(store=SqliteStore(tmp_path / "queue.db")) as (_, client):
+        await beat(client)
+        ticket = (await ask(client)).tickets[0]
+    async with serving(config(), SqliteStore(tmp_path / "queue.db")) as queue, QueueClient(queue.url) as client:
+        assert await refusal(ask(client)) == (409, reasons.UNREGISTERED)
+        assert await refusal(client.submit(group(ticket))) == (409, reasons.UNREGISTERED)
+        assert await refusal(beat(client, "wrong", other(data="other rows"))) == (403, reasons.FINGERPRINT)
+        await beat(client, ticket_ids=[ticket.id])
+        assert await client.submit(group(ticket)) is True
+        assert queue.broker.ledger.run.vocabulary == 64
+
+
+async def test_another_data_set_after_a_resume_is_a_notice() -> None:
+    async with running() as (_, client):
+        await beat(client)
+        await begin(client)
+        await beat(client, given=other(rows=5))
+        assert ["5 rows, the run's has 6" in notice.text for notice in (await client.status()).notices] == [True]
+
+
+def test_when_to_give_up_shapes_no_episode() -> None:
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"1": 1}, chat_template="")
+    assert fingerprint.of(config(rollout={"give_up_after": 1}), tokenizer) == fingerprint.of(config(), tokenizer)
+
+
+def test_a_store_of_before_fingerprints_loads() -> None:
+    assert msgspec.json.decode(b'{"version": 3, "step": 3, "session": 1}', type=RunState).declared is None

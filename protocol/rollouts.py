@@ -12,7 +12,7 @@ MAX_TEXT = 4000
 
 
 class RolloutView(msgspec.Struct):
-    """messages: the conversation after the prompt, long texts cut, None where it was not kept; versions: oldest and
+    """messages: the conversation, from the prompt on, long texts cut, None where it was not kept; versions: oldest and
     newest that sampled it; staleness: of its oldest token when it trained. step, staleness and advantage are None of
     a rollout that has not been trained."""
 

@@ -65,14 +65,19 @@ async def test_a_rollout_holds_what_the_server_sampled():
         assert (rollout.turns, rollout.tool_calls, rollout.tool_failures) == (2, 1, 0)
         assert rollout.reward_components == {"accuracy": 1.0}
         assert set(rollout.timings) == {"generate", "tools", "reward", "total"}
-        assert rollout.messages is None
+        assert rollout.metrics == {"tools/multiply/calls": 1.0, "tools/multiply/failures": 0.0}
 
 
-async def test_messages_are_stored_where_asked_for():
-    run = await roll(task(), fake(), config=config(WORKER, worker={"keep_messages": True}))
+async def test_the_conversation_is_kept_with_its_prompt():
+    run = await roll(task(), fake())
     messages = json.loads(run.rollouts[0].messages.decode("utf-8"))
-    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
-    assert messages[-1]["content"] == "408"
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert (messages[0]["content"], messages[-1]["content"]) == ("Multiply 12 by 34.", "408")
+
+
+async def test_no_conversation_is_kept_where_none_is_wanted():
+    run = await roll(task(), fake(), config=config(WORKER, worker={"keep_messages": False}))
+    assert [rollout.messages for rollout in run.rollouts] == [None, None]
 
 
 class Hostile:
@@ -89,22 +94,22 @@ async def test_i9_what_a_reward_puts_into_messages_is_not_kept(odd):
             messages.append({"role": "note", "content": odd})
         return [1.0] * len(completions)
 
-    run = await roll(task(rewards=[meddling]), fake(), config=config(WORKER, worker={"keep_messages": True}))
+    run = await roll(task(rewards=[meddling]), fake())
     for rollout in run.rollouts:
-        assert [m["role"] for m in json.loads(rollout.messages)] == ["assistant", "tool", "assistant"]
+        assert [m["role"] for m in json.loads(rollout.messages)] == ["user", "assistant", "tool", "assistant"]
     assert len(run.rollouts) == 2
 
 
 async def test_messages_are_json_whatever_was_sampled():
     call = '<tool_call>{"name": "multiply", "arguments": {"a": NaN, "b": 2}}</tool_call>'
     server = fake(scripted(TOKENIZER, in_turn([call, "done"])))
-    run = await roll(task(), server, config=config(WORKER, worker={"keep_messages": True}))
+    run = await roll(task(), server)
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     for rollout in run.rollouts:
-        first = json.loads(rollout.messages, parse_constant=refuse)[0]
+        first = json.loads(rollout.messages, parse_constant=refuse)[1]
         assert first["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 2}
 
 

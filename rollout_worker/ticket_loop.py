@@ -156,11 +156,11 @@ class Worker:
         group_size = self._config.rollout.group_size
         while True:
             await self._pool.wait_serving()
+            await self.capacity.wait_for(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
                 # Rows are tried a few times only: where nothing succeeds, do not run through them.
                 await self._sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(self._pauses, 10)))
                 self._pauses += 1
-            await self.capacity.wait_for(group_size)
             room = self.capacity.free // group_size
             request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
             with self.capacity.asking():

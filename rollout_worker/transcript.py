@@ -15,6 +15,8 @@ MAX_BYTES = 64 * 1024
 # Of one text. A byte of a message may take six in JSON.
 MAX_TEXT = 8 * 1024
 
+_encoder = json.JSONEncoder(ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
+
 
 def of_prompt(prompt: str | Sequence[Message]) -> list[bytes]:
     """Each message of a prompt; a text is one of role `prompt`."""
@@ -38,9 +40,9 @@ def _as_json(message: Mapping[str, Any]) -> bytes:
         if isinstance(content, str) and len(content) > MAX_TEXT:
             left, half = len(content) - MAX_TEXT, MAX_TEXT // 2
             message = {**message, "content": f"{content[:half]}... ({left} characters left out) ...{content[-half:]}"}
-        text = json.dumps(message, ensure_ascii=False, default=_type_of)
+        text = _encoder.encode({**message})
         if "NaN" in text or "Infinity" in text:
-            text = json.dumps(json.loads(text, parse_constant=lambda name: None), ensure_ascii=False)
+            text = _encoder.encode(json.loads(text, parse_constant=lambda name: None))
     except Exception as error:
         text = _note(f"a message that cannot be written as JSON ({type(error).__name__})")
     return text.encode("utf-8", "replace")
@@ -49,7 +51,7 @@ def _as_json(message: Mapping[str, Any]) -> bytes:
 def _shortened(pieces: list[bytes]) -> list[bytes]:
     room = MAX_BYTES // 2 - 128
     head = _fitting(pieces, room)
-    tail = _fitting(pieces[: len(head) - 1 if head else None : -1], room)
+    tail = _fitting(reversed(pieces[len(head) :]), room)
     note = _note(f"{len(pieces) - len(head) - len(tail)} messages left out")
     return [*head, note.encode(), *reversed(tail)]
 
@@ -67,7 +69,3 @@ def _fitting(pieces: Iterable[bytes], room: int) -> list[bytes]:
 
 def _note(text: str) -> str:
     return json.dumps({"role": "note", "content": text})
-
-
-def _type_of(value: object) -> str:
-    return f"<{type(value).__name__}>"

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-TIMEOUT = "timeout"
+from protocol import reasons
 
 
 class UserCodeError(Exception):
     """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
-    `TIMEOUT`; `where`: file:line in the user's file, None if it has none."""
+    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none."""
 
     def __init__(self, text: str, kind: str, where: str | None) -> None:
         super().__init__(text)
@@ -39,12 +39,9 @@ async def call(function: Callable[..., Any], plain: Callable[[Any], Any], timeou
         if not task.done():
             task.cancel()
     if not task.done():
-        raise UserCodeError(f"no answer within {timeout_s:g} s", TIMEOUT, defined_at(function))
+        raise UserCodeError(f"no answer within {timeout_s:g} s", reasons.TIMEOUT, defined_at(function))
     if task.cancelled():
         raise UserCodeError("it cancelled itself", "CancelledError", defined_at(function))
-    error = task.exception()
-    if error is not None:
-        raise error
     return task.result()
 
 

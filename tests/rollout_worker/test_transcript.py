@@ -1,5 +1,6 @@
 """Conversations as a person reads them: within a bound, whatever is in them."""
 
+import collections
 import json
 
 import msgspec
@@ -35,6 +36,10 @@ class Odd:
 def test_the_prompt_comes_first():
     assert read(transcript(of_prompt([USER]), [SAID])) == [USER, SAID]
     assert read(transcript(of_prompt("2 by 3 is"), [SAID])) == [{"role": "prompt", "content": "2 by 3 is"}, SAID]
+
+
+def test_a_message_may_be_any_mapping():
+    assert read(transcript(of_prompt([collections.UserDict(USER)]), [SAID])) == [USER, SAID]
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end():

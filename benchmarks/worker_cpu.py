@@ -1,6 +1,6 @@
 """CPU time of a worker per two-turn episode, against the fake vLLM in another process. Prints JSON.
 
-python -m benchmarks.worker_cpu [--groups 64] [--group-size 8] [--plain]
+python -m benchmarks.worker_cpu [--groups 64] [--group-size 8] [--plain] [--no-messages]
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from tests.kit.worker import row, task
 WARM_UP_GROUPS = 8
 
 
-async def measure(folder: Path, url: str, groups: int, group_size: int, stream: bool) -> dict[str, float | int | bool]:
+async def measure(
+    folder: Path, url: str, groups: int, group_size: int, stream: bool, keep_messages: bool
+) -> dict[str, float | int | bool]:
     run_config = config(
         WORKER,
         model={"path": str(folder)},
         rollout={"group_size": group_size},
-        worker={"request_timeout_s": 60.0},
+        worker={"request_timeout_s": 60.0, "keep_messages": keep_messages},
         vllm={"max_num_seqs": 1024},
     )
     the_task = task(dataset=[row(a, a + 7) for a in range(100, 1000)])
@@ -56,6 +58,7 @@ async def measure(folder: Path, url: str, groups: int, group_size: int, stream: 
         "episodes": episodes,
         "group_size": group_size,
         "streamed": stream,
+        "messages": keep_messages,
     }
 
 
@@ -64,6 +67,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--plain", action="store_true", help="first turns as plain requests, not streamed")
+    parser.add_argument("--no-messages", action="store_true", help="worker.keep_messages = false")
     arguments = parser.parse_args()
     command = [sys.executable, "-m", "tests.kit.fake_vllm", "--port", "0", "--version", "1", "--latency", "0.02"]
     with (
@@ -75,7 +79,8 @@ def main() -> None:
             assert server.stdout is not None
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"
             model = save_model_folder(Path(folder))
-            result = runner.run(measure(model, url, arguments.groups, arguments.group_size, not arguments.plain))
+            stream, keep = not arguments.plain, not arguments.no_messages
+            result = runner.run(measure(model, url, arguments.groups, arguments.group_size, stream, keep))
         finally:
             server.terminate()
     print(json.dumps(result))

@@ -72,8 +72,9 @@ class Segment(msgspec.Struct):
 class Rollout(msgspec.Struct):
     """The training data of one episode.
 
-    metrics: figures of the user's, by name; timings: seconds by name (generate, tools, reward, total); messages: UTF-8
-    JSON of the conversation after the prompt, opaque to the queue, None where it is not kept.
+    metrics: `tools/<name>/calls` and `tools/<name>/failures` of the tools that were called, and figures of the user's,
+    by name; timings: seconds by name (generate, tools, reward, total); messages: UTF-8 JSON of the conversation, the
+    prompt's messages first, the middle of a long one left out; opaque to the queue, None where it is not kept.
     """
 
     segments: list[Segment]

@@ -15,7 +15,7 @@ MAX_TEXT = 4000
 
 
 class RolloutView(msgspec.Struct):
-    """messages: the conversation after the prompt, long texts cut, None where it was not kept; versions: oldest and
+    """messages: the conversation, from the prompt on, long texts cut, None where it was not kept; versions: oldest and
     newest that sampled it; step: the one that it arrived for, None if it has not been leased; staleness, of its oldest
     token, and advantage: None of a rollout that was not trained."""
 

@@ -24,7 +24,8 @@ from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.tools import ToolBox, ToolResult
+from rollout_worker.troubles import Troubles
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class EpisodeRunner:
     limits: Limits
     timeout_s: float
     clock: Callable[[], float] = time.monotonic
+    troubles: Troubles = field(default_factory=Troubles)
 
     async def run(
         self, prompt_ids: list[int], chat: ChatFormat, tools: ToolBox, affinity: Affinity, pending: PendingChoice | None
@@ -132,11 +134,21 @@ class EpisodeRunner:
                 return left.ends_as
             with self._timed(episode, "tools"):
                 results = await tools.run(parsed.calls)
-            rollout.tool_calls += len(results)
-            rollout.tool_failures += sum(result.failed for result in results)
+            self._count(results, rollout)
             answers = [result.message() for result in results]
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
         return "aborted"
+
+    def _count(self, results: Sequence[ToolResult], rollout: Rollout) -> None:
+        """Calls and failures, in all and by tool; what the tools' own code raised is a trouble."""
+        rollout.tool_calls += len(results)
+        for result in results:
+            calls, failures = (f"tools/{result.counted_as}/{what}" for what in ("calls", "failures"))
+            rollout.metrics[calls] = rollout.metrics.get(calls, 0.0) + 1.0
+            rollout.metrics[failures] = rollout.metrics.get(failures, 0.0) + float(result.failed)
+            rollout.tool_failures += result.failed
+            if (error := result.error) is not None:
+                self.troubles.add("tool", f"{result.name} {error.kind}", f"tool {result.name}: {error}", error.where)
 
     @contextmanager
     def _timed(self, episode: Episode, what: str) -> Iterator[None]:

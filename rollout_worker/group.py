@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from protocol import reasons
 from protocol.messages import Group, Ticket, WorkerReport
-from rollout_worker.chat.base import ChatFormat, Message, PromptError
+from rollout_worker import user_code
+from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import Affinity
@@ -21,6 +20,8 @@ from rollout_worker.inference.sampler import PendingChoice
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions
 from rollout_worker.task.task import Row, Task
 from rollout_worker.task.tools import ToolBox
+from rollout_worker.transcript import of_prompt, transcript
+from rollout_worker.troubles import Troubles
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,17 @@ class TicketFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Makes groups of tickets, and counts episodes into `counters`. `wall_clock` gives seconds since the epoch."""
+    """Makes groups of tickets, counts episodes into `counters` and keeps first failures in `troubles`. `wall_clock`
+    gives seconds since the epoch; `task_file`: absolute."""
 
     task: Task
+    task_file: str
     rewards: RewardFunctions
     chat: ChatFormat
     tools: ToolBox
     episodes: EpisodeRunner
     counters: WorkerReport
+    troubles: Troubles
     keep_messages: bool
     wall_clock: Callable[[], float] = time.time
 
@@ -54,15 +58,18 @@ class GroupRunner:
         """The group of a ticket. Raises `TicketFailed`."""
         if ticket.kind != "train":
             detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows 'train' only"
+            self.troubles.add("ticket", reasons.TICKET_KIND, detail)
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at = self.wall_clock()
         row = self._row(ticket)
-        prompt_ids = await self._prompt_ids(row.columns["prompt"])
+        prompt_ids = await self._prompt_ids(row)
         outcomes = await self._run_episodes(prompt_ids, ticket.group_size)
         episodes = self._counted(outcomes)
-        for episode in episodes if self.keep_messages else []:
+        if self.keep_messages:
             # Before the rewards get to see the messages: they may put objects of their own into them.
-            episode.rollout.messages = _as_json(episode.messages)
+            prompt = of_prompt(row.columns["prompt"])
+            for episode in episodes:
+                episode.rollout.messages = transcript(prompt, episode.messages)
         rewarded = await self._rewarded(row, episodes)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
@@ -85,19 +92,27 @@ class GroupRunner:
                 raise ValueError("its prompt is empty")
             return row
         except Exception as error:  # the data set is the user's
-            raise TicketFailed(reasons.ROW, f"row of index {ticket.index}: {error!r}", retryable=False) from error
+            _, number = self.task.place_of(ticket.index, ticket.seed)
+            failure = user_code.failure_of(error, self.task_file)
+            detail = f"row {number} of the data set: {failure}"
+            self.troubles.add("row", failure.kind, detail, failure.where)
+            raise TicketFailed(reasons.ROW, detail, retryable=False) from error
 
-    async def _prompt_ids(self, prompt: Any) -> list[int]:
+    async def _prompt_ids(self, row: Row) -> list[int]:
         try:
-            ids = await self.chat.prompt_ids(prompt)
+            ids = await self.chat.prompt_ids(row.columns["prompt"])
         except PromptError as error:
-            detail = f"the prompt cannot be rendered: {error}"
-            raise TicketFailed(reasons.PROMPT, detail, retryable=False) from error
+            raise self._prompt_failed(row, f"cannot be rendered: {error}", "render") from error
         limit = self.episodes.limits.max_model_len
         if not 0 < len(ids) < limit:
-            detail = f"the prompt has {len(ids)} tokens, the context {limit}"
-            raise TicketFailed(reasons.PROMPT, detail, retryable=False)
+            why = f"has {len(ids)} tokens, vllm.max_model_len is {limit}; raise it, or shorten the prompt"
+            raise self._prompt_failed(row, why, "length")
         return ids
+
+    def _prompt_failed(self, row: Row, why: str, key: str) -> TicketFailed:
+        detail = f"the prompt of row {row.number} {why}"
+        self.troubles.add("prompt", key, detail)
+        return TicketFailed(reasons.PROMPT, detail, retryable=False)
 
     async def _run_episodes(self, prompt_ids: list[int], count: int) -> list[Episode | EpisodeFailed]:
         sampler, limits = self.episodes.sampler, self.episodes.limits
@@ -127,7 +142,7 @@ class GroupRunner:
             return failure
         except Exception as error:
             logger.exception("an episode failed unexpectedly")
-            return EpisodeFailed(reasons.INTERNAL, repr(error), retryable=True)
+            return EpisodeFailed(reasons.INTERNAL, str(user_code.failure_of(error, None)), retryable=True)
 
     def _counted(self, outcomes: list[Episode | EpisodeFailed]) -> list[Episode]:
         """The episodes that did not fail, with all counted. Raises `TicketFailed` if too few are left."""
@@ -141,6 +156,7 @@ class GroupRunner:
             self.counters.tool_failures += episode.rollout.tool_failures
         for failure in failures:
             self.counters.failures[failure.reason] += 1
+            self.troubles.add("episode", failure.reason, f"an episode failed ({failure.reason}): {failure}")
         if len(episodes) < MIN_ROLLOUTS:
             # An advantage needs rollouts to compare: the ticket fails, for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
@@ -165,6 +181,8 @@ class GroupRunner:
         try:
             scores = await self.rewards.score(batch)
         except RewardError as error:
+            key = f"{error.function} {error.kind}"
+            self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
         seconds = self.episodes.clock() - started
         rewarded = []
@@ -178,13 +196,6 @@ class GroupRunner:
         if len(rewarded) < MIN_ROLLOUTS:
             missing = len(episodes) - len(rewarded)
             detail = f"every reward function gave None for {missing} of {len(episodes)} episodes"
+            self.troubles.add("reward", reasons.NO_REWARD, f"{detail}; at row {row.number}")
             raise TicketFailed(reasons.NO_REWARD, detail, retryable=True)
         return rewarded
-
-
-def _as_json(messages: list[Message]) -> bytes:
-    """UTF-8 JSON, also of what was sampled: a lone surrogate is escaped, and a number that JSON lacks becomes null."""
-    text = json.dumps(messages)
-    if "NaN" in text or "Infinity" in text:
-        text = json.dumps(json.loads(text, parse_constant=lambda name: None))
-    return text.encode()

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -30,13 +31,17 @@ from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.episode import EpisodeRunner
+from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner, TicketFailed
+from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.task import Task
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.tools import ToolBox
+from rollout_worker.troubles import Troubles
+from rollout_worker.user_code import failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ _HEARTBEAT_S = 10.0
 _IDLE_HEARTBEAT_S = 1.0
 _GIVE_BACK_S = 5.0
 _FAILURES_BEFORE_PAUSE = 3
-_PAUSE_MAX_S = 10.0
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
 
 
 class Queue(Protocol):
@@ -86,30 +91,38 @@ class Worker:
         )
         self.capacity = Capacity(config.worker.episodes, clock)
         self._config = config
+        self._task = task
+        self._chat = chat
         self._queue = queue
         self._id = worker_id
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._sleep = sleep
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
+        self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep)
+        self._troubles = Troubles(self._heartbeat.now)
         self._pool = ServerPool(self._report_server)
         self._sampler = Sampler(client, self._pool, config, chat.stop_token_ids, stream_first_turn, sleep=sleep)
         self._groups = GroupRunner(
             task=task,
+            task_file=str(config.task.file.resolve()),
             rewards=RewardFunctions(task.rewards, task.reward_weights, config.worker.reward_timeout_s),
             chat=chat,
             tools=tools,
-            episodes=EpisodeRunner(self._sampler, Limits.of(config), config.worker.episode_timeout_s, clock),
+            episodes=EpisodeRunner(
+                self._sampler, Limits.of(config), config.worker.episode_timeout_s, clock, self._troubles
+            ),
             counters=self.counters,
+            troubles=self._troubles,
             keep_messages=config.worker.keep_messages,
         )
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._news = asyncio.Event()
         self._failed_in_a_row = 0
-        self._warned: set[str] = set()
+        self._pauses = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until the run is finished, or `stop` is set: then tickets are given back. Raises `QueueError`."""
+        """Work until the run is finished, or `stop` is set: then tickets are given back. Raises `QueueError`, and
+        `ConfigError` where the queue refuses this worker."""
         unfinished: list[str] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -135,6 +148,7 @@ class Worker:
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,
             failures=dict(self.counters.failures),
+            troubles=list(self._troubles.found),
         )
 
     async def _take_tickets(self, tasks: asyncio.TaskGroup) -> None:
@@ -142,16 +156,16 @@ class Worker:
         group_size = self._config.rollout.group_size
         while True:
             await self._pool.wait_serving()
+            await self.capacity.wait_for(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
                 # Rows are tried a few times only: where nothing succeeds, do not run through them.
-                doublings = min(self._failed_in_a_row - _FAILURES_BEFORE_PAUSE, 10)
-                await self._sleep(min(_PAUSE_MAX_S, 0.25 * 2**doublings))
-            await self.capacity.wait_for(group_size)
+                await self._sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(self._pauses, 10)))
+                self._pauses += 1
             room = self.capacity.free // group_size
             request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
             with self.capacity.asking():
                 try:
-                    reply = await self._queue.tickets(request)
+                    reply = await self._heartbeat.when_registered(partial(self._queue.tickets, request))
                 except RunFinished:
                     return
             if reply.tickets:  # an answer without tickets names no servers
@@ -180,60 +194,53 @@ class Worker:
             await self._fail(ticket, failure)
         except Exception as error:
             logger.exception("ticket %s failed unexpectedly", ticket.id)
-            await self._fail(ticket, TicketFailed(reasons.INTERNAL, repr(error), retryable=True))
+            why = str(failure_of(error, None))
+            self._troubles.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
+            await self._fail(ticket, TicketFailed(reasons.INTERNAL, why, retryable=True))
         else:
             await self._submit(group)
 
     async def _submit(self, group: Group) -> None:
         try:
-            await self._queue.submit(group)
-            self._failed_in_a_row = 0
+            await self._heartbeat.when_registered(partial(self._queue.submit, group))
+            self._failed_in_a_row = self._pauses = 0
         except Refused as refusal:
+            if refusal.reason == reasons.GAVE_UP:
+                raise
             # The queue has ended the ticket itself.
             if refusal.status == 410:
                 self.counters.failures[reasons.LOST] += 1
                 return
             self._failed_in_a_row += 1
-            self._count_failure(reasons.refused(refusal.reason), refusal)
+            self.counters.failures[reasons.refused(refusal.reason)] += 1
+            self._troubles.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
 
     async def _fail(self, ticket: Ticket, failure: TicketFailed) -> None:
-        self._failed_in_a_row += failure.retryable
-        self._count_failure(reasons.failed(failure.reason), failure)
+        self._failed_in_a_row += 1
+        self.counters.failures[reasons.failed(failure.reason)] += 1
         await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, str(failure), failure.retryable))
 
-    def _count_failure(self, reason: str, failure: Exception) -> None:
-        self.counters.failures[reason] += 1
-        if reason not in self._warned:
-            self._warned.add(reason)
-            logger.warning("a ticket failed (%s): %s; further ones are only counted", reason, failure)
-
     async def _send_heartbeats(self) -> None:
-        """Renew tickets and hear of the servers, until the run is finished."""
+        """Register, then renew tickets and hear of the servers, until the run is finished."""
+        self.counters.fingerprint = await fingerprint_of(self._config, self._task, self._chat.tokenizer)
+        await self._heartbeat.run()
+
+    def _heard(self, reply: WorkerReply) -> float:
+        self._pool.update(reply.servers)
+        for ticket_id in reply.lost_tickets:
+            task = self._running.get(ticket_id)
+            if task is not None and not task.cancelling():
+                self.counters.failures[reasons.LOST] += 1
+                task.cancel()
         usual = min(_HEARTBEAT_S, self._config.queue.ticket_timeout_s / 3)
-        while True:
-            self._news.clear()
-            reply = await self._queue.heartbeat(self.report())
-            self._pool.update(reply.servers)
-            if reply.finished:
-                return
-            for ticket_id in reply.lost_tickets:
-                task = self._running.get(ticket_id)
-                if task is not None and not task.cancelling():
-                    self.counters.failures[reasons.LOST] += 1
-                    task.cancel()
-            pause = usual if self._pool.serving else min(usual, _IDLE_HEARTBEAT_S)
-            try:
-                async with asyncio.timeout(pause):
-                    await self._news.wait()
-            except TimeoutError:
-                continue
+        return usual if self._pool.serving else min(usual, _IDLE_HEARTBEAT_S)
 
     async def _report_server(self, server: Server) -> None:
         try:
             await self._queue.put_server(server)
         except Refused as refusal:
             logger.warning("the queue does not take %s as %s: %s", server.name, server.state, refusal)
-        self._news.set()
+        self._heartbeat.now()
 
     async def _give_back_all(self, ticket_ids: list[str]) -> None:
         """Let others have the tickets at once; if the queue does not answer, they expire."""

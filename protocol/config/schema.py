@@ -141,7 +141,10 @@ class WorkerSection(Section):
     tool_timeout_s: Seconds = Field(60.0, description="time-out of one tool call")
     reward_timeout_s: Seconds = Field(120.0, description="time-out of one reward function over one group")
     episode_timeout_s: Seconds = Field(1800.0, description="time-out of one episode")
-    keep_messages: bool = Field(False, description="store each rollout's messages in the queue, for reading")
+    keep_messages: bool = Field(
+        True,
+        description="keep each rollout's conversation, at most 64 KiB of it, to be read: slipstream rollouts",
+    )
 
 
 class LearnerSection(Section):

@@ -55,6 +55,10 @@ class ChatFormat(Protocol):
     """Between messages and token ids. Sampled ids are never rendered or tokenised again."""
 
     @property
+    def tokenizer(self) -> Any:
+        """The model's, a transformers one; the worker's fingerprint is taken of it and its template."""
+
+    @property
     def stop_token_ids(self) -> list[int]:
         """Ids that end a turn."""
 

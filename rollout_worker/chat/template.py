@@ -25,6 +25,11 @@ _USER = {"role": "user", "content": "dummy question"}
 _TURN = {"role": "assistant", "content": "dummy turn"}
 _TOOL = {"role": "tool", "name": "dummy", "content": "dummy result"}
 
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template, which messages and tools need; save one with it (tokenizer.chat_template), "
+    "or use a model that is made for chat"
+)
+
 # Longer texts are tokenised in a thread; one of this length takes about 1 ms.
 _INLINE_CHARACTERS = 2048
 
@@ -73,12 +78,14 @@ class TemplateFormat:
     ) -> None:
         self.stop_token_ids = stop_token_ids
         self._stops = frozenset(stop_token_ids)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer  # __call__ would set truncation on it, which no two threads may
         self._backend.no_truncation()
         self._backend.no_padding()
         self._tools = list(tools) or None
         self._origin = origin
+        if tools and not tokenizer.chat_template:
+            raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
         self._end_of_turn = self._checked_end_of_turn() if tools else ""
 
     @classmethod
@@ -93,6 +100,8 @@ class TemplateFormat:
         try:
             if isinstance(prompt, str):
                 return await self._encode(prompt, add_special_tokens=True)
+            if not self.tokenizer.chat_template:
+                raise PromptError(_NO_TEMPLATE)
             return await self._encode(self._render(prompt))
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise PromptError(repr(error)) from error
@@ -112,7 +121,7 @@ class TemplateFormat:
         return hermes.parse(text) if self._tools else ParsedTurn(text, text, [])
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+        return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
             list(messages), tools=self._tools, tokenize=False, add_generation_prompt=True
         )
 
@@ -138,7 +147,7 @@ class TemplateFormat:
         if not once.startswith(prompt + _TURN["content"]):
             raise self._unfit("it renders a turn differently from what it asks for")
         rest = once[len(prompt) + len(_TURN["content"]) :]
-        stops = [self._tokenizer.convert_ids_to_tokens(stop) for stop in self.stop_token_ids]
+        stops = [self.tokenizer.convert_ids_to_tokens(stop) for stop in self.stop_token_ids]
         ends = [rest.index(stop) + len(stop) for stop in stops if stop and stop in rest]
         if not ends:
             raise self._unfit(f"it ends a turn with none of the stop tokens {stops}")

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from protocol.config import ConfigError
@@ -15,8 +16,12 @@ from rollout_worker import user_code
 DEFAULT_TIMEOUT_S = 120.0
 
 
-class RewardError(Exception):
-    """A reward function failed, or did not return a list of rewards."""
+class RewardError(user_code.UserCodeError):
+    """A reward function failed, or did not return a list of rewards; the text names it, and so does `function`."""
+
+    def __init__(self, function: str, text: str, kind: str, where: str | None) -> None:
+        super().__init__(text, kind, where)
+        self.function = function
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +115,25 @@ class RewardFunctions:
         self, name: str, function: Callable[..., Any], arguments: dict[str, Any]
     ) -> list[float | None] | RewardError:
         """An error is returned, not raised, so that it leaves the TaskGroup as itself."""
+        plain = partial(_checked, name, function, len(arguments["completions"]))
         try:
-            values = await user_code.call(function, self._timeout_s, **arguments)
-            return _checked(name, values, len(arguments["completions"]))
-        except user_code.UserCodeError as error:
-            return RewardError(f"{name}: {error}")
+            return await user_code.call(function, plain, self._timeout_s, **arguments)  # type: ignore[no-any-return]
         except RewardError as error:
             return error
+        except user_code.UserCodeError as error:
+            return RewardError(name, f"{name}: {error}", error.kind, error.where)
 
 
-def _checked(name: str, values: Any, size: int) -> list[float | None]:
+def _checked(name: str, function: Callable[..., Any], size: int, values: Any) -> list[float | None]:
     try:
         rewards = [None if value is None else float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise RewardError(f"{name} returned {values!r:.200}, which is not a list of numbers: {error}") from None
+        text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
+        raise RewardError(name, text, "not numbers", user_code.defined_at(function)) from None
     if len(rewards) != size:
-        raise RewardError(f"{name} returned {len(rewards)} rewards for {size} completions")
+        text = f"{name} returned {len(rewards)} rewards for {size} completions; return one for each, in their order"
+        raise RewardError(name, text, "wrong number", user_code.defined_at(function))
     if bad := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
-        raise RewardError(f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward")
+        text = f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward"
+        raise RewardError(name, text, "not finite", user_code.defined_at(function))
     return rewards

@@ -21,9 +21,10 @@ RESERVED_COLUMNS = ("completions", "prompts", "completion_ids")
 
 
 class Row(NamedTuple):
-    """A row of the data set and the epoch that it is drawn in."""
+    """A row of the data set, the epoch that it is drawn in, and its place in the data set."""
 
     epoch: int
+    number: int
     columns: Mapping[str, Any]
 
 
@@ -56,8 +57,13 @@ class Task:
 
     def row_for(self, index: int, seed: int) -> Row:
         """The row of a ticket's running `index`: reshuffled every epoch, the same on every worker."""
+        epoch, number = self.place_of(index, seed)
+        return Row(epoch, number, self.dataset[number])
+
+    def place_of(self, index: int, seed: int) -> tuple[int, int]:
+        """The epoch of a ticket's running `index`, and the row's place in the data set."""
         epoch, position = divmod(index, len(self.dataset))
-        return Row(epoch, self.dataset[int(_permutation(len(self.dataset), seed, epoch)[position])])
+        return epoch, int(_permutation(len(self.dataset), seed, epoch)[position])
 
 
 def load_task(task_file: TaskSection) -> Task:

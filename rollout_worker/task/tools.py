@@ -21,14 +21,22 @@ from rollout_worker.chat.base import MalformedCall, ToolCall
 
 DEFAULT_TIMEOUT_S = 60.0
 
+# A tool's name is part of a metric's: so many are counted by name, all others together.
+MOST_COUNTED = 24
+UNKNOWN, OTHER = "unknown", "other"
+_NAME_CHARACTERS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The tool message that answers a call."""
+    """The tool message that answers a call. `counted_as`: the tool's name in metrics, `UNKNOWN` of a call that names no
+    tool; `error`: what the tool's own code raised."""
 
     name: str
     content: str
     failed: bool
+    counted_as: str = UNKNOWN
+    error: user_code.UserCodeError | None = None
 
     def message(self) -> dict[str, str]:
         return {"role": "tool", "name": self.name, "content": self.content}
@@ -38,6 +46,7 @@ class ToolResult:
 class _Tool:
     function: Callable[..., Any]
     validator: Draft202012Validator
+    counted_as: str
 
 
 class ToolBox:
@@ -51,7 +60,9 @@ class ToolBox:
             name = schema["function"]["name"]
             if name in self._tools:
                 raise ConfigError(f"Task(tools=...): two tools are named {name!r}; rename one")
-            self._tools[name] = _Tool(function, Draft202012Validator(_strict(schema["function"]["parameters"])))
+            counted_as = name[:_NAME_CHARACTERS] if len(self._tools) < MOST_COUNTED else OTHER
+            validator = Draft202012Validator(_strict(schema["function"]["parameters"]))
+            self._tools[name] = _Tool(function, validator, counted_as)
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
         """The results of a turn's calls, in order; the calls run side by side."""
@@ -65,32 +76,38 @@ class ToolBox:
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return _failure(call.name, f"there is no tool {call.name!r}; the tools are: {known}")
+            return _failure(_encodable(call.name), f"there is no tool {call.name!r}; the tools are: {known}")
         problem = next(tool.validator.iter_errors(call.arguments), None)
         if problem is not None:
             where = "".join(f"{part}: " for part in problem.absolute_path)
-            return _failure(call.name, f"bad arguments: {where}{problem.message}")
+            return _failure(call.name, f"bad arguments: {where}{problem.message}", tool.counted_as)
         try:
-            result = await user_code.call(tool.function, self._timeout_s, **call.arguments)
-            return ToolResult(call.name, _as_text(result), failed=False)
+            content = await user_code.call(tool.function, _as_text, self._timeout_s, **call.arguments)
+            return ToolResult(call.name, content, failed=False, counted_as=tool.counted_as)
         except user_code.UserCodeError as error:
-            return _failure(call.name, str(error))
+            return _failure(call.name, str(error), tool.counted_as, error)
 
 
-def _failure(name: str, reason: str) -> ToolResult:
-    return ToolResult(name, json.dumps({"error": reason}, ensure_ascii=False), failed=True)
+def _failure(
+    name: str, reason: str, counted_as: str = UNKNOWN, error: user_code.UserCodeError | None = None
+) -> ToolResult:
+    content = _encodable(json.dumps({"error": reason}, ensure_ascii=False))
+    return ToolResult(name, content, failed=True, counted_as=counted_as, error=error)
 
 
 def _as_text(result: object) -> str:
     """Text as it is, lists and dicts as JSON where possible, all else as Python writes it."""
-    if isinstance(result, str):
-        return result
     if isinstance(result, dict | list):
         try:
-            return json.dumps(result, ensure_ascii=False)
+            return _encodable(json.dumps(result, ensure_ascii=False))
         except (TypeError, ValueError):
-            return str(result)
-    return str(result)
+            pass
+    return _encodable(result if isinstance(result, str) else str(result))
+
+
+def _encodable(text: str) -> str:
+    """`text` as a plain str; what UTF-8 cannot write, a lone surrogate, is replaced, as no tokenizer takes it."""
+    return str.encode(text, "utf-8", "replace").decode("utf-8")
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:

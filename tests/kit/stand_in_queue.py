@@ -6,9 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from protocol.client import RunFinished
+from protocol import reasons
+from protocol.client import Refused, RunFinished
 from protocol.messages import (
     Group,
+    Problem,
     Server,
     ServerState,
     Ticket,
@@ -30,7 +32,11 @@ def tickets_for(count: int, group_size: int = 2, version: int = 0) -> list[Ticke
 
 
 class StandInQueue:
-    """Finishes the run once every ticket has ended, unless `keep_open`. Set `lost` to name tickets as superseded."""
+    """Finishes the run once every ticket has ended, unless `keep_open`. Set `lost` to name tickets as superseded.
+
+    It gives tickets to a worker that it knows by a heartbeat; set `known` to false to have it forgotten. `refusal` is
+    raised at a heartbeat, `gave_up` at tickets and groups.
+    """
 
     def __init__(self, tickets: Iterable[Ticket] = (), servers: Sequence[Server] = (), keep_open: bool = False) -> None:
         self.tickets_left = deque(tickets)
@@ -43,6 +49,10 @@ class StandInQueue:
         self.requests: list[TicketRequest] = []
         self.lost: list[str] = []
         self.submit_error: Exception | None = None
+        self.known = False
+        self.refusal: Refused | None = None
+        self.gave_up: Exception | None = None
+        self.warnings: list[str] = []
         self.issued = 0
         self.changed = asyncio.Event()
 
@@ -53,6 +63,7 @@ class StandInQueue:
 
     async def tickets(self, request: TicketRequest) -> TicketReply:
         self.requests.append(request)
+        self._check_known()
         while not self.tickets_left:
             if self.finished:
                 raise RunFinished("the run is finished")
@@ -68,10 +79,15 @@ class StandInQueue:
 
     async def heartbeat(self, report: WorkerReport) -> WorkerReply:
         self.reports.append(report)
-        return WorkerReply(list(self.lost), self.servers, self.finished and self.issued > 0)
+        if self.refusal is not None:
+            raise self.refusal
+        self.known = True
+        finished = self.finished and self.issued > 0
+        return WorkerReply(list(self.lost), self.servers, finished, list(self.warnings))
 
     async def submit(self, group: Group) -> bool:
         await asyncio.sleep(0)
+        self._check_known()
         if self.submit_error is not None:
             raise self.submit_error
         self.groups.append(group)
@@ -81,3 +97,9 @@ class StandInQueue:
     async def put_server(self, server: Server) -> Server:
         self.put.append(server)
         return server
+
+    def _check_known(self) -> None:
+        if self.gave_up is not None:
+            raise self.gave_up
+        if not self.known:
+            raise Refused(409, Problem(reasons.UNREGISTERED, "this queue does not know the worker"))

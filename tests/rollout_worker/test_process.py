@@ -1,18 +1,24 @@
 """The worker as a process, against a queue that speaks HTTP."""
 
 import asyncio
+import contextlib
+import json
+import os
 import signal
 import sys
+from pathlib import Path
 
 from aiohttp import web
 
-from protocol import codec, routes
-from protocol.messages import TicketFailure, TicketReply, WorkerReply
+from protocol import codec, fingerprint, routes
+from protocol.config import RunConfig
+from protocol.messages import Group, Problem, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from tests.kit.fake_vllm import Fault, serving
-from tests.kit.fake_vllm.tokenizer import save_model_folder
+from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.stand_in_queue import serving_at, tickets_for
 from tests.kit.worker import fake, until
 
+ROOT = Path(__file__).parents[2]
 TASK = """
 from rollout_worker.task import Task
 
@@ -21,60 +27,141 @@ def reward(completions, **columns):
 
 task = Task(dataset=[{"prompt": [{"role": "user", "content": "Multiply 2 by 3."}]}], rewards=[reward])
 """
+# Without torch, as in the environment of a machine that only runs workers.
 MAIN = """
-import sys
-from protocol.config import RunConfig
+import os, sys
+sys.modules["torch"] = None
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+from protocol.config import ConfigError, RunConfig
 from rollout_worker.worker import run
 
-sys.exit(run(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], "w1"))
+try:
+    sys.exit(run(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], "w1"))
+except ConfigError as error:
+    sys.exit(f"refused: {error}")
 """
 
 
 class HttpQueue:
-    """Gives one ticket, then none; keeps what is given back."""
+    """Issues one ticket until its group comes in, then none; keeps what is told and given back."""
 
     def __init__(self):
-        self.left = tickets_for(1, 2)
+        self.ticket = tickets_for(1, 2)[0]
         self.servers = []
+        self.reports = []
+        self.requests = []
         self.failures = []
+        self.groups = []
         self.app = web.Application()
         self.app.add_routes(
             [
                 web.post(routes.TICKETS, self.tickets),
                 web.post(routes.WORKER_OF, self.heartbeat),
                 web.post(routes.TICKET_FAIL_OF, self.fail),
+                web.put(routes.GROUP_OF, self.submit),
             ]
         )
 
     async def tickets(self, request):
-        if not self.left:
+        message = codec.decode_json(await request.read(), TicketRequest)
+        self.requests.append(message)
+        if self.groups or self.ticket.id in message.have:
             await asyncio.Event().wait()
-        return web.Response(body=codec.encode_json(TicketReply([self.left.pop()], self.servers)))
+        return web.Response(body=codec.encode_json(TicketReply([self.ticket], self.servers)))
 
     async def heartbeat(self, request):
+        self.reports.append(codec.decode_json(await request.read(), WorkerReport))
         return web.Response(body=codec.encode_json(WorkerReply([], self.servers, finished=False)))
 
     async def fail(self, request):
         self.failures.append(codec.decode_json(await request.read(), TicketFailure))
         return web.Response(status=204)
 
+    async def submit(self, request):
+        self.groups.append(codec.decode(await request.read(), Group))
+        return web.Response(status=201, body=b"new")
 
-async def test_sigterm_ends_a_worker_cleanly(tmp_path):
-    """Its ticket is given back; the exit code is not 0, which would say that the run is finished."""
-    (tmp_path / "task.py").write_text(TASK)
-    values = {"model": {"path": str(save_model_folder(tmp_path))}, "task": {"path": f"{tmp_path}/task.py:task"}}
+
+def folder_of_a_worker(path):
+    """All that a worker elsewhere is given beside URL and token: the settings, the task, the tokenizer's files."""
+    tokenizer = path / "tokenizer"
+    tiny_tokenizer().save_pretrained(tokenizer)
+    (path / "task.py").write_text(TASK)
+    assert {file.name for file in tokenizer.iterdir()} <= {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    return {"model": {"path": str(tokenizer)}, "task": {"path": f"{path}/task.py:task"}}
+
+
+@contextlib.asynccontextmanager
+async def worker(values, queue_url, folder):
+    """A worker as a process in `folder`; what is left of it is killed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", MAIN, json.dumps(values), queue_url),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SLIPSTREAM_TOKEN": "secret", "HF_HUB_OFFLINE": "1"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_worker_in_a_folder_of_its_own_joins_is_killed_and_rejoins(tmp_path):
+    """Without weights, without the learner's files and without torch."""
+    values = folder_of_a_worker(tmp_path)
     server, queue = fake(faults=[Fault("hang")]), HttpQueue()
     async with serving(server) as url, serving(queue) as queue_url:
         queue.servers = serving_at(url, version=7)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", MAIN, web.json_response(values).text, queue_url, stderr=asyncio.subprocess.PIPE
-        )
-        try:
+        async with worker(values, queue_url, tmp_path) as process:
+            await until(lambda: len(server.calls) == 1 or process.returncode is not None, timeout_s=60)
+            assert process.returncode is None, (await process.stderr.read()).decode()
+        async with worker(values, queue_url, tmp_path) as process:
+            await until(lambda: queue.groups or process.returncode is not None, timeout_s=60)
+            assert process.returncode is None, (await process.stderr.read()).decode()
+    assert process.returncode == -signal.SIGKILL
+    (group,) = queue.groups
+    assert (group.ticket_id, group.worker_id, len(group.rollouts)) == ("t0", "w1", 2)
+    first, second, *_ = [request for request in queue.requests if request.have == []]
+    assert first.worker_id == second.worker_id == "w1"
+    assert len({report.pid for report in queue.reports}) == 2
+    fingerprints = [report.fingerprint for report in queue.reports]
+    assert fingerprints == fingerprints[:1] * len(fingerprints)
+    learners = fingerprint.of(RunConfig.model_validate(values), tiny_tokenizer())
+    assert fingerprint.difference(learners, fingerprints[0]) is None
+
+
+async def test_a_worker_that_is_refused_ends_with_the_queues_text(tmp_path):
+    values = folder_of_a_worker(tmp_path)
+    queue = HttpQueue()
+
+    async def refuse(request):
+        problem = Problem("fingerprint", "worker w1: the tokenizer differs: a, the run has b")
+        return web.Response(status=403, body=codec.encode_json(problem))
+
+    queue.app = web.Application()
+    queue.app.add_routes([web.post(routes.WORKER_OF, refuse)])
+    async with serving(queue) as queue_url, worker(values, queue_url, tmp_path) as process:
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+    text = errors.decode()
+    assert text.splitlines()[-1].startswith("refused: worker w1: the tokenizer differs: a, the run has b")
+    assert "Traceback" not in text
+
+
+async def test_sigterm_ends_a_worker_cleanly(tmp_path):
+    """Its ticket is given back; the exit code is not 0, which would say that the run is finished."""
+    values = folder_of_a_worker(tmp_path)
+    server, queue = fake(faults=[Fault("hang")]), HttpQueue()
+    async with serving(server) as url, serving(queue) as queue_url:
+        queue.servers = serving_at(url, version=7)
+        async with worker(values, queue_url, tmp_path) as process:
             await until(lambda: len(server.calls) == 1, timeout_s=60)
             process.send_signal(signal.SIGTERM)
             _, errors = await asyncio.wait_for(process.communicate(), 20)
-        finally:
-            if process.returncode is None:
-                process.kill()
     assert process.returncode == 128 + signal.SIGTERM, errors.decode()
     assert [failure.reason for failure in queue.failures] == ["worker_stopped"]

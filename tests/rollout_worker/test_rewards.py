@@ -1,5 +1,7 @@
 import asyncio
 import math
+import re
+import threading
 
 import pytest
 
@@ -86,6 +88,29 @@ async def endless(completions, **kwargs):
 async def test_a_reward_that_fails_says_which_and_how(function, message):
     with pytest.raises(RewardError, match=message):
         await RewardFunctions([exact, function], timeout_s=0.5).score(BATCH)
+
+
+class Odd:
+    def __init__(self, how):
+        self.how = how
+
+    def __float__(self):
+        if self.how == "hang":
+            threading.Event().wait()
+        raise SystemExit(self.how)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("how", "message"), [("hang", "no answer within 0.2 s"), ("exit", "SystemExit(exit)")])
+async def test_i9_a_reward_whose_float_fails_or_hangs_fails_the_reward_and_blocks_nothing(is_async, how, message):
+    def odd(completions, **kwargs):
+        return (Odd(how) for _ in completions)
+
+    async def odd_async(completions, **kwargs):
+        return odd(completions)
+
+    with pytest.raises(RewardError, match=re.escape(message)):
+        await RewardFunctions([odd_async if is_async else odd], timeout_s=0.2).score(BATCH)
 
 
 async def test_f22_rewards_run_side_by_side():

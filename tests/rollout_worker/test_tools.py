@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.tools import MOST_COUNTED, ToolBox
 
 
 def look_up(key: str, depth: int | None = None, kind: Literal["a", "b"] = "a") -> str:
@@ -109,6 +109,75 @@ async def test_whatever_goes_wrong_becomes_a_tool_message(call, error):
     (result,) = await ToolBox(TOOLS, timeout_s=0.5).run([call])
     assert result.failed
     assert error in json.loads(result.content)["error"]
+
+
+class Odd:
+    """An object of the user's whose text fails, hangs, or stops the process."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __str__(self):
+        if self.how == "hang":
+            threading.Event().wait()
+        if self.how == "exit":
+            sys.exit(3)
+        raise ValueError(self.how)
+
+    __repr__ = __str__
+
+
+def odd(how: str) -> object:
+    """Give something odd.
+
+    Args:
+        how: In which way.
+    """
+    return Odd(how)
+
+
+async def odd_async(how: str) -> object:
+    """Give something odd.
+
+    Args:
+        how: In which way.
+    """
+    return [Odd(how)]
+
+
+@pytest.mark.parametrize("tool", [odd, odd_async])
+@pytest.mark.parametrize(
+    ("how", "error"), [("raise", "ValueError: raise"), ("exit", "SystemExit(3)"), ("hang", "no answer within 0.2 s")]
+)
+async def test_i9_a_result_whose_text_fails_or_hangs_fails_the_call_and_blocks_nothing(tool, how, error):
+    box = ToolBox([tool, look_up], timeout_s=0.2)
+    bad, good = await box.run([ToolCall(tool.__name__, {"how": how}), ToolCall("look_up", {"key": "x"})])
+    assert json.loads(bad.content)["error"] == error
+    assert bad.error.where.startswith(f"{__file__}:")
+    assert not good.failed
+
+
+@pytest.mark.parametrize("call", [ToolCall("look_up", {"key": "a\ud800b"}), ToolCall("no\ud800body", {})])
+async def test_i9_what_no_tokenizer_takes_is_replaced(call):
+    """A lone surrogate, which the policy can sample as an escape in its JSON."""
+    (result,) = await ToolBox(TOOLS).run([call])
+    assert all(text.encode("utf-8") for text in result.message().values())
+
+
+async def test_tools_beyond_a_number_are_counted_together():
+    def named(number):
+        def tool() -> int:
+            """Give a number."""
+            return number
+
+        tool.__name__ = f"tool_{number}_{'x' * 100}"
+        return tool
+
+    tools = [named(number) for number in range(MOST_COUNTED + 10)]
+    results = await ToolBox(tools).run([ToolCall(tool.__name__, {}) for tool in tools])
+    assert [result.content for result in results] == [str(number) for number in range(MOST_COUNTED + 10)]
+    names = {result.counted_as for result in results}
+    assert (len(names), max(map(len, names))) == (MOST_COUNTED + 1, 64)
 
 
 async def test_f5_a_sync_tool_that_never_returns_is_bounded_and_takes_no_slot():

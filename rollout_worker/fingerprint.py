@@ -1,0 +1,70 @@
+"""What this worker takes rollouts to be: its tokenizer, chat format, settings, data set and task file.
+
+The queue compares it with the learner's and with the first worker's, so it is the same on every machine for the same
+files.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from protocol import fingerprint
+from protocol.config import RunConfig
+from protocol.messages import Fingerprint
+from rollout_worker import user_code
+from rollout_worker.task import Task
+
+logger = logging.getLogger(__name__)
+
+# Rows compared: the first, the last, and others spread between them.
+_INTERVALS = 32
+_TIMEOUT_S = 60.0
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
+
+
+async def fingerprint_of(config: RunConfig, task: Task, tokenizer: Any, timeout_s: float = _TIMEOUT_S) -> Fingerprint:
+    """This worker's fingerprint. `data` is None where the rows cannot be read in time: they are not compared then."""
+    shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
+    data = None
+    try:
+        data = await user_code.call(_digest_of_rows, str, timeout_s, dataset=task.dataset)
+    except user_code.UserCodeError as error:
+        logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
+    return msgspec.structs.replace(  # type: ignore[no-any-return]
+        shared, rows=len(task.dataset), data=data, task=_digest_of_text(config.task.file)
+    )
+
+
+def _digest_of_rows(dataset: Sequence[Mapping[str, Any]]) -> str:
+    last = len(dataset) - 1
+    places = sorted({round(number * last / _INTERVALS) for number in range(_INTERVALS + 1)})
+    return fingerprint.digest([_plain(dataset[place]) for place in places])
+
+
+def _digest_of_text(file: Path) -> str | None:
+    try:
+        return fingerprint.digest(file.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """`value` for JSON; of what JSON cannot write, type and repr without addresses."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, set | frozenset):  # their order is each process's own
+        return sorted(fingerprint.digest(_plain(entry)) for entry in value)
+    return [type(value).__name__, _ADDRESS.sub("", repr(value))]

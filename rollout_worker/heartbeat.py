@@ -1,0 +1,83 @@
+"""The worker's standing with the queue: heartbeats register it, renew its tickets, and bring news both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from protocol import reasons
+from protocol.client import Refused
+from protocol.config import ConfigError
+from protocol.messages import WorkerReply, WorkerReport
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 1.0
+
+
+class Heartbeat:
+    """`report`: what to say now; `heard`: takes an answer, and gives the seconds until the next heartbeat."""
+
+    def __init__(
+        self,
+        send: Callable[[WorkerReport], Awaitable[WorkerReply]],
+        report: Callable[[], WorkerReport],
+        heard: Callable[[WorkerReply], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._send = send
+        self._report = report
+        self._heard = heard
+        self._sleep = sleep
+        self._known = asyncio.Event()
+        self._news = asyncio.Event()
+        self._warned: set[str] = set()
+
+    def now(self) -> None:
+        """Send one without waiting: there is something to say, or to ask."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until the run is finished. Raises `ConfigError` with the queue's text where this worker would make wrong
+        data."""
+        while True:
+            self._news.clear()
+            try:
+                reply = await self._send(self._report())
+            except Refused as refusal:
+                if refusal.reason == reasons.FINGERPRINT:
+                    raise ConfigError(str(refusal)) from None
+                raise
+            self._known.set()
+            for warning in reply.warnings:
+                if warning not in self._warned:
+                    self._warned.add(warning)
+                    logger.warning("%s", warning)
+            pause = self._heard(reply)
+            if reply.finished:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._news.wait()
+
+    async def when_registered(self, request: Callable[[], Awaitable[T]]) -> T:
+        """The answer to a request that the queue takes from workers that it knows. Where it knows this one no more, as
+        after its restart, the worker registers and asks again."""
+        for tries in itertools.count():
+            if tries > 1:
+                await self._sleep(_PAUSE_S)
+            await self._known.wait()
+            try:
+                return await request()
+            except Refused as refusal:
+                if refusal.reason != reasons.UNREGISTERED:
+                    raise
+            self._known.clear()
+            self.now()
+        raise AssertionError("unreachable: the loop returns or raises")

@@ -7,7 +7,7 @@ and counted as such (I4).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from learner.feed.tally import JudgedGroup, Tally, rewards_of, tally
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import Group
+from protocol.rollouts import RolloutView
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Batch:
     ticket_ids: list[str]
     rows: list[PackedRow]
     tally: Tally
+    samples: list[RolloutView] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

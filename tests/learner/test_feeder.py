@@ -137,7 +137,7 @@ def test_f7_a_starved_learner_gives_up_with_the_cause() -> None:
     ticks = itertools.count(step=400.0)
     with (
         feeding(FakeQueue(), clock=lambda: next(ticks)) as feeder,
-        pytest.raises(Starved, match="stall_timeout_s = 1800 s: no worker is connected"),
+        pytest.raises(Starved, match="stall_timeout_s = 3600 s: no worker is connected"),
     ):
         feeder.next_batch()
 

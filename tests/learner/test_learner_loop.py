@@ -1,20 +1,23 @@
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterable
+import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self, cast
 
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
 from learner.blocking_client import BlockingQueueClient
-from learner.loop import Loop, build_trainer, run, starting_point
+from learner.loop import Loop, build_trainer, run
+from learner.report.progress import Progress
+from learner.start import starting_point
+from learner.stopping import Stop
 from protocol.client import QueueClient, Unreachable
 from protocol.config import ConfigError, RunConfig
 from tests.kit import LEARNER, config
@@ -32,6 +35,7 @@ class FakePublisher:
         self.weights: list[dict[str, torch.Tensor]] = []
         self.probes: list[Probe] = []
         self.in_flight: int | None = None
+        self.on_failure: Callable[[BaseException], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -60,8 +64,9 @@ def train(config: RunConfig, queue: FakeQueue, resume: bool = False) -> FakePubl
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
-    with BlockingQueueClient(cast(QueueClient, queue)) as client:
-        Loop(config, trainer, client, cast(Publisher, publisher)).run(checkpoint, resume)
+    progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
+    with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
+        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
     return publisher
 
 
@@ -228,15 +233,3 @@ def test_the_command_says_what_is_wrong_with_code_2(capsys: pytest.CaptureFixtur
     assert main([]) == 2
     assert main([str(tmp_path / "none.toml"), "--resume"]) == 2
     assert "none.toml: there is no such run file" in capsys.readouterr().err
-
-
-def test_sigterm_gives_leases_back(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = FakeQueue(endless())
-    monkeypatch.setattr("learner.loop.QueueClient", lambda url, token: queue)
-    monkeypatch.setattr("learner.loop.Publisher", lambda config, url: FakePublisher(queue))
-    monkeypatch.setattr("learner.trainer.Trainer.step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(SystemExit) as leaving:
-        run(config_for(model_path, tmp_path))
-    assert leaving.value.code == 143
-    assert ("release", "1-1") in queue.log
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -183,10 +183,10 @@ class Loop:
         queue has not acknowledged."""
         say, step, told = self._progress.say, self._position.step, f"stopped after step {self._position.step}"
         expected_s, left_s = self._expected_checkpoint_s(), self._stop.left_s
-        if step == (self._checkpointed or 0):
-            say(told)
-        elif halfway:
+        if halfway:
             say(f"{told}; there is no checkpoint of it, since the queue does not answer")
+        elif step == (self._checkpointed or 0):
+            say(told)
         elif expected_s > left_s:
             say(
                 f"{told}; there is no time for a checkpoint: it may take {expected_s:.0f} s, and {left_s:.0f} s are "

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from learner import checkpoint as checkpoints
 from learner.checkpoint import Checkpoint, CheckpointInfo
@@ -89,15 +89,12 @@ def _tokenizer(path: str) -> Any:
     """As the workers load it, so that the same files have the same fingerprint."""
     try:
         return PreTrainedTokenizerFast.from_pretrained(path)
-    except Exception:  # of many types, by what is missing or broken
-        try:
-            return AutoTokenizer.from_pretrained(path)
-        except Exception as error:
-            first = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                f"model.path = {path}: no tokenizer can be loaded from it ({type(error).__name__}: {first}); save the "
-                f"tokenizer there with tokenizer.save_pretrained"
-            ) from error
+    except Exception as error:  # of many types, by what is missing or broken
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model.path = {path}: no tokenizer can be loaded from it ({type(error).__name__}: {first}); save the "
+            f"tokenizer there with tokenizer.save_pretrained"
+        ) from error
 
 
 def resume_command() -> str:

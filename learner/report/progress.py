@@ -108,7 +108,7 @@ class Progress:
             self._phase = None
 
     def tick(self) -> None:
-        """Draw the live line anew; in a file, say what is waited for if that is due. To be called every second or so."""
+        """Draw the live line anew; in a file, say what is waited for if that is due. To be called each second."""
         phase, now = self._phase, self._clock()
         if self._live is not None:
             self._live.refresh()

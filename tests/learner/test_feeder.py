@@ -163,6 +163,15 @@ def test_the_wait_that_a_starved_learner_gives_up_after_begins_when_a_server_ser
     assert len([entry for entry in queue.log if entry[0] == "lease"]) > 30
 
 
+def test_the_learner_s_patience_exceeds_the_longest_time_to_a_group() -> None:
+    with pytest.raises(
+        ValueError, match=r"learner.stall_timeout_s = 1800 is not more than worker.episode_timeout_s = 18"
+    ):
+        config(LEARNER, learner={"stall_timeout_s": 1800.0})
+    assert config(LEARNER).learner.stall_timeout_s == 3600
+    config(LEARNER, learner={"stall_timeout_s": 5.0}, worker={"episode_timeout_s": 2.0, "reward_timeout_s": 2.0})
+
+
 def test_a_lease_that_is_refused_since_the_run_gave_up_says_why() -> None:
     queue = FakeQueue()
     queue.fail_lease = Refused(409, Problem(reasons.GAVE_UP, "the first 16 groups failed"))

@@ -61,17 +61,21 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         Watch(client, progress),
     ):
         checkpoint = start.starting_point(config, resume)
-        if resume:
-            with progress.phase("waiting for the queue"):
-                position = client.call(lambda queue: queue.position())
-            if start.is_over(config, checkpoint, position):
-                progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
-                return
-            start.check_resumable(config, checkpoint, position)
-            for line in start.introduction(config, checkpoint):
-                progress.say(line)
-        with progress.phase(f"loading the model {config.model.path}"):
-            trainer = build_trainer(config, checkpoint)
+        try:
+            if resume:
+                with progress.phase("waiting for the queue"):
+                    position = client.call(lambda queue: queue.position())
+                if start.is_over(config, checkpoint, position):
+                    progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
+                    return
+                start.check_resumable(config, checkpoint, position)
+                for line in start.introduction(config, checkpoint):
+                    progress.say(line)
+            with progress.phase(f"loading the model {config.model.path}"):
+                trainer = build_trainer(config, checkpoint)
+        except Stopped:
+            progress.say(f"stopped before it began; start it again with: {start.command()}")
+            raise
         with Publisher(config, url) as publisher:
             Loop(config, trainer, client, publisher, progress, stop).run(checkpoint, resume)
 
@@ -195,8 +199,10 @@ class Loop:
         else:
             say(f"{told}; writing a checkpoint of it")
             self._last_checkpoint()
-        if self._checkpointed is None:
-            say("there is no checkpoint to go on from")
+        if step == 0:
+            say(f"start it again with: {start.command()}")
+        elif self._checkpointed is None:
+            say(f"there is no checkpoint to go on from: start anew with --run.name {self._config.run.name}-2")
         elif self._checkpointed < self._config.learner.steps:
             say(f"go on from step {self._checkpointed} with: {start.resume_command()}")
         else:

@@ -97,11 +97,15 @@ def _tokenizer(path: str) -> Any:
         ) from error
 
 
+def command() -> str:
+    """The command that started this run."""
+    if given := os.environ.get(COMMAND_VARIABLE):
+        return given
+    program, *arguments = sys.argv
+    name = "python -m learner" if Path(program).parent.name == "learner" else "slipstream"
+    return f"{name} {shlex.join(arguments)}"
+
+
 def resume_command() -> str:
     """The command that goes on with this run, as it was started."""
-    command = os.environ.get(COMMAND_VARIABLE)
-    if command is None:
-        program, *arguments = sys.argv
-        name = "python -m learner" if Path(program).parent.name == "learner" else "slipstream"
-        command = f"{name} {shlex.join(arguments)}"
-    return command if "--resume" in shlex.split(command) else f"{command} --resume"
+    return command() if "--resume" in shlex.split(command()) else f"{command()} --resume"

@@ -146,7 +146,7 @@ class Progress:
 
     def _waiting(self, phase: _Phase) -> str:
         others = waits_of(self.status, self._groups_per_step) if self.status is not None else ""
-        return f"{phase.what}, {_duration(self._clock() - phase.since)}{f': {others}' if others else ''}"
+        return f"{_duration(self._clock() - phase.since)} {phase.what}{f': {others}' if others else ''}"
 
     def _step_line(self, record: StepRecord, width: int | None = None) -> str:
         left_s = (self._total_steps - record.step) * fmean(self._step_s)
@@ -154,6 +154,8 @@ class Progress:
         return line(record, self._total_steps, left_s, depth, width)
 
     def _print(self, what: RenderableType) -> None:
+        if self._live is not None:
+            self._live.refresh()  # or it would be drawn again below as it was
         # A file gets one line for each; a terminal's lines are broken at words.
         self.console.print(what, highlight=False, soft_wrap=self._live is None)
 

@@ -121,7 +121,7 @@ def test_phases_name_who_waits_for_what_and_since_when() -> None:
         screen.now = 75.0
         screen.progress.tick()
     assert screen.lines[-1] == (
-        "waiting for groups, 0:01:15: vllm-1 is joining; 4 of 16 groups, 48 in work; no worker is connected; "
+        "0:01:15 waiting for groups: vllm-1 is joining; 4 of 16 groups, 48 in work; no worker is connected; "
         "worker-0 waits for a ticket, 12 s"
     )
     assert waits_of(status(), 16) == "no server has registered; no worker is connected"
@@ -132,7 +132,7 @@ def test_a_long_phase_is_said_in_a_file_now_and_then_and_a_short_one_never() -> 
     with screen.progress, screen.progress.phase("loading the model ./m"):
         for screen.now in range(70):
             screen.progress.tick()
-    assert screen.lines == [f"loading the model ./m, {said}" for said in ("2 s", "32 s", "0:01:02")]
+    assert screen.lines == [f"{said} loading the model ./m" for said in ("2 s", "32 s", "0:01:02")]
     screen.progress.show(step_record(1))
     with screen.progress.phase("waiting for groups"):
         screen.now += 20

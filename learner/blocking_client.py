@@ -18,7 +18,7 @@ REPORT_WAIT_AFTER_S = 1.0
 
 
 class BlockingQueueClient:
-    """Owns the thread, the loop and `queue`, the client on it. A context manager, used from one thread."""
+    """Owns the thread, the loop and `queue`, the client on it. A context manager; its end cancels what runs on it."""
 
     def __init__(self, queue: QueueClient) -> None:
         self.queue = queue
@@ -33,7 +33,7 @@ class BlockingQueueClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._wait(self.queue.__aexit__(None, None, None))
+        self._wait(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -65,6 +65,14 @@ class BlockingQueueClient:
             await self.queue.waiting(session, what)
             await over.wait()
             await self.queue.waiting(session, None)
+
+    async def _close(self) -> None:
+        """A signal may have left calls behind that nobody waits for."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self.queue.__aexit__(None, None, None)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         answer = asyncio.run_coroutine_threadsafe(coroutine, self.loop)

@@ -1,7 +1,8 @@
 """Checkpoints: complete or not there at all.
 
 `run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `trainer.pt`
-(optimiser, schedule, random states) and `state.json` (step and version). The queue keeps the position in the data set.
+(optimiser, schedule, random states) and `state.json` (step, version, settings). The queue keeps the position in the
+data set.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ TOKENIZER_FILES = [
 
 
 class CheckpointInfo(msgspec.Struct):
-    """When it was written: `step` optimiser steps were done and had made policy version `version`."""
+    """When it was written: `step` optimiser steps were done and had made policy version `version`. `settings`: those of
+    the run by name, as text; None in checkpoints of earlier releases."""
 
     step: int
     version: int
+    settings: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,18 @@ def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, source_model: st
 
 
 def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """Put optimiser, schedule and random states back; the weights were loaded with the policy."""
+    """Put optimiser, schedule and random states back; the weights were loaded with the policy.
+
+    Learning rate, betas and weight decay stay as the run file has them.
+    """
     saved = torch.load(checkpoint.path / "trainer.pt", map_location="cpu", weights_only=True)
+    schedule = trainer.schedule
+    done = saved["schedule"]["last_epoch"]
+    rates = [rate * factor(done) for rate, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    saved["schedule"] |= {"base_lrs": schedule.base_lrs, "_last_lr": rates}
+    ours = trainer.optimiser.param_groups
+    for group, own, rate in zip(saved["optimiser"]["param_groups"], ours, rates, strict=True):
+        group |= {name: value for name, value in own.items() if name != "params"} | {"lr": rate}
     trainer.restore(saved)
     _set_random_state(saved["random"])
 

@@ -1,42 +1,51 @@
 """The learner's loop: lease, train, acknowledge, publish, checkpoint.
 
 A version is acknowledged at the queue before anyone can see it and before a checkpoint holds it: so no version number
-is ever used twice, whichever process dies. SIGTERM and Ctrl-C end the loop at once, without a checkpoint; leases are
-given back, and `resume` goes on from the last checkpoint.
+is ever used twice, whichever process dies. SIGTERM and Ctrl-C abandon the step, unless its weights change already: then
+they wait until it is acknowledged. Leases are given back, and a checkpoint is written if the grace time allows.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
 from learner import checkpoint as checkpoints
+from learner import start
 from learner.blocking_client import BlockingQueueClient
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.feeder import Feeder
 from learner.model.policy import Scoring, load_policy
 from learner.report import summary
-from learner.report.journal import Journal, newest_version
+from learner.report.curve import Curve, sparkline
+from learner.report.journal import Journal
 from learner.report.progress import Progress
 from learner.report.record import PublicationRecord, StepRecord, StepTimes
 from learner.report.rollouts import RolloutLog
+from learner.report.watch import Watch
+from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
-from protocol.client import QueueClient, RunFinished
+from protocol.client import QueueClient, QueueError, RunFinished
 from protocol.config import ConfigError, RunConfig
-from protocol.messages import BeginSession
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from weight_sync.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
 
+# A checkpoint may take this much longer than the one before.
+CHECKPOINT_MARGIN = 1.5
+REPORT_TIMEOUT_S = 5.0
+# What a disk surely writes in a second, before a checkpoint was timed.
+DISK_BYTES_PER_S = 50e6
+
 
 def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
-    """Train `config.learner.steps` steps. Raises `ConfigError` before anything is started or changed."""
+    """Train `config.learner.steps` steps. Raises `ConfigError` before anything is changed; `SystemExit` with 130 or 143
+    after Ctrl-C or SIGTERM."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         raise ConfigError(
@@ -45,26 +54,32 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         )
     # The progress bar of each checkpoint would run through the live line.
     transformers_logging.disable_progress_bar()
-    checkpoint = starting_point(config, resume)
-    trainer = build_trainer(config, checkpoint)
     url = queue_url or config.queue.url
+    progress = Progress(config.learner.steps, config.learner.groups_per_step)
     with (
-        _sigterm_as_exit(),
+        Stop(config.deploy.grace_s) as stop,
         BlockingQueueClient(QueueClient(url, config.token)) as client,
-        Publisher(config, url) as publisher,
+        progress,
+        Watch(client, progress),
     ):
-        Loop(config, trainer, client, publisher).run(checkpoint, resume)
-
-
-def starting_point(config: RunConfig, resume: bool) -> Checkpoint | None:
-    """The checkpoint to start from; None for the initial model, also where a run to resume has no checkpoint yet."""
-    checkpoint = checkpoints.latest(config.run_dir)
-    if checkpoint is not None and not resume:
-        raise ConfigError(
-            f"run.name = {config.run.name}: {checkpoint.path} holds a checkpoint already; go on from it with "
-            f"--resume, or choose another run.name"
-        )
-    return checkpoint
+        checkpoint = start.starting_point(config, resume)
+        try:
+            if resume:
+                with progress.phase("waiting for the queue"):
+                    position = client.call(lambda queue: queue.position())
+                if start.is_over(config, checkpoint, position):
+                    progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
+                    return
+                start.check_resumable(config, checkpoint, position)
+                for line in start.introduction(config, checkpoint):
+                    progress.say(line)
+            with progress.phase(f"loading the model {config.model.path}"):
+                trainer = build_trainer(config, checkpoint)
+        except Stopped:
+            progress.say(f"stopped before it began; start it again with: {start.command()}")
+            raise
+        with Publisher(config, url) as publisher:
+            Loop(config, trainer, client, publisher, progress, stop).run(checkpoint, resume)
 
 
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
@@ -80,52 +95,68 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
 class Loop:
     """One session of the learner at the queue."""
 
-    def __init__(self, config: RunConfig, trainer: Trainer, client: BlockingQueueClient, publisher: Publisher) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        client: BlockingQueueClient,
+        publisher: Publisher,
+        progress: Progress,
+        stop: Stop,
+    ) -> None:
         self._config = config
         self._trainer = trainer
         self._client = client
         self._publisher = publisher
+        self._progress = progress
+        self._stop = stop
         self._recorded = 0
+        self._checkpoint_s: float | None = None
         self._probe_ids = probe_token_ids(trainer.policy.vocabulary_size)
+        # torch calls it right before weights change.
+        trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
 
     def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
+        """Train to the last step. Raises `QueueError`, `PublishError`, `DivergedError`, `Stopped`."""
         config = self._config
-        done = checkpoint.info if checkpoint else CheckpointInfo(step=0, version=0)
-        # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
-        version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
-        begin = BeginSession(done.step, version, config.learner.steps, resume)
-        self._position = self._client.call(lambda queue: queue.begin_session(begin))
+        begin = start.session(config, checkpoint, resume, self._trainer.policy.vocabulary_size)
+        with self._progress.phase("waiting for the queue"):
+            self._position = self._client.call(lambda queue: queue.begin_session(begin))
         self._publisher.session = self._position.session
-        self._checkpointed = done.step if checkpoint else None
-        self._steps = Journal(config.run_dir / "metrics.jsonl", StepRecord, done.step)
-        self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, done.step)
-        self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, done.step)
-        progress = Progress(config.learner.steps, lambda: self._client.call(lambda queue: queue.status()))
-        progress.say(f"publishing version {self._position.version} as soon as the vLLM servers are up")
-        self._publish()
-        self._finish_publication()
-        with progress, Feeder(config, self._client, self._position) as feeder:
-            self._train(feeder, progress)
-        if self._published != self._position.version:
+        self._checkpointed = begin.step if checkpoint else None
+        self._steps = Journal(config.run_dir / "metrics.jsonl", StepRecord, begin.step)
+        self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, begin.step)
+        self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, begin.step)
+        self._curve = Curve(config.run_dir / "reward.png")
+        try:
+            self._run_session()
+        except Stopped as stopped:
+            self._leave(stopped.halfway)
+            raise
+
+    def _run_session(self) -> None:
+        with self._progress.phase(f"publishing version {self._position.version} to the vLLM servers"):
             self._publish()
-        self._finish_publication()
+            self._finish_publication()
+        with Feeder(self._config, self._client, self._position) as feeder:
+            self._publisher.on_failure = feeder.fail
+            self._train(feeder)
+        with self._progress.phase(f"publishing version {self._position.version}"):
+            if self._published != self._position.version:
+                self._publish()
+            self._finish_publication()
         if self._checkpointed != self._position.step:
             self._checkpoint()
-        status = self._client.call(lambda queue: queue.status())
-        self._client.call(lambda queue: queue.finish(self._position.session))
-        result = summary.summarise(self._steps.records, self._publications.records, status)
-        summary.write(config.run_dir, result, self._steps.records)
-        rewards = [record.tally.reward_mean for record in self._steps.records]
-        progress.say(f"reward {summary.sparkline(rewards)}")
-        progress.say(f"figures in {config.run_dir / 'summary.json'}, the curve in reward.png beside it")
+        self._conclude()
 
-    def _train(self, feeder: Feeder, progress: Progress) -> None:
+    def _train(self, feeder: Feeder) -> None:
         learner = self._config.learner
         ended, cpu, blocked_s = time.perf_counter(), time.process_time(), 0.0
         for _ in range(self._position.step, learner.steps):
             waiting = time.perf_counter()
             try:
-                batch = feeder.next_batch()
+                with self._progress.phase("waiting for groups"):
+                    batch = feeder.next_batch()
             except RunFinished:
                 return
             wait_s = time.perf_counter() - waiting
@@ -138,10 +169,61 @@ class Loop:
             self._position = feeder.trained(batch, record.report(self._publisher.in_flight))
             self._steps.append(record)
             self._rollouts.append(batch.samples[: learner.sample_rollouts])
+            self._stop.release()
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
-            progress.show(record)
+            self._progress.show(record)
+            if batch.samples and learner.show_rollout_every and batch.step % learner.show_rollout_every == 0:
+                self._progress.show_rollout(batch.samples[0])
+            self._curve.grow(self._steps.records)
             if learner.checkpoint_every and batch.step % learner.checkpoint_every == 0:
                 self._checkpoint()
+
+    def _conclude(self) -> None:
+        config, records = self._config, self._steps.records
+        status = self._client.call(lambda queue: queue.status())
+        self._client.call(lambda queue: queue.finish(self._position.session))
+        summary.write(config.run_dir, summary.summarise(records, self._publications.records, status))
+        self._curve.finish(records)
+        rewards = [record.tally.reward_mean for record in records]
+        self._progress.say(f"reward {sparkline(rewards, min(60, self._progress.console.width - 7))}")
+        self._progress.say(f"figures in {config.run_dir / 'summary.json'}, the curve in reward.png beside it")
+
+    def _leave(self, halfway: bool) -> None:
+        """After a signal: a checkpoint if there is time, and how to go on. `halfway`: the weights hold a step that the
+        queue has not acknowledged."""
+        say, step, told = self._progress.say, self._position.step, f"stopped after step {self._position.step}"
+        expected_s, left_s = self._expected_checkpoint_s(), self._stop.left_s
+        if halfway:
+            say(f"{told}; there is no checkpoint of it, since the queue does not answer")
+        elif step == (self._checkpointed or 0):
+            say(told)
+        elif expected_s > left_s:
+            say(
+                f"{told}; there is no time for a checkpoint: it may take {expected_s:.0f} s, and {left_s:.0f} s are "
+                f"left of deploy.grace_s = {self._config.deploy.grace_s:g}"
+            )
+        else:
+            say(f"{told}; writing a checkpoint of it")
+            self._last_checkpoint()
+        if step == 0:
+            say(f"start it again with: {start.command()}")
+        elif self._checkpointed is None:
+            say(f"there is no checkpoint to go on from: start anew with --run.name {self._config.run.name}-2")
+        elif self._checkpointed < self._config.learner.steps:
+            say(f"go on from step {self._checkpointed} with: {start.resume_command()}")
+        else:
+            say(f"all steps are done; end the run with: {start.resume_command()}")
+
+    def _last_checkpoint(self) -> None:
+        try:
+            info = self._save()
+        except OSError as error:
+            self._progress.warn(f"the checkpoint could not be written: {error}")
+            return
+        # A queue that does not hear of it now will when the run is resumed.
+        with suppress(QueueError, TimeoutError):
+            session = self._position.session
+            self._client.call(lambda queue: asyncio.wait_for(queue.checkpointed(session, info.step), REPORT_TIMEOUT_S))
 
     def _publish(self) -> float:
         """Hand the weights over; returns the seconds that this took."""
@@ -166,22 +248,20 @@ class Loop:
         self._recorded += len(ended)
 
     def _checkpoint(self) -> None:
-        info = CheckpointInfo(self._position.step, self._position.version)
-        keep = self._config.learner.keep_checkpoints
-        checkpoints.save(self._config.run_dir, info, self._trainer, self._config.model.path, keep)
+        info = self._save()
         self._client.call(lambda queue: queue.checkpointed(self._position.session, info.step))
-        self._checkpointed = info.step
 
+    def _save(self) -> CheckpointInfo:
+        began = time.monotonic()
+        config = self._config
+        info = CheckpointInfo(self._position.step, self._position.version, start.settings(config))
+        keep = config.learner.keep_checkpoints
+        checkpoints.save(config.run_dir, info, self._trainer, config.model.path, keep)
+        self._checkpointed, self._checkpoint_s = info.step, time.monotonic() - began
+        return info
 
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that leases are given back and threads end; exit code 143."""
-
-    def leave(signum: int, frame: object) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def _expected_checkpoint_s(self) -> float:
+        if self._checkpoint_s is not None:
+            return CHECKPOINT_MARGIN * self._checkpoint_s
+        weights = sum(weight.numel() * weight.element_size() for _, weight in self._trainer.policy.named_weights())
+        return 3 * weights / DISK_BYTES_PER_S  # AdamW has two figures for each weight

@@ -38,6 +38,8 @@ T = TypeVar("T")
 ATTEMPTS = 3
 RETRY_PAUSE_S = 2.0
 WATCH_EVERY_S = 2.0
+# Failures in a row after which the watch between publications ends the learner; its pause doubles with each.
+WATCH_FAILURES = 6
 # Enough to resume a server that is paused.
 CLOSE_TIMEOUT_S = 40.0
 # How long a publisher that is being closed tries to take a server out of service.
@@ -70,8 +72,9 @@ class Publisher:
     """Publishes versions one at a time, in the order in which they are handed over. Use it as a context manager.
 
     `session`: the learner's at the queue, which alone may say that a server is proven; to be set before the first
-    publication. `records` grows by one as each publication ends. `make_transport` makes a transport for each connection
-    to a server; by default the one that `weight_sync.transport` names.
+    publication. `records` grows by one as each publication ends. `on_failure` is called, on the publisher's thread,
+    with what ends the watch between publications; the next `publish` or `wait` raises it too. `make_transport` makes a
+    transport for each connection to a server; by default the one that `weight_sync.transport` names.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Publisher:
     ) -> None:
         self.session: int | None = None
         self.records: list[PublishRecord] = []
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self._failure: BaseException | None = None
         self._config = config
         self._make_transport = make_transport or (lambda: build(config.weight_sync))
         self._queue_url = queue_url
@@ -140,7 +145,9 @@ class Publisher:
 
     def wait(self) -> None:
         """Wait until nothing is in flight. Raises `PublishError` if it reached no server, `QueueError` if the queue
-        failed."""
+        failed, and what ended the watch between publications."""
+        if self._failure is not None:
+            raise self._failure
         if self._ending is not None:
             ending, self._ending = self._ending, None
             ending.result()
@@ -156,19 +163,33 @@ class Publisher:
     async def _watch(self) -> None:
         """Between publications, bring servers that (re)started up to the latest version (F16).
 
-        Otherwise a run whose only server restarted would stand still: no server, no groups, no next version.
+        Otherwise a run whose only server restarted would stand still: no server, no groups, no next version. A watch
+        that has ended would be the same.
         """
+        failures = 0
         with self._owned():
             while True:
-                await asyncio.sleep(WATCH_EVERY_S)
+                await asyncio.sleep(WATCH_EVERY_S * 2**failures)
                 if self._busy.locked() or not self.records:
                     continue
                 try:
                     for server in await self._client.servers():
                         if server.state in UNPROVEN and await (await self._sync_of(server)).control.is_up():
                             await self._catch_up(server.name)
-                except QueueError as error:
+                    failures = 0
+                except QueueError as error:  # the learner's own calls meet it too, and end it
                     logger.warning("servers that restarted cannot be brought up to date: %s", error)
+                except Exception as error:
+                    failures += 1
+                    logger.exception("servers that restarted cannot be brought up to date (failure %d)", failures)
+                    if failures == WATCH_FAILURES:
+                        self._failure = PublishError(
+                            f"servers that restarted could not be brought up to date {failures} times in a row; the "
+                            f"last time: {type(error).__name__}: {error}"
+                        )
+                        self._failure.__cause__ = error
+                        self.on_failure(self._failure)
+                        return
 
     async def _catch_up(self, name: str) -> None:
         """Publish the latest version to one server, unless that has happened meanwhile."""
@@ -279,6 +300,11 @@ class Publisher:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+        # A learner that a signal ended may have been waiting for the snapshot's turn.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         for sync in self._syncs.values():
             await sync.disconnect()
         await self._resources.aclose()

@@ -21,14 +21,18 @@ from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol import codec, reasons
 from protocol.client import QueueError, Refused, RunFinished
 from protocol.config import RunConfig
-from protocol.messages import Group, LearnerReport, LeaseAck, LeaseRequest, RunPosition
+from protocol.messages import Group, LearnerReport, LeaseAck, LeaseReply, LeaseRequest, RunPosition, ServerState
 
 LEASE_WAIT_S = 30.0
 RELEASE_TIMEOUT_S = 5.0
 
 
 class Starved(QueueError):
-    """No group came for `learner.stall_timeout_s`."""
+    """For `learner.stall_timeout_s` neither a group nor a step came."""
+
+
+class GaveUp(QueueError):
+    """The queue found that the run can go no further, and says why."""
 
 
 class LeaseLost(QueueError):
@@ -76,7 +80,8 @@ class Feeder:
         self._client.call(lambda _: self._close())
 
     def next_batch(self) -> Batch:
-        """Wait for the next batch. Raises `Starved`, `LeaseLost`, `RunFinished`, or another `QueueError`."""
+        """Wait for the next batch. Raises `Starved`, `LeaseLost`, `GaveUp`, `RunFinished`, another `QueueError`, or
+        what `fail` was given."""
         self._waiting_since = self._clock()
         self._client.loop.call_soon_threadsafe(self._permits.release)
         with self._client.waiting(self._start.session, "groups"):
@@ -86,6 +91,10 @@ class Feeder:
             batch = self._client.call(lambda _: self._without_revoked(item))
         self._waiting_since = None
         return batch
+
+    def fail(self, error: BaseException) -> None:
+        """End the wait for a batch with `error`; may be called from any thread."""
+        self._ready.put(error)
 
     def trained(self, batch: Batch, report: LearnerReport) -> RunPosition:
         """Acknowledge a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
@@ -147,15 +156,7 @@ class Feeder:
 
     async def _fill(self, draft: Draft) -> None:
         while draft.wanted:
-            reply = await self._client.queue.lease(
-                LeaseRequest(
-                    self._start.session,
-                    draft.lease_id,
-                    draft.wanted,
-                    have=draft.ticket_ids,
-                    wait_s=min(LEASE_WAIT_S, self._config.learner.stall_timeout_s),
-                )
-            )
+            reply = await self._lease(draft)
             if reply.revoked:
                 await self._revoke(draft, reply.revoked)
             elif not reply.groups:
@@ -175,10 +176,23 @@ class Feeder:
             if dropped:
                 await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dropped))
 
+    async def _lease(self, draft: Draft) -> LeaseReply:
+        wait_s = min(LEASE_WAIT_S, self._config.learner.stall_timeout_s)
+        request = LeaseRequest(self._start.session, draft.lease_id, draft.wanted, have=draft.ticket_ids, wait_s=wait_s)
+        try:
+            return await self._client.queue.lease(request)
+        except Refused as refusal:
+            if refusal.reason == reasons.GAVE_UP:
+                raise GaveUp(str(refusal)) from None
+            raise
+
     async def _check_alive(self) -> None:
         """Raise if waiting longer is pointless. Only while the step waits: before that, the learner is the slow one."""
-        if (await self._client.queue.position()).finished:
+        position = await self._client.queue.position()
+        if position.finished:
             raise RunFinished("the run was finished before the learner's last step")
+        if position.served_version is None and await self._servers_load():
+            self._last_arrival = self._clock()  # the wait for groups begins when they are up
         since, limit = self._waiting_since, self._config.learner.stall_timeout_s
         if since is not None and self._clock() - max(since, self._last_arrival) >= limit:
             stall = (await self._client.queue.status()).stall
@@ -186,6 +200,10 @@ class Feeder:
                 f"no group came for learner.stall_timeout_s = {limit:.0f} s: "
                 f"{stall.why or 'look at the workers and servers in `slipstream status`'}"
             )
+
+    async def _servers_load(self) -> bool:
+        servers = await self._client.queue.servers()
+        return any(server.state in (ServerState.JOINING, ServerState.SYNCING) for server in servers)
 
     async def _renew_leases(self) -> None:
         await self._leased.wait()

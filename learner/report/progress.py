@@ -1,42 +1,78 @@
-"""The live line of a run; in a log file, a line every few steps."""
+"""What the terminal shows: one live line that fits it, and above it the lines that stay.
+
+The live line is what the learner waits for, or the newest step. Without a terminal both are printed now and then.
+Where the log is another file than the terminal, every step and every line that stays go there too.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import fmean
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from learner.report import rollout_text
 from learner.report.record import StepRecord
+from learner.report.rollout_text import printable
+from learner.report.waits import waits_of
+from protocol.rollouts import RolloutView
 from protocol.status import Status
 
 PRINT_EVERY_STEPS = 10
 PRINT_EVERY_S = 30.0
-STATUS_EVERY_S = 5.0
+# A shorter wait is not worth a line.
+SAY_WAIT_AFTER_S = 2.0
+# Steps that the time left is estimated from.
+ESTIMATE_OVER = 20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    what: str
+    since: float
 
 
 class Progress:
-    """Shows steps as they are done. `status` asks the queue, at most once in a few seconds."""
+    """The learner's part of the terminal. A context manager; its methods may be called from any thread.
+
+    `clock`: seconds, monotonic. `log`: whether lines go to the log too; by default if it is not the same file.
+    """
 
     def __init__(
         self,
         total_steps: int,
-        status: Callable[[], Status],
+        groups_per_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        log: bool | None = None,
     ) -> None:
         self.console = console or Console()
+        self.status: Status | None = None
         self._total_steps = total_steps
-        self._status = status
+        self._groups_per_step = groups_per_step
         self._clock = clock
-        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        self._log = _log_is_apart() if log is None else log
+        self._phase: _Phase | None = None
+        self._newest: StepRecord | None = None
+        self._step_s: deque[float] = deque(maxlen=ESTIMATE_OVER)
         self._printed_at = -float("inf")
-        self._asked_at = -float("inf")
-        self._depth = 0.0
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, get_renderable=self._line, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -51,31 +87,112 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.out(text, highlight=False)
+        self._print(Text(printable(text)))
+        self._to_log(logging.INFO, text)
+
+    def warn(self, text: str) -> None:
+        """A line that a person should act on."""
+        self._print(Text(f"! {printable(text)}", style="bold yellow"))
+        self._to_log(logging.WARNING, text)
+
+    def show_rollout(self, view: RolloutView) -> None:
+        self._print(rollout_text.render(view))
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Around what the learner waits for or loads."""
+        self._phase = _Phase(what, self._clock())
+        try:
+            yield
+        finally:
+            self._phase = None
+
+    def tick(self) -> None:
+        """Draw the live line anew; in a file, say what is waited for if that is due. To be called each second."""
+        phase, now = self._phase, self._clock()
+        if self._live is not None:
+            self._live.refresh()
+            return
+        if phase is None:
+            return
+        waited = now - phase.since >= (SAY_WAIT_AFTER_S if self._newest is None else PRINT_EVERY_S)
+        said = self._printed_at >= phase.since and now - self._printed_at < PRINT_EVERY_S
+        if waited and not said:
+            self._printed_at = now
+            self.say(self._waiting(phase))
 
     def show(self, record: StepRecord) -> None:
         """Show a step that is done."""
+        first, self._newest = self._newest is None, record
+        self._step_s.append(record.times.step_s)
         now = self._clock()
-        last = record.step == self._total_steps
-        due = record.step % PRINT_EVERY_STEPS == 0 or last or now - self._printed_at >= PRINT_EVERY_S
-        if self._live is None and not due:
-            return
-        if now - self._asked_at >= STATUS_EVERY_S:
-            self._asked_at, self._depth = now, self._status().depth
-        text = line(record, self._total_steps, self._depth)
+        text = self._step_line(record)
+        self._to_log(logging.INFO, text)
         if self._live is not None:
-            self._live.update(Text(text, no_wrap=True), refresh=True)
-        else:
+            self._live.refresh()
+            return
+        due = record.step % PRINT_EVERY_STEPS == 0 or now - self._printed_at >= PRINT_EVERY_S
+        if first or due or record.step == self._total_steps:
             self._printed_at = now
-            self.say(text)
+            self._print(Text(text))
+
+    def _line(self) -> RenderableType:
+        phase, newest = self._phase, self._newest
+        if phase is not None and (newest is None or self._clock() - phase.since >= SAY_WAIT_AFTER_S):
+            text = self._waiting(phase)
+        else:
+            text = "" if newest is None else self._step_line(newest, self.console.width)
+        return Text(text, no_wrap=True, overflow="ellipsis")
+
+    def _waiting(self, phase: _Phase) -> str:
+        others = waits_of(self.status, self._groups_per_step) if self.status is not None else ""
+        return f"{_duration(self._clock() - phase.since)} {phase.what}{f': {others}' if others else ''}"
+
+    def _step_line(self, record: StepRecord, width: int | None = None) -> str:
+        left_s = (self._total_steps - record.step) * fmean(self._step_s)
+        depth = self.status.depth if self.status is not None else None
+        return line(record, self._total_steps, left_s, depth, width)
+
+    def _print(self, what: RenderableType) -> None:
+        if self._live is not None:
+            self._live.refresh()  # or it would be drawn again below as it was
+        # A file gets one line for each; a terminal's lines are broken at words.
+        self.console.print(what, highlight=False, soft_wrap=self._live is None)
+
+    def _to_log(self, level: int, text: str) -> None:
+        if self._log:
+            logger.log(level, "%s", text)
 
 
-def line(record: StepRecord, total_steps: int, depth: float) -> str:
-    """depth: groups outstanding at the queue, in optimiser steps."""
+def line(
+    record: StepRecord, total_steps: int, left_s: float, depth: float | None = None, width: int | None = None
+) -> str:
+    """A step in as many of its figures as `width` characters hold, the most asked for first.
+
+    left_s: seconds until the last step; depth: groups outstanding at the queue, in optimiser steps.
+    """
     tally, times = record.tally, record.times
-    return (
-        f"step {record.step:>{len(str(total_steps))}}/{total_steps} | reward {tally.reward_mean:.3f} | "
-        f"staleness {tally.staleness_mean:.2f} (max {tally.staleness_max}) | depth {depth:.1f} | "
-        f"{tally.tokens_sampled / times.step_s:,.0f} tokens/s | {times.step_s:.2f} s, "
-        f"{times.wait_s / times.step_s:.0%} waiting"
-    )
+    figures = [
+        f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
+        f"reward {tally.reward_mean:.3f}",
+        f"{_duration(left_s)} left",
+        f"{times.step_s:.2f} s, {times.wait_s / times.step_s:.0%} waiting",
+        f"staleness {tally.staleness_mean:.2f} (max {tally.staleness_max})",
+        f"{tally.tokens_sampled / times.step_s:,.0f} tokens/s",
+        *([] if depth is None else [f"depth {depth:.1f}"]),
+    ]
+    while width is not None and len(figures) > 1 and len(" | ".join(figures)) > width:
+        figures.pop()
+    return " | ".join(figures)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def _log_is_apart() -> bool:
+    """Whether stderr, where the log goes, is another file than stdout."""
+    try:
+        return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return True

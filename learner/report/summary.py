@@ -1,4 +1,4 @@
-"""The result of a run: `summary.json`, the reward curve, and the same curve as one line of text."""
+"""The result of a run: `summary.json`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import numpy as np
 
 from learner.report.record import PublicationRecord, StepRecord
 from protocol.status import Status
-
-BARS = "▁▂▃▄▅▆▇█"
-SMOOTHED_OVER = 10
 
 
 class Summary(msgspec.Struct):
@@ -85,38 +82,9 @@ def summarise(steps: Sequence[StepRecord], publications: Sequence[PublicationRec
     )
 
 
-def write(run_dir: Path, summary: Summary, steps: Sequence[StepRecord]) -> None:
-    """`summary.json` and `reward.png`."""
+def write(run_dir: Path, summary: Summary) -> None:
+    """`summary.json`"""
     (run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    draw_rewards(run_dir / "reward.png", [step.step for step in steps], [step.tally.reward_mean for step in steps])
-
-
-def draw_rewards(path: Path, steps: Sequence[int], rewards: Sequence[float]) -> None:
-    from matplotlib.figure import Figure  # here alone, so that nothing else needs it
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, rewards, color="#9db7d5", linewidth=1, label="each step")
-    axes.plot(steps, smoothed(rewards), color="#1f4e8c", linewidth=2, label=f"mean of the last {SMOOTHED_OVER}")
-    axes.set(xlabel="optimiser step", ylabel="mean reward of the groups that arrived", title="Reward")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=150)
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """At each step, the mean of it and of up to nine before."""
-    return [float(np.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1])) for i in range(len(values))]
-
-
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """`values` as bars between their least and greatest; neighbours are averaged to fit `width`."""
-    if not values:
-        return ""
-    columns = [float(part.mean()) for part in np.array_split(np.array(values), min(width, len(values)))]
-    low, high = min(columns), max(columns)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in columns)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -177,7 +177,9 @@ class LearnerSection(Section):
     show_rollout_every: CountOrZero = Field(
         0, description="steps between rollouts that are shown on the terminal; 0: none"
     )
-    stall_timeout_s: Seconds = Field(1800.0, description="seconds without a group after which the learner gives up")
+    stall_timeout_s: Seconds = Field(
+        3600.0, description="seconds without a group or a step, after which the learner gives up"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -303,6 +305,14 @@ class RunConfig(Section):
                 f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = "
                 f"{self.vllm.max_model_len}: the longest episodes would fit no micro-batch; raise "
                 f"learner.token_budget"
+            )
+        group_s = self.worker.episode_timeout_s + self.worker.reward_timeout_s
+        if learner.stall_timeout_s <= group_s:
+            raise ValueError(
+                f"learner.stall_timeout_s = {learner.stall_timeout_s:g} is not more than worker.episode_timeout_s = "
+                f"{self.worker.episode_timeout_s:g} and worker.reward_timeout_s = {self.worker.reward_timeout_s:g} "
+                f"together: the learner would give up while a group may still come; raise learner.stall_timeout_s "
+                f"above {group_s:g}, or lower the other two"
             )
         launched = {} if self.vllm.servers else {"vllm.host": self.vllm.host}
         listeners = {"queue.host": queue.host, "weight_sync.host": self.weight_sync.host, **launched}

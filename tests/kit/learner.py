@@ -13,7 +13,7 @@ import torch
 from learner.feed.packing import Sample
 from protocol import codec, reasons
 from protocol.client import Refused
-from protocol.messages import BeginSession, Group, LeaseAck, LeaseReply, LeaseRequest, Problem, RunPosition
+from protocol.messages import BeginSession, Group, LeaseAck, LeaseReply, LeaseRequest, Problem, RunPosition, Server
 from protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall, Status, TicketCounts
 from tests.kit.messages import VOCABULARY, group
 
@@ -56,6 +56,8 @@ class FakeQueue:
         self.refuse_renewals = False
         self.revoke: dict[str, str] = {}
         self.fail_lease: Exception | None = None
+        self.fleet: list[Server] = []
+        self.shown = status(stall=Stall(True, 9.0, "no worker is connected"))
 
     async def __aenter__(self) -> Self:
         return self
@@ -64,9 +66,9 @@ class FakeQueue:
         self.log.append("closed")
 
     async def begin_session(self, begin: BeginSession) -> RunPosition:
-        self.begun.append(begin)
         session = self.now.session + 1
         self.now = RunPosition(self.now.version, begin.step, begin.total_steps, session, None, None, False)
+        self.begun.append(begin)
         self.log.append(("begin", begin.step, begin.resume))
         return self.copy()
 
@@ -124,7 +126,10 @@ class FakeQueue:
         self.log.append("finished")
 
     async def status(self) -> Status:
-        return status(stall=Stall(True, 9.0, "no worker is connected"))
+        return self.shown
+
+    async def servers(self) -> list[Server]:
+        return self.fleet
 
     def copy(self) -> RunPosition:
         return msgspec.structs.replace(self.now)

@@ -7,12 +7,15 @@ import pytest
 
 from learner.model.policy import Policy, Scoring, load_policy
 from protocol.config import ModelSection
+from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.model import save_tiny_model
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -121,3 +121,36 @@ def test_warm_up_is_linear_then_constant(make_policy: Callable[..., Policy]) -> 
     samples = [sample(12, 3, 0)]
     rates = [trainer.step(pack(samples, 32), 9).learning_rate for _ in range(5)]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
+
+
+def test_a_checkpoint_of_the_release_before_loads_and_keeps_its_settings_from_now_on(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    trainer = Trainer(make_policy(), SECTION)
+    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 3), trainer, str(model_path), keep=1)
+    (saved.path / "state.json").write_text('{"step": 1, "version": 3}')
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.info == CheckpointInfo(1, 3, settings=None)
+    checkpoint.save(tmp_path, CheckpointInfo(2, 4, {"learner.steps": "9"}), trainer, str(model_path), keep=1)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.info.settings == {"learner.steps": "9"}
+
+
+def test_a_resumed_optimiser_has_the_run_file_s_settings(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    before = Trainer(make_policy(), SECTION)
+    _train(before, range(2))
+    saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, str(model_path), keep=1)
+    changed = LearnerSection(learning_rate=4e-3, warmup_steps=5, weight_decay=0.2, betas=(0.8, 0.9))
+    resumed = Trainer(make_policy(), changed)
+    checkpoint.restore(saved, resumed)
+    samples = [sample(12, 3, 0)]
+    rates = [resumed.step(pack(samples, 32), 9).learning_rate for _ in range(4)]
+    assert rates == pytest.approx([4e-3 * 3 / 5, 4e-3 * 4 / 5, 4e-3, 4e-3])
+    matrices, vectors = resumed.optimiser.param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
+    assert tuple(matrices["betas"]) == (0.8, 0.9)
+    assert resumed.state()["optimiser"]["state"][0]["step"] == 6

@@ -10,10 +10,19 @@ from typing import Any, cast
 import pytest
 
 from learner.blocking_client import BlockingQueueClient
-from learner.feed.feeder import Feeder, LeaseLost, Starved
+from learner.feed.feeder import Feeder, GaveUp, LeaseLost, Starved
 from protocol import reasons
-from protocol.client import QueueClient, QueueError, RunFinished, Unreachable
-from protocol.messages import BeginSession, Group, LearnerReport, LeaseReply, LeaseRequest
+from protocol.client import QueueClient, QueueError, Refused, RunFinished, Unreachable
+from protocol.messages import (
+    BeginSession,
+    Group,
+    LearnerReport,
+    LeaseReply,
+    LeaseRequest,
+    Problem,
+    Server,
+    ServerState,
+)
 from tests.kit import LEARNER, config, group
 from tests.kit.learner import FakeQueue, endless, in_turn
 
@@ -138,8 +147,44 @@ def test_f7_a_starved_learner_gives_up_with_the_cause() -> None:
     ticks = itertools.count(step=400.0)
     with (
         feeding(FakeQueue(), clock=lambda: next(ticks)) as feeder,
-        pytest.raises(Starved, match="stall_timeout_s = 1800 s: no worker is connected"),
+        pytest.raises(Starved, match="stall_timeout_s = 3600 s: no worker is connected"),
     ):
+        feeder.next_batch()
+
+
+def test_the_wait_that_a_starved_learner_gives_up_after_begins_when_a_server_serves() -> None:
+    """Hole 2, in the feeder: loading for an hour is not starving."""
+    ticks, queue = itertools.count(step=400.0), FakeQueue()
+    queue.fleet = [Server("vllm-0", "http://a", ServerState.JOINING)]
+    asked, fleet = 0, queue.servers
+
+    async def loads_for_long() -> list[Server]:
+        nonlocal asked
+        asked += 1
+        if asked == 30:
+            queue.fleet, queue.now.served_version = [Server("vllm-0", "http://a", ServerState.SERVING)], 0
+        return await fleet()
+
+    queue.servers = loads_for_long  # type: ignore[method-assign]
+    with feeding(queue, clock=lambda: next(ticks)) as feeder, pytest.raises(Starved):
+        feeder.next_batch()
+    assert asked == 30
+    assert len([entry for entry in queue.log if entry[0] == "lease"]) > 30
+
+
+def test_the_learner_s_patience_exceeds_the_longest_time_to_a_group() -> None:
+    with pytest.raises(
+        ValueError, match=r"learner.stall_timeout_s = 1800 is not more than worker.episode_timeout_s = 18"
+    ):
+        config(LEARNER, learner={"stall_timeout_s": 1800.0})
+    assert config(LEARNER).learner.stall_timeout_s == 3600
+    config(LEARNER, learner={"stall_timeout_s": 5.0}, worker={"episode_timeout_s": 2.0, "reward_timeout_s": 2.0})
+
+
+def test_a_lease_that_is_refused_since_the_run_gave_up_says_why() -> None:
+    queue = FakeQueue()
+    queue.fail_lease = Refused(409, Problem(reasons.GAVE_UP, "the first 16 groups failed"))
+    with feeding(queue) as feeder, pytest.raises(GaveUp, match="the first 16 groups failed"):
         feeder.next_batch()
 
 

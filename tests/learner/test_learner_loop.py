@@ -1,26 +1,42 @@
 from __future__ import annotations
 
+import asyncio
+import io
 import os
+import re
 import signal
-from collections.abc import Iterable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self, cast
 
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
 from learner.blocking_client import BlockingQueueClient
-from learner.loop import Loop, build_trainer, run, starting_point
-from protocol.client import QueueClient, Unreachable
-from protocol.config import ConfigError, RunConfig
+from learner.loop import Loop, build_trainer, run
+from learner.report.progress import Progress
+from learner.start import starting_point
+from learner.stopping import Stop
+from learner.trainer import Trainer
+from protocol import fingerprint, reasons
+from protocol.client import QueueClient, Refused, Unreachable
+from protocol.config import ConfigError, RunConfig, to_toml
+from protocol.messages import Problem
 from tests.kit import LEARNER, config
-from tests.kit.learner import FakeQueue, endless
+from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
+from tests.kit.learner import FakeQueue, endless, status
+from tests.kit.messages import VOCABULARY
+from tests.kit.model import save_tiny_model
 from weight_sync.probe import Probe
-from weight_sync.publisher import Publisher, PublishRecord
+from weight_sync.publisher import Publisher, PublishError, PublishRecord
 
 
 class FakePublisher:
@@ -33,6 +49,7 @@ class FakePublisher:
         self.weights: list[dict[str, torch.Tensor]] = []
         self.probes: list[Probe] = []
         self.in_flight: int | None = None
+        self.on_failure: Callable[[BaseException], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -61,8 +78,9 @@ def train(config: RunConfig, queue: FakeQueue, resume: bool = False) -> FakePubl
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
-    with BlockingQueueClient(cast(QueueClient, queue)) as client:
-        Loop(config, trainer, client, cast(Publisher, publisher)).run(checkpoint, resume)
+    progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
+    with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
+        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
     return publisher
 
 
@@ -252,13 +270,244 @@ def test_the_command_says_what_is_wrong_with_code_2(capsys: pytest.CaptureFixtur
     assert "none.toml: there is no such run file" in capsys.readouterr().err
 
 
-def test_sigterm_gives_leases_back(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_session_declares_the_tokenizer_the_settings_and_the_vocabulary(model_path: Path, tmp_path: Path) -> None:
     queue = FakeQueue(endless())
+    settings = config_for(model_path, tmp_path, steps=1)
+    train(settings, queue)
+    assert queue.begun[0].fingerprint == fingerprint.of(settings, tiny_tokenizer())
+    assert queue.begun[0].vocabulary == VOCABULARY
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"no tokenizer can be loaded .* tokenizer.save_pretrained"):
+        train(config_for(folder, tmp_path), FakeQueue(endless()))
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
+    """A queue and a publisher that `run` finds in the place of the real ones."""
+    queue = FakeQueue(endless())
+    queue.shown = status()
     monkeypatch.setattr("learner.loop.QueueClient", lambda url, token: queue)
     monkeypatch.setattr("learner.loop.Publisher", lambda config, url: FakePublisher(queue))
-    monkeypatch.setattr("learner.trainer.Trainer.step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setenv("SLIPSTREAM_COMMAND", "slipstream up my.toml")
+    return queue
+
+
+def signal_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Send it to this process as the forward pass of `step` begins."""
+    count, forward = 0, Trainer.step
+
+    def signalled(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == step:
+            os.kill(os.getpid(), number)
+        return forward(*arguments)
+
+    monkeypatch.setattr(Trainer, "step", signalled)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_abandons_the_step_and_saves_the_one_before(
+    in_place: FakeQueue,
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    before = signal.getsignal(number)
+    signal_in_step(monkeypatch, 4, number)
+    settings = config_for(model_path, tmp_path, checkpoint_every=2)
     with pytest.raises(SystemExit) as leaving:
+        run(settings)
+    assert leaving.value.code == code
+    assert ("release", "1-4") in in_place.log
+    assert milestones(in_place)[-4:] == [("publish", 3), ("release", "1-4"), ("checkpointed", 3), "closed"]
+    told = capsys.readouterr().out
+    assert "stopped after step 3; writing a checkpoint of it" in told
+    assert told.splitlines()[-1] == "go on from step 3 with: slipstream up my.toml --resume"
+    assert signal.getsignal(number) is before
+
+    in_place.log.clear()
+    monkeypatch.undo()
+    train(settings, in_place, resume=True)
+    assert milestones(in_place)[0] == ("begin", 3, True)
+
+
+def test_a_signal_while_weights_change_waits_for_the_acknowledgement(
+    in_place: FakeQueue, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the checkpoint would hold a version that the queue does not know."""
+    change = torch.optim.AdamW.step
+
+    def signalled(*arguments: Any, **words: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return change(*arguments, **words)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", signalled)
+    with pytest.raises(SystemExit):
         run(config_for(model_path, tmp_path))
-    assert leaving.value.code == 143
-    assert ("release", "1-1") in queue.log
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ended = [entry for entry in milestones(in_place) if entry[0] in ("ack", "checkpointed")]
+    assert ended == [("ack", 1), ("checkpointed", 1)]
+
+
+def test_a_signal_while_the_queue_is_away_saves_no_version_that_it_does_not_know(
+    in_place: FakeQueue,
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("learner.stopping.HOLD_AT_MOST_S", 0.05)
+
+    async def never(*_: object) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    in_place.ack = never  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        run(config_for(model_path, tmp_path))
+    assert not (tmp_path / "test" / "checkpoints").exists()
+    told = capsys.readouterr()
+    assert "there is no checkpoint of it, since the queue does not answer" in told.out
+    assert "destroyed" not in told.err
+
+
+def test_no_checkpoint_is_begun_that_the_grace_time_would_cut_short(
+    in_place: FakeQueue,
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("learner.loop.DISK_BYTES_PER_S", 1.0)
+    signal_in_step(monkeypatch, 2, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        run(config_for(model_path, tmp_path))
+    assert not (tmp_path / "test" / "checkpoints").exists()
+    told = capsys.readouterr().out
+    assert re.search(
+        r"no time for a checkpoint: it may take \d+ s, and (19|20) s are left of deploy.grace_s = 20", told
+    )
+    assert told.splitlines()[-1] == "there is no checkpoint to go on from: start anew with --run.name test-2"
+
+
+def test_a_signal_ends_the_wait_for_groups(
+    in_place: FakeQueue, model_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = in_place.lease
+
+    async def interrupted(request: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        in_place.lease = asked  # type: ignore[method-assign]
+        await asyncio.Event().wait()
+
+    in_place.lease = interrupted  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        run(config_for(model_path, tmp_path))
+    assert "destroyed" not in capfd.readouterr().err
+
+
+def test_resuming_what_was_never_saved_is_refused(in_place: FakeQueue, model_path: Path, tmp_path: Path) -> None:
+    in_place.now.step = 3
+    with pytest.raises(ConfigError, match=r"--resume: nothing to resume: .*checkpoints holds no checkpoint.*at step 3"):
+        run(config_for(model_path, tmp_path), resume=True)
+    assert milestones(in_place) == ["closed"]
+
+
+def test_a_resume_says_from_where_and_what_was_changed(
+    in_place: FakeQueue, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config_for(model_path, tmp_path, steps=2))
+    capsys.readouterr()
+    run(config_for(model_path, tmp_path, steps=3, learning_rate=5e-4), resume=True)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"resuming from step 2 of 3: {tmp_path}/test/checkpoints/step-000002"
+    assert said[1] == (
+        "changed since that checkpoint, as the run file says: learner.steps = 3 (was 2), "
+        "learner.learning_rate = 0.0005 (was 0.001)"
+    )
+    rates = [line["learning_rate"] for line in lines(tmp_path / "test" / "metrics.jsonl")]
+    assert rates == [1e-3, 1e-3, 5e-4]
+
+
+def test_resuming_a_finished_run_says_so(
+    in_place: FakeQueue, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config_for(model_path, tmp_path, steps=2))
+    capsys.readouterr()
+    in_place.log.clear()
+    run(config_for(model_path, tmp_path, steps=2), resume=True)
+    assert capsys.readouterr().out == "test is finished: it has made all of its 2 steps\n"
+    assert in_place.log == ["closed"]
+
+
+def test_resuming_before_the_first_step_starts(
+    in_place: FakeQueue, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(config_for(model_path, tmp_path, steps=1), resume=True)
+    assert "holds no checkpoint, and no step was made: starting at step 0" in capsys.readouterr().out
+
+
+def test_a_run_that_gave_up_ends_with_the_queue_s_words_and_code_1(
+    in_place: FakeQueue, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "the first 16 groups failed: reward: accuracy gave 3 values for 4 completions; return one for each"
+    in_place.fail_lease = Refused(409, Problem(reasons.GAVE_UP, text))
+    (tmp_path / "task.py").write_text("task = None\n")
+    settings = config_for(model_path, tmp_path)
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(settings))
+    assert main([str(file), "--task.path", f"{tmp_path}/task.py:task"]) == 1
+    assert text in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_failure_between_publications_ends_the_wait_for_groups(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = FakeQueue()
+    publisher = FakePublisher(queue)
+
+    def fails(n: int, version: int) -> list[Any]:
+        if publisher.on_failure is not None:
+            publisher.on_failure(PublishError("the watch ended"))
+        return []
+
+    queue.supply = fails
+    settings = config_for(model_path, tmp_path)
+    progress = Progress(4, console=Console(file=io.StringIO()))
+    with (
+        BlockingQueueClient(cast(QueueClient, queue)) as client,
+        Stop(20.0) as stop,
+        pytest.raises(PublishError, match="the watch ended"),
+    ):
+        Loop(settings, build_trainer(settings, None), client, cast(Publisher, publisher), progress, stop).run(
+            None, False
+        )
+
+
+@pytest.mark.parametrize("moment", ["imports", "waits"])
+def test_ctrl_c_prints_no_traceback(moment: str, model_path: Path, tmp_path: Path) -> None:
+    """While packages load, and while the queue is waited for."""
+    (tmp_path / "task.py").write_text("task = None\n")
+    (tmp_path / "run.toml").write_text(to_toml(config_for(model_path, tmp_path)))
+    command = [sys.executable, "-m", "learner", "run.toml", "--task.path", "task.py:task", "--queue.port", "8699"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        errors = ""
+        if moment == "waits":
+            while "waiting for the queue at" not in errors:
+                errors += process.stderr.readline()
+        else:
+            while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+                time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        errors += process.stderr.read()
+    assert process.returncode == (130 if moment == "waits" else -signal.SIGINT)
+    for word in ("Traceback", "destroyed", "ignored"):
+        assert word not in errors

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import ast
-import io
 from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 import learner
 from learner.feed.tally import Tally
 from learner.report import summary
 from learner.report.journal import Journal
-from learner.report.progress import Progress
 from learner.report.record import PublicationRecord, StepRecord, StepTimes
 from learner.trainer import StepFigures
 from protocol.messages import LearnerReport, Server
@@ -99,19 +96,10 @@ def test_summary_of_a_run() -> None:
 
 def test_summary_has_every_field_that_is_promised_and_survives_an_empty_run(tmp_path: Path) -> None:
     result = summary.summarise([], [], status())
-    summary.write(tmp_path, result, [])
+    summary.write(tmp_path, result)
     written = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     assert set(REQUIRED.split()) <= set(written)
     assert written["staleness_mean"] is None
-
-
-def test_the_reward_curve_is_a_picture_and_a_line_of_text(tmp_path: Path) -> None:
-    summary.draw_rewards(tmp_path / "reward.png", [1, 2], [0.0, 1.0])
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert summary.sparkline([0.3] * 100, width=20) == "▁" * 20
-    assert summary.sparkline([]) == ""
-    assert summary.smoothed([0.0, 1.0, 2.0]) == [0.0, 0.5, 1.0]
 
 
 def test_a_line_holds_the_fields_of_all_parts_side_by_side_and_is_read_back(tmp_path: Path) -> None:
@@ -188,25 +176,6 @@ def test_a_journal_keeps_figures_that_only_another_release_knows(tmp_path: Path)
     Journal(path, StepRecord, 1).append(step_record(2))
     assert path.read_bytes().startswith(old)
     assert [record.step for record in Journal(path, StepRecord, 2).records] == [1, 2]
-
-
-def test_a_log_file_gets_a_line_now_and_then() -> None:
-    text, now = io.StringIO(), [0.0]
-    asked = []
-
-    def ask() -> object:
-        asked.append(now[0])
-        return status()
-
-    progress = Progress(25, ask, Console(file=text, width=200), clock=lambda: now[0])  # type: ignore[arg-type]
-    with progress:
-        for step in range(1, 26):
-            now[0] += 1
-            progress.show(step_record(step))
-    lines = text.getvalue().splitlines()
-    assert [line.split("|")[0] for line in lines] == ["step  1/25 ", "step 10/25 ", "step 20/25 ", "step 25/25 "]
-    assert "reward 0.500 | staleness 1.00 (max 1) | depth 3.5 | 60 tokens/s | 2.00 s, 25% waiting" in lines[0]
-    assert asked == [1, 10, 20, 25]
 
 
 def test_only_the_curve_needs_matplotlib() -> None:

@@ -280,6 +280,48 @@ def test_f16_a_server_that_restarted_is_caught_up_without_a_new_version(world: W
     assert world.states() == [(ServerState.SERVING, 4)] * 2
 
 
+def broken_for(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look whether a server is up fails in a way that nobody foresaw."""
+    left, look = [RuntimeError("a bug")] * times, server_control.ServerControl.is_up
+
+    async def is_up(self: server_control.ServerControl) -> bool:
+        if left:
+            raise left.pop()
+        return await look(self)
+
+    monkeypatch.setattr(server_control.ServerControl, "is_up", is_up)
+
+
+def test_hole_8_the_watch_survives_errors_of_any_kind_and_logs_them(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with world.publisher() as publishing:
+        publishing.publish(3, weights(), probe())
+        publishing.wait()
+        broken_for(2, monkeypatch)
+        assert world.queue is not None
+        world.do(world.queue.put_server(Server("vllm-1", world.urls[1])))
+        until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
+    traces = [record for record in caplog.records if record.exc_info]
+    assert [record.message.partition("(")[2] for record in traces] == ["failure 1)", "failure 2)"]
+
+
+def test_hole_8_a_watch_that_only_fails_ends_the_learner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "WATCH_FAILURES", 3)
+    ended: list[BaseException] = []
+    with world.publisher() as publishing:
+        publishing.on_failure = ended.append
+        publishing.publish(3, weights(), probe())
+        publishing.wait()
+        broken_for(100, monkeypatch)
+        assert world.queue is not None
+        world.do(world.queue.put_server(Server("vllm-1", world.urls[1])))
+        until(lambda: bool(ended))
+        with pytest.raises(PublishError, match="3 times in a row; the last time: RuntimeError: a bug"):
+            publishing.publish(4, weights(), probe())
+    assert isinstance(ended[0], PublishError)
+
+
 def test_a_server_that_is_still_starting_does_not_hold_up_later_versions(world: World) -> None:
     assert world.queue is not None
     with world.publisher(start_timeout_s=60) as publishing:

@@ -1,0 +1,114 @@
+"""Where a run starts: at the initial model, at a checkpoint, or not at all; and what it declares to the queue."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from learner import checkpoint as checkpoints
+from learner.checkpoint import Checkpoint, CheckpointInfo
+from learner.report.journal import newest_version
+from protocol import fingerprint
+from protocol.config import ConfigError, RunConfig
+from protocol.messages import BeginSession, RunPosition
+
+# Set by who starts a learner for somebody: the command that this person typed.
+COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
+
+
+def starting_point(config: RunConfig, resume: bool) -> Checkpoint | None:
+    """The checkpoint to start from; None for the initial model. Raises `ConfigError` for a run that is not to be
+    resumed but has a checkpoint."""
+    checkpoint = checkpoints.latest(config.run_dir)
+    if checkpoint is not None and not resume:
+        raise ConfigError(
+            f"run.name = {config.run.name}: {checkpoint.path} holds a checkpoint already; go on from it with "
+            f"--resume, or choose another run.name"
+        )
+    return checkpoint
+
+
+def check_resumable(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> None:
+    """Raise `ConfigError` if a resume would train from the initial model what the run has trained before.
+
+    A run that was started and made no step yet is resumed by starting it.
+    """
+    if checkpoint is None and position.step > 0:
+        raise ConfigError(
+            f"--resume: nothing to resume: {checkpoints.folder(config.run_dir)} holds no checkpoint, and the queue's "
+            f"run is at step {position.step}; look whether run.dir and run.name are right, or start anew under another "
+            f"name: --run.name {config.run.name}-2"
+        )
+
+
+def is_over(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> bool:
+    """Whether the run has made its last step and told the queue so."""
+    return checkpoint is not None and checkpoint.info.step >= config.learner.steps and position.finished
+
+
+def introduction(config: RunConfig, checkpoint: Checkpoint | None) -> list[str]:
+    """What to say of a run that is resumed: from where, and with which settings that the checkpoint was not made with.
+    Settings are those of the run file, whatever the checkpoint holds."""
+    if checkpoint is None:
+        return [f"{checkpoints.folder(config.run_dir)} holds no checkpoint, and no step was made: starting at step 0"]
+    info = checkpoint.info
+    said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
+    now, then = settings(config), info.settings or {}
+    changed = [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
+    if changed:
+        said.append(f"changed since that checkpoint, as the run file says: {', '.join(changed)}")
+    return said
+
+
+def settings(config: RunConfig) -> dict[str, str]:
+    """Every setting by its name, as text; not the token."""
+    sections = config.model_dump(mode="json")
+    return {
+        f"{section}.{name}": str(value)
+        for section, values in sections.items()
+        for name, value in values.items()
+        if name != "token"
+    }
+
+
+def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, vocabulary: int) -> BeginSession:
+    """What the learner tells the queue: where it starts, and what it expects of the workers' rollouts.
+
+    `vocabulary`: token ids that the model knows. Raises `ConfigError` where no tokenizer can be loaded.
+    """
+    done = checkpoint.info if checkpoint else CheckpointInfo(step=0, version=0)
+    # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
+    version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
+    expected = fingerprint.of(config, _tokenizer(config.model.path))
+    return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary)
+
+
+def _tokenizer(path: str) -> Any:
+    """As the workers load it, so that the same files have the same fingerprint."""
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    except Exception as error:  # of many types, by what is missing or broken
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model.path = {path}: no tokenizer can be loaded from it ({type(error).__name__}: {first}); save the "
+            f"tokenizer there with tokenizer.save_pretrained"
+        ) from error
+
+
+def command() -> str:
+    """The command that started this run."""
+    if given := os.environ.get(COMMAND_VARIABLE):
+        return given
+    program, *arguments = sys.argv
+    name = "python -m learner" if Path(program).parent.name == "learner" else "slipstream"
+    return f"{name} {shlex.join(arguments)}"
+
+
+def resume_command() -> str:
+    """The command that goes on with this run, as it was started."""
+    return command() if "--resume" in shlex.split(command()) else f"{command()} --resume"

@@ -98,8 +98,10 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
         limit = broker.config.queue.max_group_bytes
         body = await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes")
         if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
-            size, version = broker.config.rollout.group_size, broker.ledger.run.version
-            facts = await asyncio.to_thread(validation.read, body, record, size, version)  # a large group takes a while
+            size, run = broker.config.rollout.group_size, broker.ledger.run
+            vocabulary = getattr(run, "vocabulary", None)
+            # In a thread, since a large group takes a while.
+            facts = await asyncio.to_thread(validation.read, body, record, size, run.version, vocabulary)
             async with broker.lock:
                 if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
                     broker.fleet.check(facts, record.serial)

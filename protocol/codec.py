@@ -143,8 +143,8 @@ def shape(data: bytes, most_items: int, deepest: int) -> Shape:
                 depth = max(depth, len(left) - 1)
             else:
                 position += length + _EXTENSION.get(first, 0)
-                if position > len(data):
-                    raise IndexError
+            if position > len(data):
+                raise IndexError
     except IndexError:
         raise DecodeError(f"not msgpack: it ends within a value, after {len(data)} bytes") from None
     return Shape(items, depth)

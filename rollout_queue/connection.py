@@ -113,16 +113,14 @@ class Connection(HttpToolsProtocol):
         self._head = 0
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is not _Phase.HEAD:
             return  # a trailer, which nothing reads
-        self._head += len(name) + len(value) + 4
-        if self._head + len(self.url) > self.limits.head_bytes or len(self.headers) >= self.limits.headers:
-            self._fail(
-                431,
-                f"the request's head is too large: allowed are {self.limits.headers} headers and "
-                f"{self.limits.head_bytes} bytes",
-            )
+        self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -188,6 +186,16 @@ class Connection(HttpToolsProtocol):
         elif self._phase is _Phase.BODY:
             self._refuse(
                 408, f"the body brought less than {self.limits.body_bytes} bytes within {self.limits.body_s:g} s"
+            )
+
+    def _count_head(self, size: int) -> None:
+        """Count the bytes of a head that comes whole, in one piece that may hold several times the bound."""
+        self._head += size
+        if self._head > self.limits.head_bytes or len(self.headers) >= self.limits.headers:
+            self._fail(
+                431,
+                f"the request's head is too large: allowed are {self.limits.headers} headers and "
+                f"{self.limits.head_bytes} bytes",
             )
 
     def _fail(self, status: int, text: str) -> None:

@@ -25,6 +25,8 @@ from protocol.messages import Problem
 _MOST_CONNECTIONS = 4096
 _SPARE_CONNECTIONS = 32  # beyond the bound: for the liveness probe
 
+_TOO_MANY_PIECES = "the body is framed in too many pieces: send larger chunks, and no trailer"
+
 
 class Limits(msgspec.Struct, frozen=True):
     """`head_s`: time-out of a request's head; `body_bytes` must come in every `body_s`; `linger_s`: how long the rest
@@ -69,7 +71,7 @@ class Connection(HttpToolsProtocol):
         self._since = 0.0
         self._served = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._received = self._body = self._body_before = self._head = 0
+        self._received = self._body = self._body_before = self._head = self._pieces = 0
         self._refusal: tuple[int, str] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -103,7 +105,7 @@ class Connection(HttpToolsProtocol):
         if self._phase is _Phase.HEAD and self._received > self.limits.head_bytes:
             self._refuse(431, f"the request's head has more than the {self.limits.head_bytes} bytes that are allowed")
         elif self._phase is _Phase.BODY and self._received - 2 * self._body > self.limits.head_bytes:
-            self._refuse(400, "the body is framed in too many pieces: send larger chunks, and no trailer")
+            self._refuse(400, _TOO_MANY_PIECES)
         else:
             self._time()
 
@@ -119,19 +121,21 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is not _Phase.HEAD:
+            self._count_piece()
             return  # a trailer, which nothing reads
         self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._phase = _Phase.BODY
-        self._received = self._body = self._body_before = 0
+        self._received = self._body = self._body_before = self._pieces = 0
         health = self.url.partition(b"?")[0] == routes.HEALTH.encode()
         self.limit_concurrency = None if health else self.config.limit_concurrency
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
+        self._count_piece()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -197,6 +201,12 @@ class Connection(HttpToolsProtocol):
                 f"the request's head is too large: allowed are {self.limits.headers} headers and "
                 f"{self.limits.head_bytes} bytes",
             )
+
+    def _count_piece(self) -> None:
+        """Of a body or a trailer. Each costs the loop some microseconds, and 64 KiB may hold ten thousand."""
+        self._pieces += 1
+        if self._pieces > 256 + self._body // 64:
+            self._fail(400, _TOO_MANY_PIECES)
 
     def _fail(self, status: int, text: str) -> None:
         """Out of the parser, whose caller refuses."""

@@ -3,8 +3,9 @@
     python benchmarks/hostile_requests.py [--requests 1400] [--port 0] [--token]
 
 `by_status`: answers by HTTP status, `closed`: connections that the queue ended without one; `hangs`: requests that it
-neither answered nor ended in time; `healthz_ms`: the slowest of the probes, each on a connection of its own; `rss_mb`:
-resident memory before and after. Exits with 1 if there is a 500, a hang, a probe above 100 ms or growth above 50 MB.
+neither answered nor ended in time; `healthz_ms`: the slowest of the probes, each on a connection of its own, also
+before the attack, which tells how busy the machine is with other work; `rss_mb`: resident memory before and after.
+Exits with 1 if there is a 500, a hang, a probe above 100 ms or growth above 50 MB.
 """
 
 from __future__ import annotations
@@ -320,6 +321,8 @@ async def attack(port: int, pid: int, arguments: argparse.Namespace) -> dict[str
         if status == "500":
             failed.append(repr(request)[:200])
 
+    with probing(port, latencies.setdefault("before", [])):
+        await asyncio.sleep(5.0)
     with probing(port, latencies.setdefault("requests", [])):
         async with asyncio.TaskGroup() as tasks:
             for number in range(arguments.requests):

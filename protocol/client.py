@@ -73,7 +73,6 @@ class Refused(QueueError):
         super().__init__(problem.message if alone else f"{problem.message} ({problem.reason}){asked}")
         self.status = status
         self.reason = problem.reason
-        self.message = problem.message
         self.retry_after_s = retry_after_s
 
 

@@ -2,7 +2,8 @@
 
 A call that cannot reach the queue, or meets a 5xx, is tried again with growing pauses until `patience_s` is over (a
 long-poll's own wait comes on top): that is what lets the queue be killed and restarted under a run. Every route is
-safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused`, with a code of `protocol.reasons`.
+safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused`, with a code of `protocol.reasons`. A full
+queue is waited for, within `FULL_PATIENCE_S`. Every error names the URL that was asked.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -58,6 +60,8 @@ logger = logging.getLogger(__name__)
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 
+FULL_PATIENCE_S = 900.0  # while a learner writes a checkpoint or evaluates, nothing leaves the queue
+
 
 class QueueError(RuntimeError):
     """The queue could not do what was asked."""
@@ -66,8 +70,11 @@ class QueueError(RuntimeError):
 class Refused(QueueError):
     """A 4xx answer. `reason` is the queue's code, `retry_after_s` is set with 429."""
 
-    def __init__(self, status: int, problem: Problem, retry_after_s: float | None = None) -> None:
-        super().__init__(f"{problem.message} ({problem.reason})")
+    def __init__(self, status: int, problem: Problem, retry_after_s: float | None = None, url: str = "") -> None:
+        asked = f" [{url}]" if url else ""
+        # What differs from the run is for a person to read, who did not ask this URL.
+        alone = problem.reason == reasons.FINGERPRINT
+        super().__init__(problem.message if alone else f"{problem.message} ({problem.reason}){asked}")
         self.status = status
         self.reason = problem.reason
         self.retry_after_s = retry_after_s
@@ -75,6 +82,10 @@ class Refused(QueueError):
 
 class RunFinished(QueueError):
     """The run is over: no more tickets will be given."""
+
+
+class GaveUp(QueueError):
+    """The queue ended the run because its first groups all failed; the text is the queue's."""
 
 
 class Unreachable(QueueError):
@@ -116,11 +127,11 @@ class QueueClient:
             await self._session.close()
 
     async def tickets(self, request: TicketRequest) -> TicketReply:
-        """Wait up to `request.wait_s` for tickets; an empty reply means none yet. Raises `RunFinished`."""
+        """Wait up to `request.wait_s` for tickets; an empty reply means none yet. Raises `RunFinished`, `GaveUp`."""
         try:
             body = await self._call("POST", routes.TICKETS, request, wait_s=request.wait_s)
         except Refused as refusal:
-            if refusal.status == 409:
+            if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
             raise
         return self._understood(routes.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
@@ -132,19 +143,28 @@ class QueueClient:
         return await self._ask(WorkerReply, "POST", routes.WORKER_OF.format(id=report.worker_id), report)
 
     async def submit(self, group: Group) -> bool:
-        """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again.
+        """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again, for the
+        greater of `patience_s` and `FULL_PATIENCE_S`.
 
-        Raises `Refused`: 410 the ticket is no longer ours, 413 too large, 422 a rule of the door.
+        Raises `Refused`: 410 the ticket is no longer ours, or the run is over, 413 too large, 422 a rule of the door.
         """
         data = codec.encode(group)
         path = routes.GROUP_OF.format(id=group.ticket_id)
+        patience_s = max(self.patience_s, FULL_PATIENCE_S)
+        deadline = time.monotonic() + patience_s
         while True:
             try:
                 return await self._call("PUT", path, data) == b"new"
             except Refused as refusal:
                 if refusal.status != 429:
                     raise
-                await asyncio.sleep(refusal.retry_after_s or 1.0)
+                pause_s = refusal.retry_after_s or 1.0
+                if time.monotonic() + pause_s > deadline:
+                    raise QueueError(
+                        f"the queue has had no room for group {group.ticket_id} for {patience_s:.0f} s: {refusal}; "
+                        f"does the learner still make steps? See `slipstream status`"
+                    ) from refusal
+                await asyncio.sleep(pause_s)
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Wait up to `request.wait_s` for groups; may return none."""
@@ -232,8 +252,8 @@ class QueueClient:
             last = error.last_attempt.exception()
             waited = f" for {self.patience_s:.0f} s" if self.patience_s else ""
             raise Unreachable(
-                f"the queue at {self.url} did not answer{waited} ({last}); is it running? "
-                f"Start it with: slipstream queue run.toml"
+                f"the queue at {self.url} did not answer{waited} ({last}); is it running, and is the URL right? "
+                f"queue.host and queue.port of its run file, or --queue, say where it is looked for"
             ) from None
         raise AssertionError("unreachable: the retry loop returns or raises")
 
@@ -255,18 +275,22 @@ class QueueClient:
         if self._session is None:
             raise RuntimeError("use the client as a context manager: async with QueueClient(...) as client")
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        asked = f"{method} {self.url}{path}"
         try:
             async with self._session.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as response:
                 body = await response.read()
                 if response.status >= 500:
-                    raise _Transient(f"{method} {path}: HTTP {response.status}")
+                    raise _Transient(f"{asked}: HTTP {response.status}")
                 if response.status >= 400:
-                    raise Refused(response.status, _problem(response.status, body), _retry_after(response))
+                    problem = _problem(response.status, body)
+                    if problem.reason == reasons.GAVE_UP:
+                        raise GaveUp(problem.message)
+                    raise Refused(response.status, problem, _retry_after(response), asked)
                 return body
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _Transient(f"{method} {path}: {str(error) or type(error).__name__}") from error
+            raise _Transient(f"{asked}: {str(error) or type(error).__name__}") from error
 
 
 def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[str, str]]:

@@ -4,13 +4,13 @@ Arrays travel as `[dtype, length, little-endian bytes]`, and decode without a co
 
 Decoding hostile input raises `DecodeError`, in time and memory linear in the input, since msgspec checks every
 length against what is left. A real group takes about twice its size; the worst is a body of one-byte empty
-containers, at under 100 bytes for each: a listener bounds its bodies before it decodes them.
+containers, at under 100 bytes for each. A listener bounds its bodies, and of msgpack their `shape`, before it decodes.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,13 @@ _DTYPES = {"<i4": np.dtype("<i4"), "<f4": np.dtype("<f4"), "|b1": np.dtype("|b1"
 
 class DecodeError(ValueError):
     """Bytes that are not the message that was expected."""
+
+
+class Shape(NamedTuple):
+    """Of msgpack: `items`, its values and keys in all; `depth`, its containers within one another."""
+
+    items: int
+    depth: int
 
 
 def _encode_array(value: object) -> object:
@@ -55,6 +62,37 @@ def _array(value: Any) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype=dtype)
 
 
+class _Head(NamedTuple):
+    """What a value's first byte says: its length, or the width of the length that follows, and for a container the
+    values in each of its entries, else 0. https://github.com/msgpack/msgpack/blob/master/spec.md"""
+
+    length: int = 0
+    width: int = 0
+    each: int = 0
+
+
+def _heads() -> list[_Head]:
+    heads = [_Head()] * 256  # numbers below 128 and above -33, nil, false, true
+    heads[0x80:0x90] = [_Head(length, each=2) for length in range(16)]
+    heads[0x90:0xA0] = [_Head(length, each=1) for length in range(16)]
+    heads[0xA0:0xC0] = [_Head(length) for length in range(32)]
+    for power in range(3):
+        heads[0xC4 + power] = heads[0xD9 + power] = _Head(width=2**power)  # bytes, text
+        heads[0xC7 + power] = _Head(width=2**power)  # extension
+    for power in range(2):
+        heads[0xDC + power] = _Head(width=2 ** (power + 1), each=1)
+        heads[0xDE + power] = _Head(width=2 ** (power + 1), each=2)
+    heads[0xCA], heads[0xCB] = _Head(4), _Head(8)  # floats
+    for power in range(4):
+        heads[0xCC + power] = heads[0xD0 + power] = _Head(2**power)  # integers
+    for power in range(5):
+        heads[0xD4 + power] = _Head(1 + 2**power)  # extensions of fixed length, with their type
+    return heads
+
+
+_HEADS = _heads()
+_EXTENSION = dict.fromkeys((0xC7, 0xC8, 0xC9), 1)  # the type, after the length
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _json_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
@@ -77,6 +115,39 @@ def decode(data: bytes, kind: type[T]) -> T:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except _NOT_DECODABLE as error:
         raise _refusal(kind, error) from error
+
+
+def shape(data: bytes, most_items: int, deepest: int) -> Shape:
+    """The shape of msgpack `data`, read without building anything, and no further than one beyond a bound.
+
+    Raises `DecodeError` if `data` ends before its values do. Whether they are the message that is expected, and whether
+    more bytes follow, is the decoder's to say.
+    """
+    position = items = depth = 0
+    left = [1]  # values still to come: of the whole, and of each container that is open
+    try:
+        while left and items <= most_items and depth <= deepest:
+            if not left[-1]:
+                left.pop()
+                continue
+            left[-1] -= 1
+            items += 1
+            first = data[position]
+            position += 1
+            length, width, each = _HEADS[first]
+            if width:
+                length = int.from_bytes(data[position : position + width])
+                position += width
+            if each:
+                left.append(length * each)
+                depth = max(depth, len(left) - 1)
+            else:
+                position += length + _EXTENSION.get(first, 0)
+            if position > len(data):
+                raise IndexError
+    except IndexError:
+        raise DecodeError(f"not msgpack: it ends within a value, after {len(data)} bytes") from None
+    return Shape(items, depth)
 
 
 def encode_json(message: Any) -> bytes:

@@ -16,6 +16,7 @@ from protocol.config import ConfigError, RunConfig
 from rollout_queue import store
 from rollout_queue.api.app import create_app
 from rollout_queue.broker import Broker
+from rollout_queue.connection import Connection, most_connections
 from rollout_queue.store.base import StoreError
 
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
@@ -51,6 +52,9 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
+                ws="none",
+                limit_concurrency=most_connections(),
                 access_log=False,
                 log_level="warning",
                 timeout_keep_alive=_IDLE_CONNECTION_S,

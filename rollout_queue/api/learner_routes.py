@@ -5,7 +5,9 @@ Every change of the ledger stands within `async with broker.lock`: look, decide,
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -32,6 +34,8 @@ from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.observe.observations import FEEDER, LEARNER
 from rollout_queue.wakeup import MAX_WAIT_S, wait
+
+_MOST_LEASE_BYTES = 32 * 1024**2  # a larger answer would hold up everybody else's
 
 router = APIRouter()
 
@@ -82,7 +86,7 @@ async def lease(request: Request, broker: ReadyBroker) -> Response:
             if lost or (more and not await request.is_disconnected()):
                 wanted = 0 if lost else max(0, message.max_groups)
                 await broker.commit(leases.lease(ledger, broker.fleet, message.lease_id, wanted, message.have))
-            records = leases.undelivered(ledger, message.lease_id, message.have)
+            records = _fitting(leases.undelivered(ledger, message.lease_id, message.have))
             revoked = leases.revoked(ledger, broker.fleet, message.lease_id, message.have)
             if records or revoked:
                 waits.end(FEEDER)
@@ -172,6 +176,12 @@ def _fence(broker: Broker, session: int) -> None:
     """Refuse any but the newest session; note that the learner is alive."""
     leases.check_session(broker.ledger, session)
     broker.observations.learner_seen(broker.now)
+
+
+def _fitting(records: Sequence[TicketRecord]) -> Sequence[TicketRecord]:
+    """As many of a lease's groups, at least one, as one answer carries; the next one delivers the others."""
+    total = list(accumulate(record.group.bytes for record in records))
+    return records[: max(1, bisect_right(total, _MOST_LEASE_BYTES))]
 
 
 def _reply(

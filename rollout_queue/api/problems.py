@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from protocol import codec, reasons
 from protocol.client import JSON
@@ -17,6 +18,7 @@ from rollout_queue.ledger.refusal import Refusal
 STATUS: Mapping[str, int] = {
     reasons.UNAUTHORIZED: 401,
     reasons.FINGERPRINT: 403,
+    reasons.ORIGIN: 403,
     reasons.RUN_FINISHED: 409,
     reasons.RUN_EXISTS: 409,
     reasons.SESSION_SUPERSEDED: 409,
@@ -46,6 +48,9 @@ STATUS: Mapping[str, int] = {
     reasons.METRIC_NOT_FINITE: 422,
     reasons.LENGTH_MISMATCH: 422,
     reasons.TOKEN_ID_NEGATIVE: 422,
+    reasons.TOKEN_ID_UNKNOWN: 422,
+    reasons.TOO_DEEP: 422,
+    reasons.TOO_MANY: 422,
     reasons.LOGPROB_MISSING: 422,
     reasons.LOGPROB_NOT_FINITE: 422,
     reasons.LOGPROB_POSITIVE: 422,
@@ -81,6 +86,10 @@ def answer_in_problems(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return _problem(error.status_code, Problem(reasons.http(error.status_code), message))
+
+    @app.exception_handler(ClientDisconnect)
+    async def hung_up(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # which nobody hears
 
 
 def _problem(status: int, problem: Problem, headers: Mapping[str, str] | None = None) -> Response:

@@ -109,10 +109,10 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
         limit = broker.config.queue.max_group_bytes
         body = await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes")
         if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
-            broker.register.check(broker.ledger.run, record.worker_id)
-            size, version = broker.config.rollout.group_size, broker.ledger.run.version
+            size, run = broker.config.rollout.group_size, broker.ledger.run
+            broker.register.check(run, record.worker_id)
             # Both take a while for a large group.
-            arrival = await asyncio.to_thread(validation.read, body, record, size, version)
+            arrival = await asyncio.to_thread(validation.read, body, record, size, run.version, run.vocabulary)
             shown = await asyncio.to_thread(recent.pick, arrival.group) if seen.recent.wants(broker.now) else None
             rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
             async with broker.lock:

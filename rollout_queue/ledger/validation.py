@@ -15,6 +15,14 @@ from protocol.messages import SCHEMA_VERSION, Group, Rollout, Segment
 from rollout_queue.ledger.records import GroupFacts, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
+# Far above any real group; a list or map of either bound takes some 20 MB, whatever a body's size.
+_MOST_ITEMS = 2**18
+_DEEPEST = 32
+_MOST_SERVERS = 1024
+_MOST_SEGMENTS = 1024
+_MOST_FIGURES = 256
+_NAME_CHARACTERS = 256
+
 
 class _Stamp(msgspec.Struct):
     schema_version: int = SCHEMA_VERSION
@@ -27,16 +35,29 @@ class Arrival(msgspec.Struct, frozen=True):
     facts: GroupFacts
 
 
-def read(body: bytes, ticket: TicketRecord, group_size: int, learner_version: int) -> Arrival:
+def read(
+    body: bytes, ticket: TicketRecord, group_size: int, learner_version: int, vocabulary: int | None = None
+) -> Arrival:
     """The group in a request's body; refused for the first rule that it breaks."""
     group = decode(body)
-    check(group, ticket, group_size, learner_version)
+    check(group, ticket, group_size, learner_version, vocabulary)
     return Arrival(group, GroupFacts.of(group, len(body)))
 
 
 def decode(body: bytes) -> Group:
-    """The group in a request's body; refused if it is not one (SCHEMA_VERSION, UNDECODABLE)."""
+    """The group in a request's body; refused if it is not one (TOO_DEEP, TOO_MANY, SCHEMA_VERSION, UNDECODABLE).
+
+    What passes here, the learner can decode: how deep a decoder gets depends on who calls it, and unknown fields may
+    hold anything.
+    """
     try:
+        shape = codec.shape(body, _MOST_ITEMS, _DEEPEST)
+        if shape.depth > _DEEPEST:
+            raise Refusal(reasons.TOO_DEEP, f"the group nests deeper than the {_DEEPEST} levels that are allowed")
+        if shape.items > _MOST_ITEMS:
+            raise Refusal(
+                reasons.TOO_MANY, f"the group holds more than the {_MOST_ITEMS} values that are allowed: shorten it"
+            )
         stamp = codec.decode(body, _Stamp)
         if stamp.schema_version != SCHEMA_VERSION:
             raise Refusal(
@@ -49,8 +70,10 @@ def decode(body: bytes) -> Group:
         raise Refusal(reasons.UNDECODABLE, str(error)) from error
 
 
-def check(group: Group, ticket: TicketRecord, group_size: int, learner_version: int) -> None:
-    """Refuses a group for the first rule that it breaks."""
+def check(
+    group: Group, ticket: TicketRecord, group_size: int, learner_version: int, vocabulary: int | None = None
+) -> None:
+    """Refuses a group for the first rule that it breaks. `vocabulary`: ids are below it; None where it is unknown."""
     if (group.ticket_id, group.index) != (ticket.id, ticket.index) or group.epoch < 0:
         raise Refusal(
             reasons.TICKET_MISMATCH,
@@ -59,12 +82,15 @@ def check(group: Group, ticket: TicketRecord, group_size: int, learner_version: 
         )
     if not 2 <= len(group.rollouts) <= group_size:
         raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {group_size}")
+    _check_count(len(group.server_names), _MOST_SERVERS, "servers", "the group")
+    _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
     for number, rollout in enumerate(group.rollouts):
         where = f"rollout {number}"
+        _check_count(len(rollout.segments), _MOST_SEGMENTS, "segments", where)
         _check_figures(rollout, where)
         for position, segment in enumerate(rollout.segments):
             place = f"{where}, segment {position}"
-            _check_arrays(segment, place)
+            _check_arrays(segment, vocabulary, place)
             _check_spans(segment, learner_version, len(group.server_names), place)
             _check_logprobs(segment, place)
     if group.sampled_tokens == 0:
@@ -75,12 +101,28 @@ def _check_figures(rollout: Rollout, where: str) -> None:
     for name, value in (("reward", rollout.reward), *rollout.reward_components.items()):
         if value is not None and not math.isfinite(value):
             raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: {name} is {value}")
-    for name, value in rollout.metrics.items():
+    for figures in (rollout.reward_components, rollout.metrics, rollout.timings):
+        _check_count(len(figures), _MOST_FIGURES, "figures of one kind", where)
+        _check_names(*((f"{where}: a figure's name", name) for name in figures))
+    for name, value in (*rollout.metrics.items(), *rollout.timings.items()):
         if not math.isfinite(value):
             raise Refusal(reasons.METRIC_NOT_FINITE, f"{where}: metric {name} is {value}")
 
 
-def _check_arrays(segment: Segment, where: str) -> None:
+def _check_count(count: int, most: int, what: str, where: str) -> None:
+    if count > most:
+        raise Refusal(reasons.TOO_MANY, f"{where}: {count} {what}, allowed are {most}")
+
+
+def _check_names(*names: tuple[str, str]) -> None:
+    for what, name in names:
+        if len(name) > _NAME_CHARACTERS:
+            raise Refusal(
+                reasons.TOO_LARGE, f"{what} has {len(name)} characters, allowed are {_NAME_CHARACTERS}: shorten it"
+            )
+
+
+def _check_arrays(segment: Segment, vocabulary: int | None, where: str) -> None:
     length = len(segment.token_ids)
     if not length == len(segment.loss_mask) == len(segment.logprobs):
         raise Refusal(
@@ -89,6 +131,11 @@ def _check_arrays(segment: Segment, where: str) -> None:
         )
     if length and int(segment.token_ids.min()) < 0:
         raise Refusal(reasons.TOKEN_ID_NEGATIVE, f"{where}: token id {segment.token_ids.min()}")
+    if length and vocabulary is not None and int(segment.token_ids.max()) >= vocabulary:
+        raise Refusal(
+            reasons.TOKEN_ID_UNKNOWN,
+            f"{where}: token id {segment.token_ids.max()}, the learner's model knows {vocabulary}: use its tokenizer",
+        )
 
 
 def _check_spans(segment: Segment, learner_version: int, servers: int, where: str) -> None:

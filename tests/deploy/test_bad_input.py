@@ -173,7 +173,7 @@ def test_a_queue_on_a_taken_port(run_file: Path, taken_port: int) -> None:
 def test_the_status_of_a_queue_that_is_not_there(run_file: Path) -> None:
     started = perf_counter()
     result = slipstream("status", run_file)
-    assert_refused(result, "did not answer", "slipstream queue run.toml")
+    assert_refused(result, "did not answer", "is the URL right?")
     assert perf_counter() - started < 10
 
 

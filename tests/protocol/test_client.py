@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from protocol import codec
-from protocol.client import QueueClient, QueueError, Refused, RunFinished, Unreachable
+from protocol import codec, reasons
+from protocol.client import GaveUp, QueueClient, QueueError, Refused, RunFinished, Unreachable
 from protocol.messages import (
     BeginSession,
     FinishRun,
@@ -172,7 +172,8 @@ async def test_a_queue_that_is_not_there_is_unreachable_after_the_patience() -> 
     async with QueueClient(url, patience_s=0.3) as client:
         with pytest.raises(Unreachable, match=f"the queue at {url} did not answer") as error:
             await client.position()
-    assert "slipstream queue run.toml" in str(error.value)
+    assert "is it running, and is the URL right?" in str(error.value)
+    assert f"GET {url}/v1/policy" in str(error.value)
     assert client.retries >= 1
     assert 0.3 <= perf_counter() - started < LONGEST_S
 
@@ -183,7 +184,7 @@ async def test_i7_the_wait_for_an_absent_queue_is_logged_once_with_its_url(caplo
         await client.position()
         await client.position()
     waiting, answers = (record.getMessage() for record in caplog.records)
-    assert waiting.startswith(f"waiting for the queue at {queue.url}, for up to 10 s: GET /v1/policy: ")
+    assert waiting.startswith(f"waiting for the queue at {queue.url}, for up to 10 s: GET {queue.url}/v1/policy: ")
     assert answers == f"the queue at {queue.url} answers"
 
 
@@ -201,7 +202,7 @@ async def test_without_patience_an_absent_queue_is_told_at_once_and_nothing_is_l
 
 async def test_a_queue_that_goes_on_failing_is_unreachable_and_the_message_says_how_it_failed() -> None:
     async with running(says(status=500)) as queue, QueueClient(queue.url, patience_s=0.2) as client:
-        with pytest.raises(Unreachable, match="GET /v1/policy: HTTP 500"):
+        with pytest.raises(Unreachable, match=f"GET {queue.url}/v1/policy: HTTP 500"):
             await client.position()
         assert len(queue.calls) == client.retries + 1
 
@@ -234,7 +235,8 @@ async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes,
     async with running(says(body, status=404)) as queue, QueueClient(queue.url) as client:
         with pytest.raises(Refused) as error:
             await client.position()
-        assert (error.value.reason, str(error.value)) == ("http_404", f"{message} (http_404)")
+        assert error.value.reason == "http_404"
+        assert str(error.value) == f"{message} (http_404) [GET {queue.url}/v1/policy]"
 
 
 async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:
@@ -258,13 +260,57 @@ async def test_a_group_that_is_not_taken_is_not_submitted_again(status: int) -> 
         assert len(queue.calls) == 1
 
 
+async def test_hole_7_a_queue_that_stays_full_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.client.FULL_PATIENCE_S", 0.2)
+    full = says(Problem("full", "the queue is full"), status=429, headers={"Retry-After": "0.05"})
+    async with running(full) as queue, QueueClient(queue.url, patience_s=0.1) as client:
+        with pytest.raises(QueueError, match=r"no room for group t-1 for 0 s: the queue is full.*slipstream status"):
+            await client.submit(a_group())
+        assert 2 <= len(queue.calls) <= 5
+
+
+@pytest.mark.parametrize(("status", "reason"), [(410, reasons.TICKET_ENDED), (409, reasons.RUN_FINISHED)])
+async def test_hole_7_waiting_for_room_ends_with_the_ticket_or_the_run(status: int, reason: str) -> None:
+    full = says(Problem("full", "the queue is full"), status=429, headers={"Retry-After": "0.01"})
+    over = says(Problem(reason, "it is over"), status=status)
+    async with running(full, full, over) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(Refused, match="it is over"):
+            await client.submit(a_group())
+        assert len(queue.calls) == 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda client: client.submit(a_group()), lambda client: client.tickets(TicketRequest("w", 1, 0.0))],
+    ids=["submit", "tickets"],
+)
+async def test_a_run_that_gave_up_is_told_in_the_queues_words(call: Callable[[QueueClient], Awaitable[Any]]) -> None:
+    text = "the first 8 groups all failed: task.py, line 3: KeyError"
+    async with running(says(Problem(reasons.GAVE_UP, text), status=409)) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(GaveUp) as error:
+            await call(client)
+        assert str(error.value) == text
+        assert len(queue.calls) == 1
+
+
+@pytest.mark.parametrize("status", [403, 409])
+async def test_a_fingerprint_that_differs_is_told_alone(status: int) -> None:
+    differs = says(Problem(reasons.FINGERPRINT, "the tokenizer differs: a, the run has b"), status=status)
+    async with running(differs) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(Refused) as error:
+            await client.heartbeat(WorkerReport("w", []))
+        assert str(error.value) == "the tokenizer differs: a, the run has b"
+        with pytest.raises(Refused, match="the tokenizer differs"):
+            await client.tickets(TicketRequest("w", 1, 0.0))
+
+
 async def test_no_tickets_yet_is_an_empty_reply() -> None:
     async with running(says(status=204)) as queue, QueueClient(queue.url) as client:
         assert await client.tickets(TicketRequest("w", 1, 0.0)) == TicketReply([], [])
 
 
 async def test_a_finished_run_ends_the_tickets() -> None:
-    finished = says(Problem("finished", "the run is over"), status=409)
+    finished = says(Problem(reasons.RUN_FINISHED, "the run is over"), status=409)
     async with running(finished) as queue, QueueClient(queue.url) as client:
         with pytest.raises(RunFinished, match="the run is over"):
             await client.tickets(TicketRequest("w", 1, 0.0))

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -272,6 +272,48 @@ def test_hostile_bytes_are_refused_at_a_bounded_cost(data: bytes) -> None:
     assert peak < 100 * len(data) + 200_000
     assert len(str(refusal.value)) < 500
     assert perf_counter() - started < 5
+
+
+def of_msgpack(value: Any, depth: int = 0) -> tuple[int, int]:
+    """Items and depth of a plain value."""
+    if isinstance(value, dict):
+        parts = [of_msgpack(part, depth + 1) for item in value.items() for part in item]
+    elif isinstance(value, list):
+        parts = [of_msgpack(part, depth + 1) for part in value]
+    else:
+        return 1, depth
+    return 1 + sum(items for items, _ in parts), max([depth + 1, *(deep for _, deep in parts)])
+
+
+plain_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=300)
+    | st.binary(max_size=300)
+    | st.sampled_from([list(range(20)), {i: i for i in range(20)}])
+    | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127), st.binary(max_size=20)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plain_values)
+@example([b"x" * 70_000, "x" * 70_000, [0] * 70_000, {i: i for i in range(70_000)}])
+def test_the_shape_of_msgpack_is_what_was_encoded(value: Any) -> None:
+    data = msgspec.msgpack.encode(value)
+    assert codec.shape(data, 10**6, 100) == of_msgpack(value)
+    if len(data) < 500:
+        for end in range(len(data)):
+            with pytest.raises(codec.DecodeError, match="ends within a value"):
+                codec.shape(data[:end], 10**6, 100)
+
+
+def test_a_shape_is_read_no_further_than_its_bounds() -> None:
+    assert codec.shape(b"\x91" * 10**6, 10**9, 32) == (33, 33)
+    assert codec.shape(b"\xdd\x00\x0f\xff\xff" + b"\x90" * 10**6, 1000, 32) == (1001, 2)
 
 
 def test_a_real_group_takes_about_its_own_size_to_decode() -> None:

@@ -19,15 +19,15 @@ PACKAGE = Path(rollout_queue.__file__).parent
 # What clients branch on: it may grow, but never change.
 ON_THE_WIRE = {
     401: "unauthorized",
-    403: "fingerprint",
+    403: "fingerprint origin",
     409: "run_finished run_exists session_superseded lease_lapsed not_leased ack_ambiguous step_missing step_unknown "
     "version_conflict version_missing server_unknown transition_forbidden unregistered gave_up",
     410: "ticket_unknown ticket_ended",
     413: "too_large",
     422: "decode max_tickets worker_mismatch server_mismatch schema_version ticket_mismatch group_size "
-    "no_sampled_tokens reward_not_finite metric_not_finite length_mismatch token_id_negative logprob_missing "
-    "logprob_not_finite logprob_positive span_cover span_version_unknown span_server_unknown version_from_future "
-    "unverified_server",
+    "no_sampled_tokens reward_not_finite metric_not_finite length_mismatch token_id_negative token_id_unknown "
+    "too_deep too_many logprob_missing logprob_not_finite logprob_positive span_cover span_version_unknown "
+    "span_server_unknown version_from_future unverified_server",
     429: "full",
     503: "store_failed not_ready",
 }

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from protocol import codec, reasons, routes
-from protocol.client import QueueClient, Refused, RunFinished
+from protocol.client import JSON, QueueClient, Refused, RunFinished
 from protocol.messages import (
     BeginSession,
     Group,
@@ -35,6 +35,7 @@ from tests.kit.messages import SERVER
 from tests.kit.queue import Served, move_server, serve_version, serving
 
 MIB = 1024**2
+TYPED = {"Content-Type": JSON}
 
 
 @asynccontextmanager
@@ -208,7 +209,7 @@ async def test_a_group_that_is_too_large_is_refused_and_the_connection_lives(chu
 
         body: Any = chunks() if chunked else bytes(4 * MIB)
         path = client.url + routes.GROUP_OF.format(id=ticket.id)
-        async with aiohttp.ClientSession() as session, session.put(path, data=body) as response:
+        async with aiohttp.ClientSession(headers=TYPED) as session, session.put(path, data=body) as response:
             problem = codec.decode_json(await response.read(), Problem)
         assert (response.status, problem.reason) == (413, "too_large")
         assert "queue.max_group_bytes" in problem.message
@@ -516,7 +517,7 @@ async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
 async def test_every_refusal_is_a_problem(status: int, reason: str, method: str, path: str, body: bytes) -> None:
     async with (
         running() as (queue, _),
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=TYPED) as session,
         session.request(method, queue.url + path, data=body) as response,
     ):
         assert response.status == status
@@ -542,7 +543,7 @@ async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
         stopped: list[str] = []
         queue.broker.on_failure = lambda: stopped.append("stop")
         store.full = True
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=TYPED) as session:
             request = codec.encode_json(TicketRequest("w", 1))
             async with session.post(queue.url + routes.TICKETS, data=request) as response:
                 assert response.status == 503
@@ -560,7 +561,7 @@ async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
 async def test_a_worker_that_hung_up_is_given_no_ticket() -> None:
     async with running() as (queue, client):
         await take(client, 100)
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=TYPED) as session:
             body = codec.encode_json(TicketRequest("gone", 1, wait_s=30.0))
             timeout = aiohttp.ClientTimeout(total=0.1)
             with pytest.raises(TimeoutError):

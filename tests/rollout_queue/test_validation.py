@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import codec
-from protocol.messages import Group, Rollout, Segment, Ticket, VersionSpan
+from protocol.messages import Group, LeaseReply, Rollout, Segment, Ticket, VersionSpan
 from rollout_queue.ledger import validation
 from rollout_queue.ledger.records import TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 from tests.kit import group, segment
+from tests.kit.messages import VOCABULARY
 
 RECORD = TicketRecord(index=3, attempt=1, serial=9, worker_id="w", version=4)
 TICKET = Ticket("3.1", 3, 2, 0, 4, 60.0)
@@ -93,6 +95,16 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("reward_not_finite", in_rollout(reward_components={"accuracy": float("inf")})),
         ("metric_not_finite", in_rollout(metrics={"turns": 2.0, "loss": float("nan")})),
         ("metric_not_finite", in_rollout(metrics={"loss": float("-inf")})),
+        ("metric_not_finite", in_rollout(timings={"total": float("nan")})),
+        ("token_id_unknown", in_segment(token_ids=ids(1, 2, 3, VOCABULARY, 5))),
+        ("too_many", in_group(server_names=["vllm-0"] * 1025)),
+        ("too_many", in_rollout(segments=[segment(PATTERN)] * 1025)),
+        ("too_many", in_rollout(reward_components={str(number): 0.0 for number in range(257)})),
+        ("too_many", in_rollout(metrics={str(number): 0.0 for number in range(257)})),
+        ("too_many", in_rollout(timings={str(number): 0.0 for number in range(257)})),
+        ("too_large", in_rollout(metrics={"m" * 257: 0.0})),
+        ("too_large", in_group(server_names=["s" * 257])),
+        ("too_large", in_group(worker_id="w" * 257)),
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
     ],
 )
@@ -100,7 +112,7 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
     broken = group(TICKET)
     change(broken)
     with pytest.raises(Refusal) as refusal:
-        validation.check(validation.decode(codec.encode(broken)), RECORD, 2, LEARNER_VERSION)
+        validation.check(validation.decode(codec.encode(broken)), RECORD, 2, LEARNER_VERSION, VOCABULARY)
     assert refusal.value.reason == reason
 
 
@@ -117,7 +129,80 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
 def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:
     sound = group(TICKET, versions=(None, None, 4, 5, 5))
     change(sound)
-    validation.check(validation.decode(codec.encode(sound)), RECORD, 2, LEARNER_VERSION)
+    validation.check(validation.decode(codec.encode(sound)), RECORD, 2, LEARNER_VERSION, VOCABULARY)
+
+
+def test_hole_7_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
+    sound = group(TICKET)
+    in_segment(token_ids=ids(1, 2, 3, 2**31 - 1, 5))(sound)
+    validation.check(sound, RECORD, 2, LEARNER_VERSION, None)
+
+
+def with_field(value: bytes) -> bytes:
+    """A sound group in msgpack, with an unknown field."""
+    fields = {name: getattr(group(TICKET), name) for name in Group.__struct_fields__}
+    return codec.encode({**fields, "later": msgspec.Raw(value)})
+
+
+@pytest.mark.parametrize(
+    ("reason", "body"),
+    [
+        ("too_deep", with_field(b"\x91" * 40 + b"\xc0")),
+        ("too_deep", with_field(b"\x91" * 700 + b"\xc0")),
+        ("too_deep", with_field(b"\x81\xc0" * 100_000 + b"\xc0")),
+        ("too_many", with_field(b"\xdd\x00\x08\x00\x00" + b"\x90" * 2**19)),
+        ("too_many", codec.encode({"rollouts": [{"segments": [{"token_ids": [[]] * 2**19}]}]})),
+        ("decode", with_field(b"\xdd\xff\xff\xff\xff")),
+        ("decode", with_field(b"\xc6\xff\xff\xff\xff")),
+    ],
+)
+def test_hole_7_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
+    reason: str, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "_MOST_ITEMS", 5000)  # tracing memory is slow
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal) as refusal:
+            validation.decode(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert refusal.value.reason == reason
+    assert peak < 200_000
+
+
+# What a field that nobody knows may hold: deep, wide, of every type of msgpack.
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=10,
+)
+nested = st.builds(lambda value, deep: b"\x91" * deep + msgspec.msgpack.encode(value), anything, st.integers(0, 1200))
+
+
+@settings(max_examples=200, deadline=None)
+@given(nested | st.binary(max_size=30))
+def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
+    """The learner decodes it as it came, inside a lease, with most of Python's stack in use already."""
+    body = with_field(value)
+    try:
+        validation.decode(body)
+    except Refusal:
+        return
+    reply = codec.encode(LeaseReply("l", [msgspec.Raw(body)] * 2, [0, 0], 60.0))
+
+    def learner(frames: int) -> list[Group]:
+        if frames:
+            return learner(frames - 1)
+        return [codec.decode(bytes(raw), Group) for raw in codec.decode(reply, LeaseReply).groups]
+
+    for received in learner(500):
+        validation.check(received, RECORD, 2, LEARNER_VERSION)
 
 
 def test_another_schema_version_is_named_before_anything_else() -> None:

@@ -1,0 +1,375 @@
+"""What stands before the application is bounded, and no web page gets in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+import pytest
+import uvicorn
+
+from protocol import codec, reasons, routes
+from protocol.client import JSON, QueueClient
+from protocol.messages import BeginSession, LeaseRequest, Problem, TicketRequest, WorkerReport
+from rollout_queue.api import learner_routes
+from rollout_queue.api.app import create_app
+from rollout_queue.connection import Connection, Limits
+from rollout_queue.service import listen
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit import config, group
+from tests.kit.queue import Served, serve_version, serving
+
+MIB = 1024**2
+PATIENCE_S = 5.0
+STATUS = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def door(connections: int = 64, token: str | None = None, **limits: Any) -> AsyncIterator[int]:
+    """The port of a queue behind our connections; time-outs are short where the test is about them."""
+
+    class Hasty(Connection):
+        pass
+
+    Hasty.limits = Limits(**limits)
+    app = create_app(config(queue={"token": token}), SqliteStore(MEMORY))
+    settings = uvicorn.Config(
+        app, http=Hasty, limit_concurrency=connections, access_log=False, log_level="warning", ws="none"
+    )
+    server = _Server(settings)
+    with listen("127.0.0.1", 0) as listener:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve(sockets=[listener]))
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                app.state.broker.close_waits()
+                server.should_exit = True
+
+
+async def talk(port: int, *parts: bytes) -> bytes:
+    """What the queue answers to these bytes until it ends the connection, or for half a second if it does not."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            while not answer.endswith((b"}", b"Unavailable")) and (data := await reader.read(65536)):
+                answer += data
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+    return answer
+
+
+async def healthz(port: int) -> float:
+    """Seconds until a new connection has the liveness probe's answer."""
+    started = perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEALTH)
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    return perf_counter() - started
+
+
+def post(body: bytes = b"{}", path: str = routes.TICKETS, **headers: str) -> bytes:
+    lines = {"Host": "127.0.0.1", "Content-Type": JSON, "Content-Length": str(len(body))}
+    lines |= {name.replace("_", "-"): value for name, value in headers.items()}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value != "none")
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+@pytest.mark.parametrize("pieces", [1, 64], ids=["in one piece", "in 64"])
+async def test_hole_1_a_head_of_64_mib_is_refused_at_once(pieces: int) -> None:
+    head = b"GET /v1/status HTTP/1.1\r\nX: " + b"a" * (64 * MIB)
+    size = len(head) // pieces + 1
+    async with door(token="secret") as port:
+        started = perf_counter()
+        attack = asyncio.create_task(talk(port, *(head[i : i + size] for i in range(0, len(head), size))))
+        slowest = max([await healthz(port) for _ in range(20)])
+        answer = await attack
+        assert perf_counter() - started < 2.0
+        assert answer == b"" or b" 431 " in answer
+        assert slowest < 0.5, "100 ms where nothing else runs; see benchmarks/hostile_requests.py"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 101 + b"\r\n",
+        b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * 70_000 + b"\r\n\r\n",
+        b"\r\n" * 40_000,
+    ],
+    ids=["url", "headers", "header", "empty lines"],
+)
+async def test_hole_1_a_head_has_a_size(head: bytes) -> None:
+    async with door() as port:
+        assert b" 431 " in await talk(port, head)
+
+
+async def test_hole_1_bytes_that_come_one_at_a_time_stay_cheap() -> None:
+    async with door() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n":
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        assert b"200" in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [(b"", b""), (b"GET /v1/status HT", b" 408 "), (post(b"{", Content_Length="100"), b" 408 ")],
+    ids=["nothing", "half a head", "half a body"],
+)
+async def test_hole_1_a_connection_that_sends_no_whole_request_is_closed(sent: bytes, answer: bytes) -> None:
+    async with door(head_s=0.05, body_s=0.05) as port:
+        assert answer in await talk(port, sent)
+
+
+async def test_hole_1_a_body_that_trickles_is_refused_and_one_that_flows_is_not() -> None:
+    async with door(body_s=0.1, body_bytes=1000) as port:
+        for piece, expected in ((100, b" 408 "), (1000, b" 422 ")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(post(b"", Content_Length=str(piece * 20)))
+            answered = asyncio.create_task(reader.readline())
+            for _ in range(20):
+                writer.write(b" " * piece)
+                await asyncio.wait([answered], timeout=0.02)
+            assert expected in await asyncio.wait_for(answered, PATIENCE_S)
+            writer.close()
+
+
+async def test_hole_1_half_open_connections_make_room_for_new_ones() -> None:
+    async with door(connections=20) as port:
+        open_ = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        for _, writer in open_:
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"GET /")
+        assert b" 200 " in await talk(port, STATUS)
+        assert await healthz(port) < 0.5
+        async with asyncio.timeout(PATIENCE_S):
+            ended = [await reader.read() for reader, _ in open_[:70]]
+        assert ended == [b""] * 70
+        for _, writer in open_:
+            writer.close()
+
+
+async def test_hole_1_long_polls_keep_their_connections_and_liveness_answers_beside_them() -> None:
+    async with door(connections=10) as port:
+        polls = []
+        for _ in range(9):
+            polls.append(await asyncio.open_connection("127.0.0.1", port))
+            polls[-1][1].write(post(codec.encode_json(TicketRequest("w", 1, wait_s=30.0))))
+            await asyncio.sleep(0.01)
+        assert b" 503 " in await talk(port, STATUS)
+        assert await healthz(port) < 0.5
+        assert not any(reader.at_eof() for reader, _ in polls)
+        for _, writer in polls:
+            writer.close()
+
+
+async def test_a_second_request_before_the_first_answer_ends_the_connection() -> None:
+    async with door() as port:
+        assert (await talk(port, HEALTH * 1000)).count(b"HTTP/1.1 ") <= 1
+        assert await healthz(port) < 0.5
+
+
+async def test_a_trailer_is_not_kept_and_a_body_in_tiny_pieces_is_refused() -> None:
+    chunked = post(b"", Transfer_Encoding="chunked", Content_Length="none")
+    async with door() as port:
+        trailed = chunked + b"2\r\n{}\r\n0\r\nX: y\r\nContent-Type: text/plain\r\n\r\n"
+        assert b" 422 " in await talk(port, trailed)
+        for tiny in (b"1;" + b"x" * MIB, b"1\r\na\r\n" * 9999, b"0\r\n" + b"X: y\r\n" * 9999):
+            assert b" 400 " in await talk(port, chunked, tiny)
+
+
+async def test_an_answer_comes_through_although_the_body_is_still_on_its_way() -> None:
+    async with door(token="secret") as port:
+        assert b" 401 " in await talk(port, post(b"a" * 100, Content_Length="100000000"), b"b" * MIB)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 99]
+)
+async def test_what_is_no_http_is_a_problem_without_a_line_in_the_log(
+    raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with door() as port:
+        answer = await talk(port, raw)
+    assert b" 400 " in answer
+    assert codec.decode_json(answer.partition(b"\r\n\r\n")[2], Problem).reason == "http_400"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("sent", [0, 10], ids=["at once", "in the middle"])
+async def test_hole_7_a_client_that_hangs_up_prints_no_traceback(sent: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    poll = post(codec.encode_json(TicketRequest("w", 1, wait_s=0.2)))
+    async with door() as port:
+        for request in (post(b"x" * sent, Content_Length="1000"), poll, STATUS):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+        await asyncio.sleep(0.3)
+        await healthz(port)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("headers", "wrong"),
+    [
+        ({"Host": "evil.example"}, "Host"),
+        ({"Host": "evil.example:8200"}, "Host"),
+        ({"Host": "none"}, "Host"),
+        ({"Host": "[::1"}, "Host"),
+        ({"Origin": "http://evil.example"}, "Origin"),
+        ({"Origin": "null"}, "Origin"),
+        ({"Origin": "http://127.0.0.1:1"}, "Origin"),
+        ({"Content_Type": "text/plain"}, "Content-Type"),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, "Content-Type"),
+        ({"Content_Type": "multipart/form-data; boundary=application/json"}, "Content-Type"),
+        ({"Content_Type": "none"}, "Content-Type"),
+        ({"Content_Type": "none", "Content_Length": "none", "Transfer_Encoding": "chunked"}, "Content-Type"),
+    ],
+)
+async def test_hole_5_a_web_page_can_change_nothing(headers: dict[str, str], wrong: str) -> None:
+    async with door() as port:
+        body = b"0\r\n\r\n" if "Transfer_Encoding" in headers else b"{}"
+        answer = await talk(port, post(body, path=routes.FINISH, **headers))
+        assert b" 403 " in answer
+        problem = codec.decode_json(answer.partition(b"\r\n\r\n")[2], Problem)
+        assert problem.reason == reasons.ORIGIN
+        assert problem.message.startswith(f"{wrong} is ")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Host": "localhost:8200"},
+        {"Host": "127.0.0.9"},
+        {"Host": "[::1]:8200"},
+        {"Host": "LOCALHOST"},
+        {"Host": socket.gethostname()},
+        {"Host": "127.0.0.1:8200", "Origin": "http://127.0.0.1:8200"},
+        {"Content_Type": "application/json; charset=utf-8"},
+    ],
+)
+async def test_hole_5_programs_on_this_machine_are_heard(headers: dict[str, str]) -> None:
+    async with door() as port:
+        assert b" 422 " in await talk(port, post(**headers))
+
+
+async def test_hole_5_a_name_that_was_turned_to_this_machine_reads_nothing_unless_it_has_the_token() -> None:
+    rebound = b"GET /v1/status HTTP/1.1\r\nHost: evil.example\r\n"
+    async with door() as port:
+        assert b" 403 " in await talk(port, rebound + b"\r\n")
+    async with door(token="secret") as port:
+        assert b" 200 " in await talk(port, rebound + b"Authorization: Bearer secret\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "path", "body"),
+    [
+        (413, "too_large", "/v1/servers/a", {"name": "a" * 20 * MIB, "url": "u"}),
+        (413, "too_large", routes.TICKETS, {"worker_id": "w" * 1000, "max_tickets": 1}),
+        (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": ["t" * 1000]}),
+        (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": [], "failures": {"f" * 300: 1}}),
+        (
+            422,
+            "too_many",
+            "/v1/workers/w",
+            {"worker_id": "w", "ticket_ids": [], "failures": {str(i): i for i in range(1001)}},
+        ),
+        (413, "too_large", routes.LEASES, {"session": 1, "lease_id": "l" * 300, "max_groups": 1}),
+        (422, "decode", routes.LEASES, {"session": 2**63, "lease_id": "l", "max_groups": 1}),
+    ],
+)
+async def test_hole_6_what_would_be_kept_is_bounded(status: int, reason: str, path: str, body: dict[str, Any]) -> None:
+    method = "PUT" if path.startswith(routes.SERVERS) else "POST"
+    async with (
+        serving(config()) as queue,
+        aiohttp.ClientSession(headers={"Content-Type": JSON}) as session,
+        session.request(method, queue.url + path, data=codec.encode_json(body)) as response,
+    ):
+        assert (response.status, codec.decode_json(await response.read(), Problem).reason) == (status, reason)
+
+
+async def test_hole_6_a_large_worker_still_renews_its_tickets() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await client.heartbeat(WorkerReport("w", [f"{number}.0" for number in range(10_000)]))
+
+
+async def test_hole_6_a_lease_answer_is_bounded_and_the_next_brings_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _with_groups(5) as (_, client, size):
+        monkeypatch.setattr(learner_routes, "_MOST_LEASE_BYTES", 2 * size)
+        have: list[str] = []
+        counts = []
+        while len(have) < 5:
+            reply = await client.lease(LeaseRequest(1, "l", 5 - len(have), have=have, wait_s=0.0))
+            have += [codec.decode(bytes(data), group_type()).ticket_id for data in reply.groups]
+            counts.append(len(reply.groups))
+        assert counts == [2, 2, 1]
+        assert len(set(have)) == 5
+        monkeypatch.setattr(learner_routes, "_MOST_LEASE_BYTES", 1)
+        assert len((await client.lease(LeaseRequest(1, "l", 0, wait_s=0.0))).groups) == 1
+
+
+def group_type() -> Any:
+    return type(group())
+
+
+@asynccontextmanager
+async def _with_groups(count: int) -> AsyncIterator[tuple[Served, QueueClient, int]]:
+    async with serving(config(learner={"groups_per_step": count})) as queue, QueueClient(queue.url) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        for ticket in (await client.tickets(TicketRequest("w", count, wait_s=0.0))).tickets:
+            sent = group(ticket)
+            await client.submit(sent)
+        yield queue, client, len(codec.encode(sent))
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+from rollout_queue.connection import most_connections
+print(most_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("hard", "expected"), [(128, "64 128 128"), (20000, "4096 20000 20000")])
+def test_hole_1_connections_stay_well_below_the_descriptors(hard: int, expected: str) -> None:
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
+        pytest.skip("this machine allows fewer descriptors")
+    made = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS, str(hard)], capture_output=True, text=True, check=True
+    )
+    assert made.stdout.strip() == expected

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -61,6 +62,7 @@ def programs(config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
         command = [*SLIPSTREAM, role, str(run_file), *arguments]
         return Program(name, role, command, env | threads, cores, health, terminal)
 
+    learner = program("learner", "learner", *_resume(resume), terminal="stdout")
     return [
         program("queue", "queue", health=config.queue.url + routes.HEALTH),
         *(
@@ -68,7 +70,7 @@ def programs(config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
             for index, (name, url) in enumerate(servers.items())
         ),
         *(program(name, "worker", "--name", name) for name in (f"worker-{i}" for i in range(config.worker.count))),
-        program("learner", "learner", *_resume(resume), terminal="stdout"),
+        replace(learner, env={**learner.env, "SLIPSTREAM_COMMAND": _typed()}),
     ]
 
 
@@ -85,6 +87,14 @@ def _environment(config: RunConfig) -> dict[str, str]:
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     found = {} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"}
     return found | ({"SLIPSTREAM_TOKEN": config.token} if config.token else {})
+
+
+def _typed() -> str:
+    """What a person typed to start this, for the line that says how to go on."""
+    program, *arguments = sys.argv
+    if Path(program).parent.name == "deploy" or Path(program).name == "slipstream":
+        return shlex.join(["slipstream", *arguments])
+    return shlex.join(["python", program, *arguments])
 
 
 def _resume(resume: bool) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.config import ConfigError, RunConfig, to_toml
+from rollout_queue.store import lock
 from rollout_queue.store.sqlite import FILE_NAME, steps_made
 
 RUN_FILE = "run.toml"
@@ -63,12 +63,12 @@ def clear(config: RunConfig) -> Path | None:
     if not (folder / FILE_NAME).exists():
         return None
     left = [path for path in folder.iterdir() if not path.name.startswith(_KEPT)]
-    with _locked(folder / f"{Path(FILE_NAME).stem}.lock") as alone:
-        if not alone:
-            raise ConfigError(
-                f"run.name = {config.run.name}: a queue still runs on {folder / FILE_NAME}; stop it, or choose another "
-                f"name: --run.name {config.run.name}-2"
-            )
+    with _held(
+        config,
+        folder / f"{Path(FILE_NAME).stem}.lock",
+        f"run.name = {config.run.name}: a queue still runs on {folder / FILE_NAME}; stop it, or choose another name: "
+        f"--run.name {config.run.name}-2",
+    ):
         taken = [path.name.removeprefix(FAILED) for path in folder.glob(f"{FAILED}*")]
         aside = folder / f"{FAILED}{1 + max((int(number) for number in taken if number.isdigit()), default=0)}"
         try:
@@ -86,18 +86,12 @@ def held_alone(config: RunConfig) -> Iterator[None]:
 
     A second one would write its own settings into the run file that the first restarts its processes with.
     """
-    path = config.run_dir / "launcher.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise _unwritable(config, path, error) from None
-    with _locked(path) as alone:
-        if not alone:
-            raise ConfigError(
-                f"run.name = {config.run.name}: {config.run_dir} is in use by another launcher; stop that one, or "
-                f"choose another name: --run.name {config.run.name}-2"
-            )
+    with _held(
+        config,
+        config.run_dir / "launcher.lock",
+        f"run.name = {config.run.name}: {config.run_dir} is in use by another launcher; stop that one, or choose "
+        f"another name: --run.name {config.run.name}-2",
+    ):
         yield
 
 
@@ -142,12 +136,13 @@ def _unwritable(config: RunConfig, path: Path, error: OSError) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file, which a dead process lets go of; gives False if somebody else has it."""
-    with path.open("a") as lock:
+def _held(config: RunConfig, path: Path, in_use: str) -> Iterator[None]:
+    """Hold the lock file `path`; raises `ConfigError`, with the text `in_use` if another process has it."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
+            stack.enter_context(lock.held_alone(path))
+        except BlockingIOError:
+            raise ConfigError(in_use) from None
+        except OSError as error:
+            raise _unwritable(config, path, error) from None
+        yield

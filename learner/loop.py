@@ -135,7 +135,8 @@ class Loop:
             raise
 
     def _run_session(self) -> None:
-        with self._progress.phase(f"publishing version {self._position.version} to the vLLM servers"):
+        what = f"publishing version {self._position.version} to the vLLM servers"
+        with self._progress.phase(what), self._client.waiting(self._position.session, f"loading: {what}"):
             self._publish()
             self._finish_publication()
         with Feeder(self._config, self._client, self._position) as feeder:

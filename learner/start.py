@@ -111,4 +111,6 @@ def command() -> str:
 
 def resume_command() -> str:
     """The command that goes on with this run, as it was started."""
+    if command().startswith("python ") and not command().startswith("python -m"):
+        return f"{command()}, with resume=True given to train()"
     return command() if "--resume" in shlex.split(command()) else f"{command()} --resume"

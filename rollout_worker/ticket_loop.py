@@ -205,8 +205,6 @@ class Worker:
             await self._heartbeat.when_registered(partial(self._queue.submit, group))
             self._failed_in_a_row = self._pauses = 0
         except Refused as refusal:
-            if refusal.reason == reasons.GAVE_UP:
-                raise
             # The queue has ended the ticket itself.
             if refusal.status == 410:
                 self.counters.failures[reasons.LOST] += 1

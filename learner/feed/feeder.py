@@ -31,10 +31,6 @@ class Starved(QueueError):
     """For `learner.stall_timeout_s` neither a group nor a step came."""
 
 
-class GaveUp(QueueError):
-    """The queue found that the run can go no further, and says why."""
-
-
 class LeaseLost(QueueError):
     """The queue took a lease back while its groups were here."""
 
@@ -179,12 +175,7 @@ class Feeder:
     async def _lease(self, draft: Draft) -> LeaseReply:
         wait_s = min(LEASE_WAIT_S, self._config.learner.stall_timeout_s)
         request = LeaseRequest(self._start.session, draft.lease_id, draft.wanted, have=draft.ticket_ids, wait_s=wait_s)
-        try:
-            return await self._client.queue.lease(request)
-        except Refused as refusal:
-            if refusal.reason == reasons.GAVE_UP:
-                raise GaveUp(str(refusal)) from None
-            raise
+        return await self._client.queue.lease(request)
 
     async def _check_alive(self) -> None:
         """Raise if waiting longer is pointless. Only while the step waits: before that, the learner is the slow one."""

@@ -10,16 +10,15 @@ from typing import Any, cast
 import pytest
 
 from learner.blocking_client import BlockingQueueClient
-from learner.feed.feeder import Feeder, GaveUp, LeaseLost, Starved
+from learner.feed.feeder import Feeder, LeaseLost, Starved
 from protocol import reasons
-from protocol.client import QueueClient, QueueError, Refused, RunFinished, Unreachable
+from protocol.client import GaveUp, QueueClient, QueueError, RunFinished, Unreachable
 from protocol.messages import (
     BeginSession,
     Group,
     LearnerReport,
     LeaseReply,
     LeaseRequest,
-    Problem,
     Server,
     ServerState,
 )
@@ -183,7 +182,7 @@ def test_the_learner_s_patience_exceeds_the_longest_time_to_a_group() -> None:
 
 def test_a_lease_that_is_refused_since_the_run_gave_up_says_why() -> None:
     queue = FakeQueue()
-    queue.fail_lease = Refused(409, Problem(reasons.GAVE_UP, "the first 16 groups failed"))
+    queue.fail_lease = GaveUp("the first 16 groups failed")
     with feeding(queue) as feeder, pytest.raises(GaveUp, match="the first 16 groups failed"):
         feeder.next_batch()
 

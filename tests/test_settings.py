@@ -12,7 +12,7 @@ from protocol.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rollout_queue", "rollout_worker", "learner", "weight_sync", "deploy", "slipstream")
-SCHEMA = ROOT / "protocol" / "config" / "schema.py"
+SCHEMA = [ROOT / "protocol" / "config" / name for name in ("sections.py", "schema.py")]
 SETTINGS = [
     f"{section}.{key}"
     for section, field in RunConfig.model_fields.items()
@@ -25,10 +25,10 @@ SETTINGS = [
 def attributes_read() -> set[str]:
     """Every attribute that a process's code reads; of the schema, those that its properties read."""
     trees = [ast.parse(file.read_text(encoding="utf-8")) for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
-    schema = ast.parse(SCHEMA.read_text(encoding="utf-8"))
     properties = [
         node
-        for node in ast.walk(schema)
+        for file in SCHEMA
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "property" for d in node.decorator_list)
     ]
     return {

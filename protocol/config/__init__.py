@@ -1,7 +1,9 @@
-"""The run file: one TOML file, read by `load` into a `RunConfig` (`schema` has its settings, `text` its faults)."""
+"""The run file: one TOML file, read by `load` into a `RunConfig` (`sections` has its settings, `schema` how they must
+fit together, `text` its faults)."""
 
 from protocol.config.load import ConfigError, Need, load, missing_files, parse_overrides, resolve
-from protocol.config.schema import (
+from protocol.config.schema import RunConfig
+from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
     DeploySection,
@@ -9,7 +11,6 @@ from protocol.config.schema import (
     ModelSection,
     QueueSection,
     RolloutSection,
-    RunConfig,
     RunSection,
     TaskSection,
     VllmSection,

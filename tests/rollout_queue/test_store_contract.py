@@ -9,8 +9,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from protocol.config import RunConfig
-from protocol.config.schema import QueueSection
+from protocol.config import QueueSection, RunConfig
 from protocol.messages import Server, ServerState
 from rollout_queue import store as stores
 from rollout_queue.ledger.records import (

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from aiohttp import web
 
 from protocol import codec, fingerprint, routes
-from protocol.config import RunConfig
+from protocol.config import RunConfig, to_toml
 from protocol.messages import Group, Problem, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
@@ -29,16 +28,12 @@ task = Task(dataset=[{"prompt": [{"role": "user", "content": "Multiply 2 by 3."}
 """
 # Without torch, as in the environment of a machine that only runs workers.
 MAIN = """
-import os, sys
+import sys
 sys.modules["torch"] = None
-os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-from protocol.config import ConfigError, RunConfig
-from rollout_worker.worker import run
+from deploy.cli import main
 
-try:
-    sys.exit(run(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], "w1"))
-except ConfigError as error:
-    sys.exit(f"refused: {error}")
+sys.argv = ["slipstream", "worker", "run.toml", "--queue", sys.argv[1], "--name", "w1"]
+main()
 """
 
 
@@ -98,8 +93,9 @@ def folder_of_a_worker(path):
 @contextlib.asynccontextmanager
 async def worker(values, queue_url, folder):
     """A worker as a process in `folder`; what is left of it is killed."""
+    (folder / "run.toml").write_text(to_toml(RunConfig.model_validate(values)), encoding="utf-8")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", MAIN, json.dumps(values), queue_url),
+        *(sys.executable, "-c", MAIN, queue_url),
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "SLIPSTREAM_TOKEN": "secret", "HF_HUB_OFFLINE": "1"},
         stderr=asyncio.subprocess.PIPE,
@@ -149,7 +145,8 @@ async def test_a_worker_that_is_refused_ends_with_the_queues_text(tmp_path):
     async with serving(queue) as queue_url, worker(values, queue_url, tmp_path) as process:
         _, errors = await asyncio.wait_for(process.communicate(), 60)
     text = errors.decode()
-    assert text.splitlines()[-1].startswith("refused: worker w1: the tokenizer differs: a, the run has b")
+    assert process.returncode == 2
+    assert text.splitlines()[-1].startswith("slipstream: worker w1: the tokenizer differs: a, the run has b")
     assert "Traceback" not in text
 
 

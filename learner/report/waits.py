@@ -5,8 +5,8 @@ from __future__ import annotations
 from protocol.messages import ServerState
 from protocol.status import Status
 
-# The learner names its own waits itself.
-OURS = ("learner", "learner's feeder")
+# The learner names its own waits itself, and servers and workers stand here already.
+TOLD = ("learner", "learner's feeder", "the queue")
 
 
 def waits_of(status: Status, groups_per_step: int) -> str:
@@ -19,5 +19,6 @@ def waits_of(status: Status, groups_per_step: int) -> str:
         said.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
     if not status.workers:
         said.append("no worker is connected")
-    said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in OURS]
+    told = {*TOLD, *(f"server {server.name}" for server in status.servers)}
+    said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in told]
     return "; ".join(said)

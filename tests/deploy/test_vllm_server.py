@@ -10,7 +10,7 @@ from aiohttp import web
 from deploy import vllm_server
 from protocol import codec
 from protocol.config import ConfigError, RunConfig, load
-from protocol.messages import Server, ServerState
+from protocol.messages import Server, ServerChange, ServerState
 
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
@@ -90,7 +90,7 @@ async def test_i5_a_server_that_starts_is_announced_as_joining(run_file: Path, u
     seen: list[Server] = []
 
     async def put(request: web.Request) -> web.Response:
-        seen.append(codec.decode_json(await request.read(), Server))
+        seen.append(codec.decode_json(await request.read(), ServerChange).server)
         return web.Response(body=codec.encode_json(seen[-1]))
 
     app = web.Application()

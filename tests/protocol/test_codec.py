@@ -37,6 +37,9 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a control message's field type."""
     origin, inner = get_origin(kind), get_args(kind)
+    if origin is typing.Annotated:
+        (bounds,) = kind.__metadata__
+        return st.integers(bounds.ge, bounds.le or 2**63 - 1)
     if origin is list:
         return st.lists(values_of(inner[0]), max_size=3)
     if origin is dict:
@@ -46,7 +49,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if origin is Literal or issubclass(kind, StrEnum):
         return st.sampled_from(inner or list(kind))
     if issubclass(kind, msgspec.Struct):
-        return st.builds(kind, **{name: values_of(hint) for name, hint in typing.get_type_hints(kind).items()})
+        return st.builds(
+            kind, **{name: values_of(hint) for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
+        )
     return {int: integers, float: numbers, str: st.text(max_size=20), bool: st.booleans(), type(None): st.none()}[kind]
 
 

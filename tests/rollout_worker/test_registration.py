@@ -13,7 +13,7 @@ import pytest
 
 from protocol import codec
 from protocol import fingerprint as shared
-from protocol.client import Refused, RunFinished
+from protocol.client import GaveUp, Refused, RunFinished
 from protocol.config import ConfigError
 from protocol.messages import Problem
 from rollout_worker.fingerprint import fingerprint_of
@@ -194,12 +194,12 @@ async def test_warnings_are_logged_once_each(caplog, monkeypatch):
 @pytest.mark.parametrize("at", ["tickets", "submit"])
 async def test_a_run_that_gave_up_ends_the_worker_with_the_text(at):
     queue = StandInQueue(tickets_for(1, 2), keep_open=True)
-    gave_up = Refused(409, Problem("gave_up", "16 groups failed: reward accuracy: KeyError: 'answer'"))
+    gave_up = GaveUp("16 groups failed: reward accuracy: KeyError: 'answer'")
     if at == "tickets":
         queue.gave_up = gave_up
     else:
         queue.submit_error = gave_up
-    with pytest.raises(Refused, match="16 groups failed: reward accuracy"):
+    with pytest.raises(GaveUp, match="16 groups failed: reward accuracy"):
         await roll(task(), fake(), queue=queue)
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 
 _TRACEBACK = "Traceback (most recent call last):"
+# A line of a log that tells of less, such as a failure that the process outlives.
+_LESS = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING) ")
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
 # What vLLM writes before each line of a traceback that it logs: process, level, time and place.
 _VLLM = re.compile(r"^(\([^()]+ pid=\d+\) )?(?:\w+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
@@ -19,7 +21,7 @@ def first_error(lines: Sequence[str]) -> str | None:
     for place, line in enumerate(lines):
         if _bare(line) == _TRACEBACK:
             return _end_of_traceback(lines[place:]) or line.strip()
-        if _ERROR.search(line):
+        if _ERROR.search(line) and not _LESS.match(line):
             after = lines[place + 1 : place + 2]
             cause = _end_of_traceback(lines[place + 1 :]) if after and _bare(after[0]) == _TRACEBACK else None
             return cause or line.strip()

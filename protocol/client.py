@@ -290,7 +290,13 @@ class QueueClient:
                     raise Refused(response.status, problem, _retry_after(response), asked)
                 return body
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _Transient(f"{asked}: {str(error) or type(error).__name__}") from error
+            raise _Transient(f"{asked}: {_why(error)}") from error
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.strerror or str(error.os_error)
+    return str(error) or type(error).__name__
 
 
 def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[str, str]]:
@@ -305,7 +311,8 @@ def _problem(status: int, body: bytes) -> Problem:
     try:
         return codec.decode_json(body, Problem)  # type: ignore[no-any-return]
     except codec.DecodeError:
-        return Problem(reasons.http(status), body[:200].decode("utf-8", "replace") or f"HTTP {status}")
+        told = body[:200].decode("utf-8", "replace") or f"HTTP {status}"
+        return Problem(reasons.http(status), f"that is not a Slipstream queue, which would not answer {told}")
 
 
 def _retry_after(response: Any) -> float | None:

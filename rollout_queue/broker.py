@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+import msgspec
+
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import RunPosition, Server
@@ -74,6 +76,9 @@ class Broker:
         """Load the store, watch over deadlines, and close the store at the end."""
         try:
             contents = await self.call(self.store.load)
+            if contents.run.finished and contents.run.step < self.config.learner.steps:
+                # It is to be resumed with more steps: a worker that is up before the learner must not end.
+                contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
             self.fleet = Fleet(contents.servers)
             self.ready = True

@@ -66,7 +66,7 @@ def draw_rewards(path: Path, steps: Sequence[int], rewards: Sequence[float]) -> 
     axes.set(xlabel="optimiser step", ylabel="mean reward of the groups that arrived", title="Reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
     aside = path.with_name(f".unfinished-{path.name}")
     figure.savefig(aside, dpi=150, format="png")
     os.replace(aside, path)

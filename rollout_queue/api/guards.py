@@ -28,7 +28,8 @@ class BearerToken:
         if scope["type"] == "http" and scope["path"] != routes.HEALTH:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
-                message = "a bearer token is needed: set SLIPSTREAM_TOKEN to the queue's"
+                wrong = "the token is not the queue's" if given else "a token is needed"
+                message = f"{wrong}: set SLIPSTREAM_TOKEN to the queue's"
                 await problems.answer(Refusal(reasons.UNAUTHORIZED, message))(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -158,6 +158,7 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
         else:
             _fence(broker, change.session)
         await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
+    _note_ready(broker)
     return reply_json(broker.fleet.get(name))
 
 
@@ -176,6 +177,14 @@ def _fence(broker: Broker, session: int) -> None:
     """Refuse any but the newest session; note that the learner is alive."""
     leases.check_session(broker.ledger, session)
     broker.observations.learner_seen(broker.now)
+    _note_ready(broker)
+
+
+def _note_ready(broker: Broker) -> None:
+    """With a learner and a server that serves, a step can be expected: if no worker comes, the alarm says so."""
+    seen = broker.observations
+    if seen.learner_seen_s_ago(broker.now) is not None and broker.fleet.served_version is not None:
+        seen.progress.all_there(broker.now)
 
 
 def _fitting(records: Sequence[TicketRecord]) -> Sequence[TicketRecord]:

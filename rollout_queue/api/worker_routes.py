@@ -45,7 +45,6 @@ async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
         room_came = broker.room_came.listen()
         _check_welcome(broker, worker)
         broker.observations.worker_seen(worker, broker.now)
-        _note_that_all_is_there(broker)
         if broker.grant().count or ledger.run.finished:
             async with broker.lock:
                 if ledger.run.finished:
@@ -87,7 +86,6 @@ async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
     broker.observations.worker_reports(report, broker.now)
     for trouble in report.troubles:
         broker.trial.trouble(trouble.kind, trouble.text)
-    _note_that_all_is_there(broker)
     lost = []
     for ticket_id in report.ticket_ids:
         record = broker.ledger.get(ticket_id)
@@ -177,13 +175,6 @@ def _check_welcome(broker: Broker, worker_id: str) -> None:
     if not broker.ledger.run.finished:
         broker.trial.check()
         broker.register.check(broker.ledger.run, worker_id)
-
-
-def _note_that_all_is_there(broker: Broker) -> None:
-    """A worker came: if learner and server are there too, a step can be expected from now on."""
-    seen = broker.observations
-    if seen.learner_seen_s_ago(broker.now) is not None and broker.fleet.served_version is not None:
-        seen.progress.all_there(broker.now)
 
 
 def _note_failure(broker: Broker, reason: str, detail: str) -> None:

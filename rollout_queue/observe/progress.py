@@ -15,7 +15,7 @@ _MOST_REASONS = 64
 
 class Progress:
     """The clock of the stall alarm, in seconds. It runs from the newest step; before a session's first one from the
-    moment at which learner, server and worker are there; and it stands while the learner says that it loads."""
+    moment at which learner and server are there; and it stands while the learner says that it loads."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -28,7 +28,7 @@ class Progress:
         self._forget()
 
     def all_there(self, now: float) -> None:
-        """Nothing is missing that a step needs."""
+        """Learner and server are there."""
         if self._since is None:
             self._since = now
 

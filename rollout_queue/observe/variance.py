@@ -12,8 +12,8 @@ import msgspec
 
 WINDOW = 400
 _SHARE = 0.9
-_LEAST_IN_A_ROW = 100
-_STEPS_IN_A_ROW = 8
+_LEAST_IN_A_ROW = 16
+_STEPS_IN_A_ROW = 4
 
 
 class Rewards(msgspec.Struct, frozen=True):

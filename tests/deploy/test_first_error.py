@@ -66,3 +66,11 @@ RuntimeError: what followed
 )
 def test_the_root_of_what_went_wrong(log: str, first: str | None) -> None:
     assert first_error(log.splitlines()) == first
+
+
+def test_a_warning_that_the_process_outlived_is_not_the_error() -> None:
+    lines = [
+        "2026-11-21 16:30:04,657 WARNING learner.report.progress: worker-0: reward right: KeyError: 'oops'",
+        "slipstream: the first 16 groups failed: reward right: KeyError: 'oops'",
+    ]
+    assert first_error(lines) == lines[1]

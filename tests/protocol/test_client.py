@@ -236,7 +236,8 @@ async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes,
         with pytest.raises(Refused) as error:
             await client.position()
         assert error.value.reason == "http_404"
-        assert str(error.value) == f"{message} (http_404) [GET {queue.url}/v1/policy]"
+        told = f"that is not a Slipstream queue, which would not answer {message}"
+        assert str(error.value) == f"{told} (http_404) [GET {queue.url}/v1/policy]"
 
 
 async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:

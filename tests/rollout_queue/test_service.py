@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -699,3 +700,19 @@ async def test_hole_7_a_lapsed_lease_that_is_leased_again_delivers_only_what_is_
         assert again.revoked == {second.id: "lease_lapsed"}
         held = [first.id, second.id, third.id]
         assert await client.renew("l", 1, held) == {second.id: "lease_lapsed"}
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+async def test_a_finished_run_is_open_again_where_more_steps_are_asked_for(tmp_path: Path, steps: int) -> None:
+    """From the queue's start on: a worker that is up before the learner would end."""
+    store, once, again = tmp_path / "queue.db", config(learner={"steps": 1}), config(learner={"steps": steps})
+    async with serving(once, SqliteStore(store)) as queue, QueueClient(queue.url) as client:
+        await client.begin_session(BeginSession(0, 0, 1, resume=False))
+        await serve_version(client, 0)
+        ticket = (await client.tickets(TicketRequest("w", 1, wait_s=0.0))).tickets[0]
+        await client.submit(group(ticket))
+        await client.lease(LeaseRequest(1, "l", 1, wait_s=0.0))
+        await client.ack("l", LeaseAck(1, [ticket.id], step=1, version=1))
+        await client.finish(1)
+    async with serving(again, SqliteStore(store)) as queue, QueueClient(queue.url) as client:
+        assert (await client.heartbeat(WorkerReport("w", []))).finished == (steps == 1)

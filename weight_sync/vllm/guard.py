@@ -35,6 +35,7 @@ class RequireToken:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            message = "a bearer token is needed: set SLIPSTREAM_TOKEN to the server's"
+            wrong = "the token is not the server's" if given else "a token is needed"
+            message = f"{wrong}: set SLIPSTREAM_TOKEN to the server's"
             error = {"message": message, "type": "Unauthorized", "param": None, "code": 401}
             await JSONResponse({"error": error}, 401)(scope, receive, send)

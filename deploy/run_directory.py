@@ -80,6 +80,13 @@ def clear(config: RunConfig) -> Path | None:
     return aside
 
 
+def check_unused(config: RunConfig) -> None:
+    """Raises `ConfigError` if another launcher has the run directory; makes nothing."""
+    if (config.run_dir / "launcher.lock").exists():
+        with held_alone(config):
+            pass
+
+
 @contextlib.contextmanager
 def held_alone(config: RunConfig) -> Iterator[None]:
     """Hold the run directory against other launchers; raises `ConfigError` if one has it.

@@ -22,7 +22,7 @@ import aiohttp
 from deploy.children import Child, Children, describe_end
 from deploy.programs import Program, preflight_program, programs
 from deploy.restart import WRONG_SETTING, Again, Done, Over, RestartPolicy
-from deploy.run_directory import clear, held_alone, resolved, to_go_on, write_resolved
+from deploy.run_directory import check_unused, clear, held_alone, resolved, to_go_on, write_resolved
 from deploy.terminal import Terminal
 from deploy.vllm_server import with_cache_size
 from protocol import routes
@@ -50,6 +50,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
     """
 
     async def work(children: Children, terminal: Terminal) -> None:
+        check_unused(config)
         await _check(config, resume, children, terminal)
         with held_alone(config):
             if not resume and (aside := clear(config)):

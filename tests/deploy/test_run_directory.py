@@ -150,3 +150,12 @@ def test_a_run_directory_has_one_launcher_at_a_time(run_file: Path) -> None:
             pass
     with run_directory.held_alone(config):
         pass
+
+
+def test_whether_another_launcher_has_it_is_seen_before_anything_is_checked(run_file: Path) -> None:
+    config = load(run_file)
+    run_directory.check_unused(config)
+    assert not config.run_dir.exists(), "a look makes nothing"
+    with run_directory.held_alone(config), pytest.raises(ConfigError, match="in use by another launcher"):
+        run_directory.check_unused(config)
+    run_directory.check_unused(config)

@@ -1,0 +1,70 @@
+"""What is checked of the task before a run starts: its prompts become tokens, and leave room for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from protocol.config import ConfigError, RunConfig
+from rollout_worker.chat import build_chat_format
+from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.task.task import Task
+from rollout_worker.task.tools import ToolBox
+
+# Rows whose prompts are tried, spread over the data set.
+SAMPLE = 64
+
+
+def check(config: RunConfig, task: Task) -> None:
+    """Raises `ConfigError` if the first prompt becomes no tokens, or if all that are tried are too long.
+
+    If some are too long, or cannot be read, that is told.
+    """
+    chat = build_chat_format(config, ToolBox(task.tools, config.worker.tool_timeout_s).schemas)
+    rows = len(task.dataset)
+    chosen = sorted({number * (rows - 1) // max(1, SAMPLE - 1) for number in range(SAMPLE)})
+    lengths = [_first(config, chat, task), *(length for row in chosen[1:] if (length := _tokens(chat, task, row)))]
+    if unreadable := len(chosen) - len(lengths):
+        _warn(f"{unreadable} of {len(chosen)} rows that were tried cannot be read or rendered, and will be dropped")
+    limit, turn = config.vllm.max_model_len, config.rollout.max_turn_tokens
+    too_long = sum(length >= limit for length in lengths)
+    cramped = sum(length + turn > limit for length in lengths)
+    told = f"the longest has {max(lengths)} tokens, tools included"
+    remedy = f"raise vllm.max_model_len = {limit}, or shorten the prompts"
+    if too_long == len(lengths):
+        raise ConfigError(f"task.path = {config.task.path}: no prompt fits into the context: {told}; {remedy}")
+    if too_long:
+        _warn(f"{too_long} of {len(lengths)} prompts that were tried do not fit and will be dropped: {told}; {remedy}")
+    elif cramped:
+        _warn(
+            f"{cramped} of {len(lengths)} prompts that were tried leave less than rollout.max_turn_tokens = {turn} for "
+            f"the first turn: {told}; {remedy}"
+        )
+
+
+def _tokens(chat: ChatFormat, task: Task, row: int) -> int | None:
+    """The length of a row's prompt; None if it cannot be read or rendered."""
+    try:
+        return len(asyncio.run(chat.prompt_ids(task.dataset[row]["prompt"])))
+    except Exception:  # the data set is the user's
+        return None
+
+
+def _first(config: RunConfig, chat: ChatFormat, task: Task) -> int:
+    try:
+        return len(asyncio.run(chat.prompt_ids(task.dataset[0]["prompt"])))
+    except PromptError as error:
+        remedy = "mend that row, or the template"
+        if "chat_template" in str(error):
+            remedy = (
+                "its tokenizer has no chat template, and the prompts are messages: save one beside the tokenizer as "
+                "chat_template.jinja, or give the prompts as text"
+            )
+        raise ConfigError(
+            f"model.path = {config.model.path}: the first prompt of {config.task.path} becomes no tokens: {remedy} "
+            f"({str(error).splitlines()[0]:.200})"
+        ) from None
+
+
+def _warn(text: str) -> None:
+    print(f"slipstream: warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""Prompts that leave no room for an answer are told before the run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy import task_check
+from protocol.config import ConfigError, load
+from rollout_worker.task.task import Task
+
+SHORT = [{"role": "user", "content": "Multiply 2 by 3."}]
+LONG = [{"role": "user", "content": "Multiply. " * 400}]
+
+
+def reward(completions: list[object], **_: object) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def task_of(*prompts: object) -> Task:
+    return Task(dataset=[{"prompt": prompt} for prompt in prompts], rewards=[reward])
+
+
+def check(run_file: Path, task: Task, *overrides: str) -> None:
+    task_check.check(load(run_file, ["--vllm.max_model_len", "1024", *overrides]), task)
+
+
+def test_prompts_that_fit_are_passed_in_silence(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(run_file, task_of(SHORT, SHORT))
+    assert capsys.readouterr().err == ""
+
+
+def test_where_no_prompt_fits_the_start_is_refused(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no prompt fits into the context: the longest has \d+ tokens.* raise vllm"):
+        check(run_file, task_of(LONG, LONG))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "overrides", "told"),
+    [
+        ([SHORT, LONG, LONG], [], "2 of 3 prompts that were tried do not fit and will be dropped: the longest has"),
+        ([SHORT], ["--rollout.max_turn_tokens", "1020"], "1 of 1 prompts that were tried leave less than rollout.max_"),
+        ([SHORT, None, SHORT], [], "1 of 3 rows that were tried cannot be read or rendered"),
+    ],
+)
+def test_some_that_do_not_fit_are_told(
+    run_file: Path, prompts: list[object], overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(run_file, task_of(*prompts), *overrides)
+    assert told in capsys.readouterr().err

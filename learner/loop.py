@@ -187,6 +187,8 @@ class Loop:
         self._curve.finish(records)
         rewards = [record.tally.reward_mean for record in records]
         self._progress.say(f"reward {sparkline(rewards, min(60, self._progress.console.width - 7))}")
+        lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
+        self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
         self._progress.say(f"figures in {config.run_dir / 'summary.json'}, the curve in reward.png beside it")
 
     def _leave(self, halfway: bool) -> None:

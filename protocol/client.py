@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -294,8 +295,8 @@ class QueueClient:
 
 
 def _why(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return error.strerror or str(error.os_error)
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__
 
 

@@ -217,7 +217,7 @@ def out_of_range(stage: Stage) -> Told:
 
 
 def task_raises(stage: Stage) -> Told:
-    stage.task.write_text("import no_such_package\n" + stage.task.read_text())
+    stage.task.write_text(stage.task.read_text() + "\nimport no_such_package\n")
     return Told.start(stage.up())
 
 

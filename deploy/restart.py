@@ -64,10 +64,13 @@ class RestartPolicy:
         self._up_since[name] = self._clock()
         self._was_up.add(name)
 
-    def ended(self, name: str, role: Role, code: int) -> Verdict:
-        """`code`: the exit code, 128 + n for signal n. A server or a queue has no good reason to end, not even 0."""
+    def ended(self, name: str, role: Role, code: int, goes_on: bool = False) -> Verdict:
+        """`code`: the exit code, 128 + n for signal n. A server or a queue has no good reason to end, not even 0.
+
+        `goes_on`: the run is not finished, so that a worker has none either.
+        """
         up_since = self._up_since.pop(name, None)
-        if code == 0 and role in ("worker", "learner"):
+        if code == 0 and role in ("worker", "learner") and not goes_on:
             return Done()
         code = code or 1
         if role == "learner":

@@ -58,7 +58,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
             run_file = write_resolved(with_cache_size(config)).absolute()
             terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
-            keeper = Keeper(children, policy, run_file.parent / "logs", terminal)
+            keeper = Keeper(config, children, policy, run_file.parent / "logs", terminal)
             await keeper.keep(programs(config, run_file, resume))
 
     under_signals(work, config.deploy.grace_s)
@@ -155,7 +155,10 @@ def _scratch_file(text: str) -> Iterator[Path]:
 class Keeper:
     """Keeps programs running, each started again as the policy allows, until the learner has ended."""
 
-    def __init__(self, children: Children, policy: RestartPolicy, log_dir: Path, terminal: Terminal) -> None:
+    def __init__(
+        self, config: RunConfig, children: Children, policy: RestartPolicy, log_dir: Path, terminal: Terminal
+    ) -> None:
+        self._config = config
         self._children = children
         self._policy = policy
         self._log_dir = log_dir
@@ -186,14 +189,16 @@ class Keeper:
                 watching.cancel()
             self._terminal.down(name)
             self._terminal.pass_on()
-            match self._policy.ended(name, program.role, code):
+            # A worker ends with 0 when the run is finished; so may a tool that ends its process.
+            goes_on = program.role == "worker" and code == 0 and await self._goes_on(http)
+            match self._policy.ended(name, program.role, code, goes_on):
                 case Done():
                     self._terminal.say(f"{name} is done")
                     await self._children.end([child])
                     return
                 case Over(end_code, why, remedy):
                     ended = "; ".join(filter(None, [f"{describe_end(name, code)} {why}".rstrip(), remedy]))
-                    self._terminal.complain(f"{ended}; stopping the others")
+                    self._terminal.complain(f"{describe_end(name, code)}; stopping the others")
                     raise RunFailed(ended + _quoted(child), end_code)
                 case Again(pause_s, attempt):
                     cause = child.first_error()
@@ -203,6 +208,16 @@ class Keeper:
                     )
                     await self._children.end([child])
                     await asyncio.sleep(pause_s)
+
+    async def _goes_on(self, http: aiohttp.ClientSession) -> bool:
+        """Whether the queue says that the run is not finished."""
+        token = self._config.token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            async with http.get(self._config.queue.url + routes.POLICY, headers=headers) as response:
+                return response.status == 200 and not (await response.json(content_type=None))["finished"]
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError):
+            return False
 
     def _start(self, program: Program) -> Child:
         try:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 
 from learner.trainer import Trainer
 
@@ -68,15 +69,18 @@ def latest(run_dir: Path) -> Checkpoint | None:
 def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, source_model: str, keep: int) -> Checkpoint:
     """Write a checkpoint, durable when this returns, and delete all but the newest `keep`.
 
-    It is written aside, flushed to disk and then renamed: a crash leaves no half-written one behind.
+    It is written aside, flushed to disk and then renamed: a crash leaves no half-written one behind. Raises `OSError`.
     """
     final = folder(run_dir) / f"step-{info.step:06d}"
     unfinished = folder(run_dir) / f".unfinished-{final.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    trainer.policy.model.save_pretrained(unfinished / "model")
-    _copy_tokenizer(source_model, unfinished / "model")
-    torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
+    try:
+        trainer.policy.model.save_pretrained(unfinished / "model")
+        _copy_tokenizer(source_model, unfinished / "model")
+        torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
+    except (SafetensorError, RuntimeError) as error:  # how these two tell of a full disk
+        raise OSError(f"{unfinished} cannot be written: {error}") from error
     (unfinished / "state.json").write_bytes(msgspec.json.encode(info))
     _flush(unfinished)
     if final.exists():  # from a time line that a resume gave up

@@ -70,13 +70,12 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 if start.is_over(config, checkpoint, position):
                     progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
                     return
-                start.check_resumable(config, checkpoint, position)
-                for line in start.introduction(config, checkpoint):
+                for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
             with progress.phase(f"loading the model {config.model.path}"):
                 trainer = build_trainer(config, checkpoint)
         except Stopped:
-            progress.say(f"stopped before it began; start it again with: {start.command()}")
+            progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
             raise
         with Publisher(config, url) as publisher:
             Loop(config, trainer, client, publisher, progress, stop).run(checkpoint, resume)
@@ -182,9 +181,10 @@ class Loop:
     def _conclude(self) -> None:
         config, records = self._config, self._steps.records
         status = self._client.call(lambda queue: queue.status())
-        self._client.call(lambda queue: queue.finish(self._position.session))
+        # The figures first: a run that is finished is not entered again.
         summary.write(config.run_dir, summary.summarise(records, self._publications.records, status))
         self._curve.finish(records)
+        self._client.call(lambda queue: queue.finish(self._position.session))
         rewards = [record.tally.reward_mean for record in records]
         self._progress.say(f"reward {sparkline(rewards, min(60, self._progress.console.width - 7))}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
@@ -209,13 +209,13 @@ class Loop:
             say(f"{told}; writing a checkpoint of it")
             self._last_checkpoint()
         if step == 0:
-            say(f"start it again with: {start.command()}")
+            say(f"start it again with: {start.command()}", whole=True)
         elif self._checkpointed is None:
-            say(f"there is no checkpoint to go on from: start anew with --run.name {self._config.run.name}-2")
+            say(f"there is no checkpoint: begin again at the first step with: {start.resume_command()}", whole=True)
         elif self._checkpointed < self._config.learner.steps:
-            say(f"go on from step {self._checkpointed} with: {start.resume_command()}")
+            say(f"go on from step {self._checkpointed} with: {start.resume_command()}", whole=True)
         else:
-            say(f"all steps are done; end the run with: {start.resume_command()}")
+            say(f"all steps are done; end the run with: {start.resume_command()}", whole=True)
 
     def _last_checkpoint(self) -> None:
         try:

@@ -33,29 +33,17 @@ def starting_point(config: RunConfig, resume: bool) -> Checkpoint | None:
     return checkpoint
 
 
-def check_resumable(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> None:
-    """Raise `ConfigError` if a resume would train from the initial model what the run has trained before.
-
-    A run that was started and made no step yet is resumed by starting it.
-    """
-    if checkpoint is None and position.step > 0:
-        raise ConfigError(
-            f"--resume: nothing to resume: {checkpoints.folder(config.run_dir)} holds no checkpoint, and the queue's "
-            f"run is at step {position.step}; look whether run.dir and run.name are right, or start anew under another "
-            f"name: --run.name {config.run.name}-2"
-        )
-
-
 def is_over(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> bool:
     """Whether the run has made its last step and told the queue so."""
     return checkpoint is not None and checkpoint.info.step >= config.learner.steps and position.finished
 
 
-def introduction(config: RunConfig, checkpoint: Checkpoint | None) -> list[str]:
+def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> list[str]:
     """What to say of a run that is resumed: from where, and with which settings that the checkpoint was not made with.
     Settings are those of the run file, whatever the checkpoint holds."""
     if checkpoint is None:
-        return [f"{checkpoints.folder(config.run_dir)} holds no checkpoint, and no step was made: starting at step 0"]
+        made = f"{position.step} steps were made and are given up" if position.step else "no step was made"
+        return [f"{checkpoints.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
     said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
     now, then = settings(config), info.settings or {}

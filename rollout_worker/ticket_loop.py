@@ -50,7 +50,7 @@ _HEARTBEAT_S = 10.0
 # Until a server serves there is nothing to do, and a heartbeat brings the news.
 _IDLE_HEARTBEAT_S = 1.0
 _GIVE_BACK_S = 5.0
-_FAILURES_BEFORE_PAUSE = 3
+_FAILURES_BEFORE_PAUSE = 8
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
 
 

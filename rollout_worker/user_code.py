@@ -38,11 +38,18 @@ async def call(function: Callable[..., Any], plain: Callable[[Any], Any], timeou
     finally:
         if not task.done():
             task.cancel()
+            task.add_done_callback(_taken_note_of)
     if not task.done():
         raise UserCodeError(f"no answer within {timeout_s:g} s", reasons.TIMEOUT, defined_at(function))
     if task.cancelled():
         raise UserCodeError("it cancelled itself", "CancelledError", defined_at(function))
     return task.result()
+
+
+def _taken_note_of(task: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more: what it raises is nobody's."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:

@@ -33,7 +33,7 @@ from protocol.config import load
 from tests.kit.ports import free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
-SLIPSTREAM = (sys.executable, "-P", "-m", "deploy.cli")
+SLIPSTREAM = (sys.executable, "-P", "-m", "deploy")
 LIMIT_S = 180.0
 
 SMALL = [

@@ -21,11 +21,10 @@ from protocol.messages import Group
 class JudgedGroup:
     """What is counted of a group that arrived; unlike the group, it holds no tokens, so a dropped one costs little.
 
-    reward_std: the sample's; in_flight, in_queue: versions that passed until arrival, and from then to training, of the
+    in_flight, in_queue: versions that passed until arrival, and from then to training, of the
     oldest token, None where none was sampled; dropped: the reason, None where the group trains.
     """
 
-    reward_std: float
     epoch: int
     tokens_sampled: int
     two_span_rollouts: int
@@ -35,13 +34,12 @@ class JudgedGroup:
 
     @classmethod
     def of(cls, group: Group, version_at_arrival: int, version: int, dropped: str | None) -> Self:
-        rewards, versions = rewards_of(group), group.versions()
+        versions = group.versions()
         spans = [
             [span.version for segment in rollout.segments for span in segment.version_spans]
             for rollout in group.rollouts
         ]
         return cls(
-            reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
             epoch=group.epoch,
             tokens_sampled=group.sampled_tokens,
             two_span_rollouts=sum(len(set(of_rollout)) > 1 for of_rollout in spans),
@@ -56,9 +54,10 @@ class Tally:
     """One step's counts, a part of its line in `metrics.jsonl`.
 
     Rewards are over every group that arrived, dropped ones too: else they would look better or worse than they are;
-    `reward_std` is the mean over the groups. Staleness in versions, of the tokens that train; `_in_flight` and
-    `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every group that
-    arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason; tokens_prompt, of the same groups.
+    `reward_std` is over all of them, of the sample, as TRL's. Staleness in versions, of the tokens that train;
+    `_in_flight` and `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every
+    group that arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason; tokens_prompt, of the
+    same groups.
     packing_fill: tokens of the rows by rows times budget. epoch: whole passes over the data before the newest group.
     metrics: see `RolloutMetrics`; task_metrics: the task's own.
     """
@@ -105,7 +104,7 @@ def tally(
     tokens_trained = sum(weights.tokens_trained for weights in trained)
     return Tally(
         reward_mean=metrics.rewards.mean or 0.0,
-        reward_std=fmean(group.reward_std for group in judged),
+        reward_std=metrics.rewards.std or 0.0,
         staleness_mean=sum(weights.staleness_sum for weights in trained) / tokens_trained,
         staleness_max=max(weights.staleness_max for weights in trained),
         staleness_in_flight=fmean(group.in_flight for group in judged if group.in_flight is not None),

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
@@ -70,6 +70,7 @@ class Progress:
         self._newest: StepRecord | None = None
         self._step_s: deque[float] = deque(maxlen=ESTIMATE_OVER)
         self._printed_at = -float("inf")
+        self._gone = False
         self._live: Live | None = None
         if self.console.is_terminal:
             self._live = Live(console=self.console, get_renderable=self._line, auto_refresh=False, transient=True)
@@ -83,11 +84,12 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError, SystemExit):
+                self._live.stop()
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self._print(Text(printable(text)))
+    def say(self, text: str, whole: bool = False) -> None:
+        """A line that stays. `whole`: it holds a command that a person may copy, and is not broken at words."""
+        self._print(Text(printable(text)), whole)
         self._to_log(logging.INFO, text)
 
     def warn(self, text: str) -> None:
@@ -111,7 +113,7 @@ class Progress:
         """Draw the live line anew; in a file, say what is waited for if that is due. To be called each second."""
         phase, now = self._phase, self._clock()
         if self._live is not None:
-            self._live.refresh()
+            self._draw(lambda: None)
             return
         if phase is None:
             return
@@ -129,7 +131,7 @@ class Progress:
         text = self._step_line(record)
         self._to_log(logging.INFO, text)
         if self._live is not None:
-            self._live.refresh()
+            self._draw(lambda: None)
             return
         due = record.step % PRINT_EVERY_STEPS == 0 or now - self._printed_at >= PRINT_EVERY_S
         if first or due or record.step == self._total_steps:
@@ -153,11 +155,20 @@ class Progress:
         depth = self.status.depth if self.status is not None else None
         return line(record, self._total_steps, left_s, depth, width)
 
-    def _print(self, what: RenderableType) -> None:
-        if self._live is not None:
-            self._live.refresh()  # or it would be drawn again below as it was
+    def _print(self, what: RenderableType, whole: bool = False) -> None:
         # A file gets one line for each; a terminal's lines are broken at words.
-        self.console.print(what, highlight=False, soft_wrap=self._live is None)
+        self._draw(lambda: self.console.print(what, highlight=False, soft_wrap=whole or self._live is None))
+
+    def _draw(self, draw: Callable[[], None]) -> None:
+        """A terminal or a pipe that is gone must not end the learner: the log goes on."""
+        try:
+            if self._live is not None:
+                self._live.refresh()  # or it would be drawn again below as it was
+            draw()
+        except (OSError, SystemExit) as error:  # rich makes the latter of a broken pipe
+            if not self._gone:
+                self._gone = True
+                logger.warning("nothing more can be shown: %s", error.__cause__ or error.__context__ or error)
 
     def _to_log(self, level: int, text: str) -> None:
         if self._log:

@@ -15,9 +15,11 @@ import pytest
 
 from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
 from tests.deploy.conftest import run_directory, save_checkpoint
-from tests.deploy.stage import FAILS, LIMIT_S, STAYS, STUBBORN, WAITS_FOR_CHILDREN, Stage, until
+from tests.deploy.stage import ANSWERING, FAILS, LIMIT_S, STAYS, STUBBORN, WAITS_FOR_CHILDREN, Stage, until
 
 TOKEN = "hunter2"
+# A queue whose run is not finished.
+UNFINISHED = ANSWERING.replace("Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 19\\r\\n\\r\\n{\\"finished\\": false}')
 NAMES = {"queue": "queue", "vllm": "vllm-0", "worker": "worker-0", "learner": "learner"}
 
 
@@ -364,3 +366,18 @@ def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: 
     assert "steps = 7 " in (directory / "run.toml").read_text()
     for file in directory.rglob("*"):
         assert file.is_dir() or TOKEN not in file.read_text(), file
+
+
+def test_a_worker_that_ends_while_the_run_goes_on_is_started_again(stage: Stage) -> None:
+    """As one whose tool calls os._exit(0) ends."""
+    stage.play(
+        queue=f"sleep 300 & {sys.executable} -I -S unfinished.py {stage.ports['queue']}", vllm=stage.answers("vllm")
+    )
+    (stage.folder / "unfinished.py").write_text(UNFINISHED, encoding="utf-8")
+    stage.play(
+        worker=f"[ $lives = 1 ] && sleep 2 && exit 0; {STAYS}",
+        learner="until [ $(grep -c '|worker ' calls) = 2 ]; do sleep 0.1; done",
+    )
+    result = stage.run("--deploy.restart", "3")
+    assert result.returncode == 0, result.stderr
+    assert "worker-0 ended with code 0; starting it again in 1 s" in result.stderr

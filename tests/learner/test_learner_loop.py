@@ -393,7 +393,8 @@ def test_no_checkpoint_is_begun_that_the_grace_time_would_cut_short(
     assert re.search(
         r"no time for a checkpoint: it may take \d+ s, and (19|20) s are left of deploy.grace_s = 20", told
     )
-    assert told.splitlines()[-1] == "there is no checkpoint to go on from: start anew with --run.name test-2"
+    again = "there is no checkpoint: begin again at the first step with: slipstream up my.toml --resume"
+    assert told.splitlines()[-1] == again
 
 
 def test_a_signal_ends_the_wait_for_groups(
@@ -412,11 +413,14 @@ def test_a_signal_ends_the_wait_for_groups(
     assert "destroyed" not in capfd.readouterr().err
 
 
-def test_resuming_what_was_never_saved_is_refused(in_place: FakeQueue, model_path: Path, tmp_path: Path) -> None:
+def test_resuming_what_was_never_saved_begins_again_and_says_so(
+    in_place: FakeQueue, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     in_place.now.step = 3
-    with pytest.raises(ConfigError, match=r"--resume: nothing to resume: .*checkpoints holds no checkpoint.*at step 3"):
-        run(config_for(model_path, tmp_path), resume=True)
-    assert milestones(in_place) == ["closed"]
+    run(config_for(model_path, tmp_path), resume=True)
+    assert [(begin.step, begin.resume) for begin in in_place.begun] == [(0, True)]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "checkpoints holds no checkpoint, and 3 steps were made and are given up: starting at step 0" in told
 
 
 def test_a_resume_says_from_where_and_what_was_changed(

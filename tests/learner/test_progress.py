@@ -314,3 +314,25 @@ def test_the_curve_grows_beside_the_training_and_a_fault_ends_no_run(
     monkeypatch.setattr(curve, "draw_rewards", lambda *_: 1 / 0)
     growing.finish([])
     assert "reward.png could not be drawn" in caplog.text
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_learner(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    progress = Progress(3, console=Console(file=Gone()), log=True)
+    with progress:
+        for _ in range(2):
+            progress.say("a line")
+    told = [record.getMessage() for record in caplog.records if "nothing more can be shown" in record.getMessage()]
+    assert len(told) == 1
+    assert "Broken pipe" in told[0]
+
+
+def test_a_command_is_never_broken_into_lines() -> None:
+    screen = Screen(40)
+    command = "go on with: slipstream up " + "a-very-long-folder/" * 5 + "run.toml --resume"
+    with screen.progress:
+        screen.progress.say(command, whole=True)
+    assert command in screen.file.getvalue()

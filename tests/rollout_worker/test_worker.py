@@ -472,11 +472,13 @@ async def test_rows_are_not_run_through_while_nothing_succeeds(changes):
     async def sleep(seconds):
         slept.append(seconds)
 
-    tickets = tickets_for(20, 2)
+    tickets = tickets_for(40, 2)
     the_task = task(**changes)
-    queue = StandInQueue([t for t in tickets if the_task.place_of(t.index, t.seed)[1] == len(the_task.dataset) - 1][:9])
+    queue = StandInQueue(
+        [t for t in tickets if the_task.place_of(t.index, t.seed)[1] == len(the_task.dataset) - 1][:14]
+    )
     run = await roll(the_task, fake(), queue=queue, config=config(WORKER, worker={"episodes": 2}), sleep=sleep)
-    assert len(run.queue.failures) == 9
+    assert len(run.queue.failures) == 14
     assert slept == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
 
 
@@ -486,14 +488,14 @@ async def test_a_success_ends_the_pauses():
     async def sleep(seconds):
         slept.append(seconds)
 
-    calls = iter([*"ffff", "s", *"ffff", "s"])
+    calls = iter([*"fffffffff", "s", *"fffffffff", "s"])
 
     def moody(completions, **columns):
         if next(calls) == "f":
             raise ValueError("not now")
         return [1.0] * len(completions)
 
-    await roll(task(rewards=[moody]), fake(), tickets=10, config=config(WORKER, worker={"episodes": 2}), sleep=sleep)
+    await roll(task(rewards=[moody]), fake(), tickets=20, config=config(WORKER, worker={"episodes": 2}), sleep=sleep)
     assert slept == [0.25, 0.5, 0.25, 0.5]
 
 

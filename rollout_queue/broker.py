@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -125,6 +125,9 @@ class Broker:
             return
         try:
             await self.call(self.store.commit, decision, payloads or {})
+        except OverflowError as error:
+            # Nothing was stored, so memory and store still agree.
+            raise Refusal(reasons.OUT_OF_RANGE, f"a number is beyond what the store can hold: {error}") from error
         except BaseException as error:
             # Cancelled, or broken unexpectedly: the store may be ahead of memory now.
             self._fail(f"a change was not completed: {error!r}; start the queue again")
@@ -166,10 +169,8 @@ class Broker:
     async def _expire_when_due(self) -> None:
         while self.failure is None:
             await asyncio.sleep(max(0.05, self.ledger.next_deadline(self.now) - self.now))
-            try:
+            with suppress(Refusal):  # where the store failed, `on_failure` tells the service
                 await self.expire()
-            except Refusal:
-                return  # the store failed; `on_failure` tells the service
 
     def _fail(self, message: str) -> None:
         if self.failure is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from protocol import codec, reasons, routes
@@ -29,6 +30,8 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.ledger import leases
+from rollout_queue.ledger.records import Decision, TicketRecord
+from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
@@ -557,6 +560,18 @@ async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
                 assert response.status == 200
         assert stopped == ["stop"]
         assert queue.broker.ledger.issued == 0
+
+
+async def test_attack_1_a_number_that_the_store_cannot_hold_is_refused_and_the_queue_goes_on() -> None:
+    async with running() as (queue, client):
+        beyond = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=2**63)
+        with pytest.raises(Refusal) as refused:
+            async with queue.broker.lock:
+                await queue.broker.commit(Decision((msgspec.structs.replace(beyond, version=1), beyond)))
+        assert refused.value.reason == reasons.OUT_OF_RANGE
+        assert queue.broker.ledger.issued == 0
+        assert queue.broker.store.load().live == []
+        assert [ticket.id for ticket in await take(client)] == ["0.0"]
 
 
 async def test_a_worker_that_hung_up_is_given_no_ticket() -> None:

@@ -81,6 +81,7 @@ class Broker:
                 contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
             self.fleet = Fleet(contents.servers)
+            self.trial.begin(self.ledger.ever_accepted)
             self.ready = True
             for name, url in self.config.server_names.items():
                 known = self.fleet.get(name)

@@ -55,7 +55,7 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
             async with broker.lock:
                 forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
                 await broker.commit(leases.begin(broker.ledger, message, forgotten))
-                broker.trial.begin()
+                broker.trial.begin(broker.ledger.ever_accepted)
             seen.session_began(broker.now)
         case Checkpointed():
             async with broker.lock:

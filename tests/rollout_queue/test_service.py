@@ -102,8 +102,19 @@ async def test_no_ticket_without_learner_or_server() -> None:
 
 async def test_f16_a_server_that_joins_again_gets_no_tickets_out() -> None:
     async with running() as (_, client):
-        await client.put_server(Server(SERVER, "http://new", ServerState.JOINING))
+        await client.put_server(Server(SERVER, (await client.servers())[0].url, ServerState.JOINING))
         assert await take(client) == []
+
+
+@pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.DOWN])
+async def test_attack_7_nobody_takes_a_server_that_serves_elsewhere(state: ServerState) -> None:
+    async with running() as (_, client):
+        here = (await client.servers())[0]
+        refused = await refusal(client.put_server(Server(SERVER, "http://new", state)))
+        assert (refused.status, refused.reason) == (422, "server_mismatch")
+        assert (await client.servers()) == [here]
+        await client.put_server(Server(SERVER, here.url, ServerState.DOWN))
+        await client.put_server(Server(SERVER, "http://new", ServerState.JOINING))
 
 
 async def test_servers_of_the_run_file_are_registered_and_travel_with_tickets_and_heartbeats() -> None:

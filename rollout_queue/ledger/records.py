@@ -120,8 +120,8 @@ class RunState(msgspec.Struct, frozen=True):
 
     `checkpoints`: the steps of those that are kept, oldest first. Tickets of indices below `pruned_below` are kept as
     sums only: no learner can resume from before `pruned_step` any more.
-    `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: the
-    first worker that was let in since sessions declare anything, in `data_session`.
+    `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: what
+    the first worker that was let in named, in `data_session`, and later ones where it named nothing.
     """
 
     version: int = 0

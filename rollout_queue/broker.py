@@ -63,7 +63,7 @@ class Broker:
         self.ledger = Ledger(config, StoreContents(), self.now)
         self.register = Register()
         self.trial = Trial(config)
-        self.observations = Observations(self.now, config.learner.groups_per_step)
+        self.observations = Observations(self.now, config.learner.groups_per_step, config.vllm.start_timeout_s)
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 

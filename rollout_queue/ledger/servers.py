@@ -178,6 +178,6 @@ def check_unfenced(fleet: Fleet, server: Server) -> None:
     if known is not None and known.state is ServerState.SERVING and known.url != server.url:
         raise Refusal(
             reasons.SERVER_MISMATCH,
-            f"server {server.name!r} serves at {known.url}, not at {server.url[:200]!r}: name another server, or report "
-            f"that one as down first",
+            f"server {server.name!r} serves at {known.url}, not at {server.url[:200]!r}: name another server, or "
+            f"report that one as down first",
         )

@@ -30,7 +30,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.ledger import leases
-from rollout_queue.ledger.records import Decision, TicketRecord
+from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
@@ -462,6 +462,34 @@ async def test_f7_a_stall_is_raised_and_ends_with_progress() -> None:
         status = await client.status()
         assert not status.stall.stalled
         assert status.waits == []
+
+
+async def test_attack_6_without_learner_or_server_the_alarm_waits_for_a_start_and_then_says_so() -> None:
+    async with running(begin=False) as (queue, client):
+        queue.time.now += 600.0 + 119.0
+        assert not (await client.status()).stall.stalled
+        queue.time.now += 1.0
+        assert "no learner has begun" in ((await client.status()).stall.why or "")
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        queue.time.now += 600.0 + 120.0
+        await client.waiting(1, None)
+        assert "no vLLM server is serving" in ((await client.status()).stall.why or "")
+
+
+async def test_attack_6_a_long_first_step_is_no_stall_while_its_lease_is_renewed() -> None:
+    async with running() as (queue, client):
+        tickets = await take(client, 4)
+        for ticket in tickets:
+            await client.submit(group(ticket, worker_id="w"))
+        await lease(client)
+        assert queue.broker.ledger.count(TicketState.LEASED) >= queue.broker.config.learner.groups_per_step
+        for _ in range(10):
+            queue.time.now += 20.0
+            await client.renew("l", 1)
+        assert not (await client.status()).stall.stalled
+        queue.time.now += queue.broker.config.queue.lease_timeout_s
+        await queue.broker.expire()
+        assert "the learner was last heard from" in ((await client.status()).stall.why or "")
 
 
 async def test_worker_figures() -> None:

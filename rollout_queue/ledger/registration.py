@@ -1,8 +1,9 @@
 """Which workers may make groups: those whose groups are data for the learner's session.
 
 The session declares tokenizer, chat format and rollout settings; the first worker that is let in gives the number of
-rows of the session's data set, and the first that could read a sample of them their digest. A worker that differs is refused, with the difference named. Where no session declared anything, as with an
-older learner, every worker is let in unseen.
+rows of the session's data set, and the first that could read a sample of them their digest. A worker that differs is
+refused, with the difference named. Where no session declared anything, as with an older learner, every worker is let in
+unseen.
 """
 
 from __future__ import annotations

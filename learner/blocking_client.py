@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 # A shorter wait is not worth two calls.
 REPORT_WAIT_AFTER_S = 1.0
+# The queue takes a learner that loads to be dead if it hears nothing for vllm.start_timeout_s, 600 s by default.
+REPORT_WAIT_AGAIN_S = 60.0
 
 
 class BlockingQueueClient:
@@ -58,13 +60,12 @@ class BlockingQueueClient:
         report.result()
 
     async def _report_wait(self, session: int, what: str, over: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(REPORT_WAIT_AFTER_S):
-                await over.wait()
-        except TimeoutError:
+        if await _within(REPORT_WAIT_AFTER_S, over):
+            return
+        await self.queue.waiting(session, what)
+        while not await _within(REPORT_WAIT_AGAIN_S, over):
             await self.queue.waiting(session, what)
-            await over.wait()
-            await self.queue.waiting(session, None)
+        await self.queue.waiting(session, None)
 
     async def _close(self) -> None:
         """A signal may have left calls behind that nobody waits for."""
@@ -81,3 +82,12 @@ class BlockingQueueClient:
         except BaseException:
             answer.cancel()  # a signal may have broken the wait, and would leave the call hanging
             raise
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

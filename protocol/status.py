@@ -87,8 +87,8 @@ class Wait(msgspec.Struct):
 
 class Stall(msgspec.Struct):
     """`stalled`: no optimiser step came for `after_s`, the longer of `queue.stall_after_s` and 5 median steps;
-    `since_s`: seconds since the newest, or since everything was there to make one, 0 while things load; `why`: the
-    likeliest cause."""
+    before the first, ten times `queue.stall_after_s` while the learner holds a step's groups. `since_s`: seconds since
+    the newest, or since everything was there to make one, 0 while things start or load; `why`: the likeliest cause."""
 
     stalled: bool
     since_s: float

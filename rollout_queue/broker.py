@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -63,7 +63,7 @@ class Broker:
         self.ledger = Ledger(config, StoreContents(), self.now)
         self.register = Register()
         self.trial = Trial(config)
-        self.observations = Observations(self.now, config.learner.groups_per_step)
+        self.observations = Observations(self.now, config.learner.groups_per_step, config.vllm.start_timeout_s)
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
@@ -81,6 +81,7 @@ class Broker:
                 contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
             self.fleet = Fleet(contents.servers)
+            self.trial.begin(self.ledger.ever_accepted)
             self.ready = True
             for name, url in self.config.server_names.items():
                 known = self.fleet.get(name)
@@ -125,6 +126,9 @@ class Broker:
             return
         try:
             await self.call(self.store.commit, decision, payloads or {})
+        except OverflowError as error:
+            # Nothing was stored, so memory and store still agree.
+            raise Refusal(reasons.OUT_OF_RANGE, f"a number is beyond what the store can hold: {error}") from error
         except BaseException as error:
             # Cancelled, or broken unexpectedly: the store may be ahead of memory now.
             self._fail(f"a change was not completed: {error!r}; start the queue again")
@@ -166,10 +170,8 @@ class Broker:
     async def _expire_when_due(self) -> None:
         while self.failure is None:
             await asyncio.sleep(max(0.05, self.ledger.next_deadline(self.now) - self.now))
-            try:
+            with suppress(Refusal):  # where the store failed, `on_failure` tells the service
                 await self.expire()
-            except Refusal:
-                return  # the store failed; `on_failure` tells the service
 
     def _fail(self, message: str) -> None:
         if self.failure is None:

@@ -55,7 +55,7 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
             async with broker.lock:
                 forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
                 await broker.commit(leases.begin(broker.ledger, message, forgotten))
-                broker.trial.begin()
+                broker.trial.begin(broker.ledger.ever_accepted)
             seen.session_began(broker.now)
         case Checkpointed():
             async with broker.lock:
@@ -154,7 +154,7 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
         raise Refusal(reasons.SERVER_MISMATCH, f"the path names server {name!r}, the body {server.name!r}")
     async with broker.lock:
         if change.session is None:
-            servers.check_unfenced(server)
+            servers.check_unfenced(broker.fleet, server)
         else:
             _fence(broker, change.session)
         await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))

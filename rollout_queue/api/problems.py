@@ -37,6 +37,7 @@ STATUS: Mapping[str, int] = {
     reasons.TICKET_ENDED: 410,
     reasons.TOO_LARGE: 413,
     reasons.UNDECODABLE: 422,
+    reasons.OUT_OF_RANGE: 422,
     reasons.MAX_TICKETS: 422,
     reasons.WORKER_MISMATCH: 422,
     reasons.SERVER_MISMATCH: 422,

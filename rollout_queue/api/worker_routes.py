@@ -71,7 +71,7 @@ async def give_back_ticket(id: str, request: Request, broker: ReadyBroker) -> Re
         if record is not None and record.worker_id == failure.worker_id:
             reason = reasons.failed(failure.reason)
             await broker.commit(tickets.fail(broker.ledger, record, reason, failure.retryable))
-            _note_failure(broker, reason, failure.detail)
+            _note_failure(broker, record, reason, failure.detail)
     return Response(status_code=204)
 
 
@@ -146,7 +146,7 @@ async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> No
             seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
             reason = reasons.rejected(refusal.reason)
             await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
-            _note_failure(broker, reason, refusal.message)
+            _note_failure(broker, record, reason, refusal.message)
 
 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
@@ -177,9 +177,9 @@ def _check_welcome(broker: Broker, worker_id: str) -> None:
         broker.register.check(broker.ledger.run, worker_id)
 
 
-def _note_failure(broker: Broker, reason: str, detail: str) -> None:
+def _note_failure(broker: Broker, ended: TicketRecord, reason: str, detail: str) -> None:
     """A ticket yielded no group. If the run is given up by it, everyone who waits is told."""
-    if broker.trial.failed(reason, detail):
+    if broker.trial.failed(ended, reason, detail, broker.ledger.tickets(TicketState.ISSUED)):
         broker.room_came.notify()
         broker.groups_came.notify()
 

@@ -23,6 +23,9 @@ from rollout_queue.ledger.servers import Fleet
 # Tickets of this many indices stay one by one for `slipstream ledger`, needed or not; older ones only as sums.
 INDICES_KEPT = 100_000
 
+# No run gets there. One that starts there would soon make numbers that the store cannot hold.
+_HIGHEST = 2**53
+
 
 def check_session(ledger: Ledger, session: int) -> None:
     """Refuses any but the newest learner session (SESSION_SUPERSEDED)."""
@@ -133,7 +136,7 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
 
     `forgotten`: tickets trained after that step whose payload is gone. What was trained after it comes back, so that
     I1 holds on the time line that survives: as groups if they are young enough and there is room, else as rows. Refuses
-    a start that does not fit the run (RUN_EXISTS, STEP_UNKNOWN).
+    a start that does not fit the run (RUN_EXISTS, STEP_UNKNOWN, OUT_OF_RANGE).
     """
     run = ledger.run
     version, step = _first_version(ledger, message), message.step
@@ -220,6 +223,13 @@ def _advance(run: RunState, message: LeaseAck) -> RunState:
 def _first_version(ledger: Ledger, message: BeginSession) -> int:
     """The version that a session starts at: 0, or above every version before it."""
     run = ledger.run
+    for name, number in (("step", message.step), ("version", max(message.version, run.version))):
+        if number >= _HIGHEST:
+            raise Refusal(
+                reasons.OUT_OF_RANGE,
+                f"{name} {number} is beyond the highest that a run may start at, {_HIGHEST - 1}: resume from a "
+                f"checkpoint that is whole, or choose a new run.name",
+            )
     if not message.resume:
         if ledger.ever_trained:
             raise Refusal(

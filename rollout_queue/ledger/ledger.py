@@ -96,6 +96,10 @@ class Ledger:
         return self.run.version > 0 or self.trained > 0
 
     @property
+    def ever_accepted(self) -> bool:
+        return self.ever_trained or self.tokens_sampled > 0
+
+    @property
     def trained(self) -> int:
         return self.counts[TicketState.TRAINED] + self.counts[TicketState.FORGOTTEN]
 

@@ -120,8 +120,8 @@ class RunState(msgspec.Struct, frozen=True):
 
     `checkpoints`: the steps of those that are kept, oldest first. Tickets of indices below `pruned_below` are kept as
     sums only: no learner can resume from before `pruned_step` any more.
-    `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: the
-    first worker that was let in since sessions declare anything, in `data_session`.
+    `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: what
+    the first worker that was let in named, in `data_session`, and later ones where it named nothing.
     """
 
     version: int = 0
@@ -153,11 +153,13 @@ class Distrust(msgspec.Struct, frozen=True):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once."""
+    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once.
+    `restarted_at`: the serial of the first ticket issued since it joined again; None once it is proven anew."""
 
     server: Server
     served: bool = False
     distrust: tuple[Distrust, ...] = ()
+    restarted_at: int | None = None
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -1,8 +1,9 @@
 """Which workers may make groups: those whose groups are data for the learner's session.
 
-The session declares tokenizer, chat format and rollout settings; the first worker that is let in gives the data set of
-the session. A worker that differs is refused, with the difference named. Where no session declared anything, as with an
-older learner, every worker is let in unseen.
+The session declares tokenizer, chat format and rollout settings; the first worker that is let in gives the number of
+rows of the session's data set, and the first that could read a sample of them their digest. A worker that differs is
+refused, with the difference named. Where no session declared anything, as with an older learner, every worker is let in
+unseen.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
         raise _refusal(
             worker_id, difference + release, "start it with the learner's run file, tokenizer and chat template"
         )
+    if given.rows is None:
+        raise _refusal(
+            worker_id,
+            "its fingerprint names no data set, so nothing says that its rows are the others'",
+            f"install Slipstream {run.declared.release} there, the learner's release",
+        )
     before = run.data
     if before is None or run.data_session != run.session:
         changed = fingerprint.difference(before, given) if before is not None else None
@@ -58,10 +65,17 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
             difference,
             "give all workers one data set; if this is the right one, stop the others and resume the learner",
         )
-    if given.task != before.task:
+    named = msgspec.structs.replace(
+        before,
+        rows=given.rows,
+        data=before.data if before.data is not None else given.data,
+        task=before.task if before.task is not None else given.task,
+    )
+    decision = Decision(run=msgspec.structs.replace(run, data=named)) if named != before else Decision()
+    if given.task != named.task:
         text = f"worker {worker_id} has another task file than the session's first worker: its tools and rewards may "
-        return Admitted(warnings=(f"{text}differ; restart the workers that have the old one",))
-    return Admitted()
+        return Admitted(decision, (f"{text}differ; restart the workers that have the old one",))
+    return Admitted(decision)
 
 
 def give_back(ledger: Ledger, worker_id: str) -> Decision:

@@ -3,7 +3,8 @@
 A server that starts or restarts is `joining`, whatever it was before. Once a version fails its proof, what the server
 samples under that version or a newer one is distrusted until the server is proven again, and that part of it still
 afterwards: groups with such tokens are rejected at the door, dropped where they wait, and taken back from the learner
-where it has leased but not yet trained them. What a server sampled before it became unreachable stays good.
+where it has leased but not yet trained them. What a server sampled before it became unreachable stays good; of one
+that joined again, tickets issued from then on take nothing until it is proven.
 """
 
 from __future__ import annotations
@@ -86,7 +87,12 @@ class Fleet:
             version = known.server.version
         server = msgspec.structs.replace(wanted, version=version, changed_at=wall_time)
         served = wanted.state is ServerState.SERVING or (known is not None and known.served)
-        return ServerRecord(server, served, distrust)
+        restarted_at = known.restarted_at if known is not None else None
+        if wanted.state is ServerState.SERVING:
+            restarted_at = None
+        elif wanted.state is ServerState.JOINING and served and restarted_at is None:
+            restarted_at = serial
+        return ServerRecord(server, served, distrust, restarted_at)
 
     def apply(self, record: ServerRecord) -> None:
         self._records[record.server.name] = record
@@ -103,8 +109,8 @@ class Fleet:
         return None
 
     def check(self, group: GroupFacts, serial: int) -> None:
-        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, or that is
-        distrusted for it (UNVERIFIED_SERVER)."""
+        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, that was not
+        proven between its restart and the ticket, or that is distrusted for it (UNVERIFIED_SERVER)."""
         for name in (sampled.server for sampled in group.servers):
             record = self._records.get(name)
             if record is None:
@@ -116,6 +122,12 @@ class Fleet:
                 raise Refusal(
                     reasons.UNVERIFIED_SERVER,
                     f"server {name} sampled some of its tokens but was never proven: it is {record.server.state}",
+                )
+            if record.restarted_at is not None and serial >= record.restarted_at:
+                raise Refusal(
+                    reasons.UNVERIFIED_SERVER,
+                    f"server {name} sampled some of its tokens, for a ticket issued after it joined again, but is not "
+                    f"proven since: it is {record.server.state}",
                 )
         server = self.distrusted(group, serial)
         if server is not None:
@@ -153,11 +165,19 @@ def _proven_at(version: int, serial: int, distrust: Distrust) -> Distrust:
     return distrust
 
 
-def check_unfenced(server: Server) -> None:
-    """Refuses what only the newest learner may say of a server, which alone proves them (SESSION_SUPERSEDED)."""
+def check_unfenced(fleet: Fleet, server: Server) -> None:
+    """Refuses what only the newest learner may say of a server, which alone proves them (SESSION_SUPERSEDED), and an
+    end of one that serves by somebody who takes it to be elsewhere (SERVER_MISMATCH)."""
     if server.state not in (ServerState.JOINING, ServerState.DOWN):
         raise Refusal(
             reasons.SESSION_SUPERSEDED,
             f"server {server.name!r} cannot become {server.state} without the learner's session: others may only "
             f"register it as joining, or report it as down",
+        )
+    known = fleet.get(server.name)
+    if known is not None and known.state is ServerState.SERVING and known.url != server.url:
+        raise Refusal(
+            reasons.SERVER_MISMATCH,
+            f"server {server.name!r} serves at {known.url}, not at {server.url[:200]!r}: name another server, or "
+            f"report that one as down first",
         )

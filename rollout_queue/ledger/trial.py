@@ -1,23 +1,30 @@
-"""When to give up: the first groups of a session fail, one and all.
+"""When to give up: the first rows of a run fail, one and all, at every worker that works on any.
 
 Only failures that would come again count. A server that went away and a worker that was stopped do not: the run is made
-to survive them.
+to survive them. Nor does a body that a worker of ours never sends: anybody may have sent it. One group that was ever
+accepted, in this session or before, shows that task and settings work; if it comes late, it takes the verdict back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from protocol import reasons
 from protocol.config import RunConfig
+from rollout_queue.ledger.records import TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
-_PASSING = frozenset(
+_DO_NOT_COUNT = frozenset(
     {
         reasons.failed(reasons.SERVER),
         reasons.failed(reasons.LOST),
         reasons.failed(reasons.WORKER_STOPPED),
         reasons.rejected(reasons.UNVERIFIED_SERVER),
+        reasons.rejected(reasons.UNDECODABLE),
+        reasons.rejected(reasons.TOO_DEEP),
+        reasons.rejected(reasons.TICKET_MISMATCH),
+        reasons.rejected(reasons.WORKER_MISMATCH),
     }
 )
 _KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the trouble that a reason belongs to, where it is called otherwise
@@ -27,18 +34,19 @@ _REASON = 80
 
 
 class Trial:
-    """One session's first groups. `gave_up`: why the run can go no further, once it is clear."""
+    """A run's first rows. `gave_up`: why the run can go no further, while that is so."""
 
     def __init__(self, config: RunConfig) -> None:
         self._after = config.rollout.give_up_after
         self._task = config.task.path
-        self.begin()
+        self.begin(passed=False)
 
-    def begin(self) -> None:
-        """A new session: count from nothing."""
+    def begin(self, passed: bool) -> None:
+        """The queue starts, or a new session: count from nothing. `passed`: the run has accepted a group before."""
         self.gave_up: str | None = None
-        self._passed = False
-        self._failures: Counter[str] = Counter()
+        self._passed = passed
+        self._rows: dict[int, str] = {}  # of the first rows that failed: why
+        self._failing: set[str] = set()  # workers
         self._details: dict[str, str] = {}
         self._troubles: dict[str, str] = {}
 
@@ -49,15 +57,18 @@ class Trial:
 
     def succeeded(self) -> None:
         """A group was accepted."""
-        self._passed = True
+        self._passed, self.gave_up = True, None
 
-    def failed(self, reason: str, detail: str) -> bool:
-        """A ticket ended without a group for `reason`; true if the run is given up by it."""
-        if self._passed or self.gave_up is not None or not self._after or reason in _PASSING:
+    def failed(self, ended: TicketRecord, reason: str, detail: str, out: Iterable[TicketRecord]) -> bool:
+        """A ticket ended without a group for `reason`; true if the run is given up by it. `out`: the tickets that
+        workers hold. While a worker of which no ticket failed holds one, it may yet succeed."""
+        if self._passed or self.gave_up is not None or not self._after or reason in _DO_NOT_COUNT:
             return False
-        self._failures[reason] += 1
-        self._details.setdefault(reason, detail[:_TEXT])
-        if self._failures.total() < self._after:
+        self._failing.add(ended.worker_id)
+        if ended.index not in self._rows and len(self._rows) < self._after:
+            self._rows[ended.index] = reason
+            self._details.setdefault(reason, detail[:_TEXT])
+        if len(self._rows) < self._after or any(record.worker_id not in self._failing for record in out):
             return False
         self.gave_up = self._why()
         return True
@@ -68,14 +79,14 @@ class Trial:
             raise Refusal(reasons.GAVE_UP, self.gave_up)
 
     def _why(self) -> str:
-        count = self._failures.total()
-        reason, times = self._failures.most_common(1)[0]
+        count = len(self._rows)
+        reason, times = Counter(self._rows.values()).most_common(1)[0]
         shown = reason[:_REASON]
         share = "all" if times == count else f"{times} of them"
         code = reason.removeprefix(reasons.failed(""))
         detail = self._troubles.get(_KINDS.get(code, code)) or self._details[reason] or "no detail was given"
         return (
             f"the first {count} groups failed, {share} for {shown}: {detail}. Mend it in the task {self._task} or the "
-            f"run file, then start again (rollout.give_up_after = {self._after} failures end a run in which no group "
-            f"has succeeded; 0: never)"
+            f"run file, then start again (rollout.give_up_after = {self._after} failed rows end a run in which no "
+            f"group has succeeded; 0: never)"
         )

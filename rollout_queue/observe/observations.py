@@ -39,11 +39,12 @@ class _Heard(msgspec.Struct):
 
 
 class Observations:
-    """`now` is the broker's clock, seconds; `groups_per_step`: B of the run."""
+    """`now` is the broker's clock, seconds; `groups_per_step`: B of the run; `start_s`: how long learner and
+    servers may take to start."""
 
-    def __init__(self, now: float, groups_per_step: int) -> None:
+    def __init__(self, now: float, groups_per_step: int, start_s: float) -> None:
         self.started = now
-        self.progress = Progress()
+        self.progress = Progress(now, start_s)
         self.notices = Notices()
         self.variance = Variance(groups_per_step)
         self.recent = RecentRollouts()
@@ -60,10 +61,11 @@ class Observations:
 
     def learner_seen(self, now: float) -> None:
         self._learner_at = now
+        self.progress.heard(now)
 
     def session_began(self, now: float) -> None:
         self._learner_at = now
-        self.progress.session_began()
+        self.progress.session_began(now)
         self.waits.end(LEARNER)
 
     def learner_waits(self, what: str | None, now: float) -> None:

@@ -10,40 +10,56 @@ from protocol import reasons
 from rollout_queue.ledger.records import TicketRecord, TicketState
 
 _STEPS = 5
+_FIRST_STEP = 10
 _MOST_REASONS = 64
 
 
 class Progress:
-    """The clock of the stall alarm, in seconds. It runs from the newest step; before a session's first one from the
-    moment at which learner and server are there; and it stands while the learner says that it loads."""
+    """The clock of the stall alarm, in seconds. It runs from the newest step; before a session's first one, and before
+    the first after a restart of the queue, from the moment at which learner and server are there.
 
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._loading_since: float | None = None
+    It stands while they start and while the learner says that it loads, but each for `start_s` at most: from the start,
+    or from when the learner that loads was last heard from. What takes longer never comes.
+    """
+
+    def __init__(self, now: float, start_s: float) -> None:
+        self._start_s = start_s
         self.full = 0
         self.ended: Counter[str] = Counter()
+        self.session_began(now)
 
-    def session_began(self) -> None:
-        self._since = self._loading_since = None
+    def session_began(self, now: float) -> None:
+        self._starting, self._loading = True, False
+        self._since = now
+        self._stands_since: float | None = now
+        self._stands_until = now + self._start_s
         self._forget()
 
     def all_there(self, now: float) -> None:
         """Learner and server are there."""
-        if self._since is None:
+        if self._starting:
+            self._starting = False
             self._since = now
+            self._go_on(now)
 
     def stepped(self, now: float) -> None:
         self._since = now
         self._forget()
 
     def loads(self, now: float) -> None:
-        if self._loading_since is None:
-            self._loading_since = now
+        self._loading = True
+        if self._stands_since is None:
+            self._stands_since = now
+        self._stands_until = now + self._start_s
+
+    def heard(self, now: float) -> None:
+        """A sign of life from the learner."""
+        if self._loading:
+            self._stands_until = now + self._start_s
 
     def loaded(self, now: float) -> None:
-        if self._loading_since is not None and self._since is not None:
-            self._since += now - max(self._since, self._loading_since)
-        self._loading_since = None
+        self._loading = False
+        self._go_on(now)
 
     def found_full(self) -> None:
         """A group was refused for room."""
@@ -56,16 +72,26 @@ class Progress:
                 self.ended[record.reason if known and record.reason else "other"] += 1
 
     def quiet_s(self, now: float) -> float:
-        if self._since is None:
+        return now - self._since - self._stood_s(now)
+
+    def _go_on(self, now: float) -> None:
+        if not self._starting and not self._loading:
+            self._since += self._stood_s(now)
+            self._stands_since = None
+
+    def _stood_s(self, now: float) -> float:
+        if self._stands_since is None:
             return 0.0
-        end = now if self._loading_since is None else self._loading_since
-        return max(0.0, end - self._since)
+        return max(0.0, min(now, self._stands_until) - max(self._since, self._stands_since))
 
     def _forget(self) -> None:
         self.full = 0
         self.ended.clear()
 
 
-def alarm_after_s(stall_after_s: float, median_step_s: float | None) -> float:
-    """T of the alarm, seconds."""
-    return max(stall_after_s, _STEPS * (median_step_s or 0.0))
+def alarm_after_s(stall_after_s: float, median_step_s: float | None, trains: bool) -> float:
+    """T of the alarm, seconds. `trains`: the learner holds the groups of a step. How long one takes is not known before
+    the first, nor after a restart of the queue."""
+    if median_step_s is None:
+        return stall_after_s * (_FIRST_STEP if trains else 1)
+    return max(stall_after_s, _STEPS * median_step_s)

@@ -91,11 +91,14 @@ def _waits(broker: Broker) -> list[Wait]:
 
 def _stall(broker: Broker, groups: GroupCounts) -> Stall:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
+    settings, waits_for = broker.config.queue, seen.waits.what(LEARNER)
+    # A learner that died holds nothing once its lease lapses.
+    trains = groups.leased >= broker.config.learner.groups_per_step and waits_for is None
     return stall.judge(
         stall.Scene(
             quiet_s=seen.progress.quiet_s(now),
-            alarm_after_s=alarm_after_s(broker.config.queue.stall_after_s, seen.median_step_s),
-            stall_after_s=broker.config.queue.stall_after_s,
+            alarm_after_s=alarm_after_s(settings.stall_after_s, seen.median_step_s, trains),
+            stall_after_s=settings.stall_after_s,
             finished=ledger.run.finished,
             session=ledger.run.session,
             servers=broker.fleet.servers,
@@ -106,7 +109,7 @@ def _stall(broker: Broker, groups: GroupCounts) -> Stall:
             variance=seen.variance.remedy(),
             blocked_by=broker.grant().blocked_by,
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
-            learner_waits_for=seen.waits.what(LEARNER),
+            learner_waits_for=waits_for,
             worker_seen_s_ago=seen.worker_seen_s_ago(now),
             gave_up=broker.trial.gave_up,
         )

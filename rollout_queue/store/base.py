@@ -31,7 +31,8 @@ class Store(Protocol):
 
         Records replace those before them. A ticket that ends without a payload (a state outside `HOLDS_PAYLOAD`) takes
         its payload along. Tickets of indices below `run.pruned_below` are kept as sums only. A durable store keeps what
-        was committed when the process is killed.
+        was committed when the process is killed. Raises `OverflowError`, and has stored nothing, for a number that it
+        cannot hold.
         """
         ...
 

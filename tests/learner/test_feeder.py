@@ -220,6 +220,16 @@ def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.Mo
     assert waits == [("waiting", "groups"), ("waiting", None)]
 
 
+def test_attack_6_a_learner_that_loads_for_long_says_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
+    monkeypatch.setattr("learner.blocking_client.REPORT_WAIT_AGAIN_S", 0.001)
+    queue = FakeQueue()
+    with BlockingQueueClient(cast(QueueClient, queue)) as client, client.waiting(1, "loading"):
+        while queue.log.count(("waiting", "loading")) < 3:
+            time.sleep(0.001)
+    assert [entry for entry in queue.log if entry[0] == "waiting"][-1] == ("waiting", None)
+
+
 def test_hole_4_a_group_that_is_revoked_after_it_was_packed_is_replaced_before_its_step() -> None:
     queue = FakeQueue(endless())
     with feeding(queue) as feeder:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from protocol import reasons, routes
+from protocol import codec, reasons, routes
 from protocol.client import QueueClient, QueueError, Refused
 from protocol.messages import BeginSession, LeaseRequest, TicketFailure, TicketRequest, Trouble, WorkerReport
+from rollout_queue.ledger.records import TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.trial import Trial
+from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.queue import serve_version, serving
 
@@ -21,37 +24,92 @@ def trial(after: int = 3) -> Trial:
     return Trial(config(rollout={"give_up_after": after}))
 
 
+def ticket(index: int, worker: str = "w", attempt: int = 0) -> TicketRecord:
+    return TicketRecord(index=index, attempt=attempt, serial=index, worker_id=worker, version=0)
+
+
 def test_the_first_failures_end_the_run_with_the_most_frequent_one() -> None:
     judged = trial(3)
-    told = [judged.failed(r, d) for r, d in ((REWARD, "length 1, not 2"), ("failed:row", "no row"), (REWARD, "again"))]
+    ends = ((REWARD, "length 1, not 2"), ("failed:row", "no row"), (REWARD, "again"))
+    told = [judged.failed(ticket(row), reason, detail, []) for row, (reason, detail) in enumerate(ends)]
     assert told == [False, False, True]
     with pytest.raises(Refusal, match=r"first 3 groups failed, 2 of them for failed:reward: length 1, not 2. Mend it"):
         judged.check()
-    assert not judged.failed(REWARD, "told once")
-    judged.begin()
+    assert not judged.failed(ticket(3), REWARD, "told once", [])
+    judged.begin(passed=False)
     judged.check()
 
 
 def test_a_workers_trouble_tells_more_than_the_tickets_reason() -> None:
     judged = trial(1)
     judged.trouble("reward", "accuracy: ValueError in task.py:12")
-    judged.failed(reasons.failed(reasons.NO_REWARD), "no rollout has a reward")
+    judged.failed(ticket(0), reasons.failed(reasons.NO_REWARD), "no rollout has a reward", [])
     assert "accuracy: ValueError in task.py:12" in (judged.gave_up or "")
 
 
 def test_one_success_is_enough() -> None:
     judged = trial(1)
     judged.succeeded()
-    assert not judged.failed(REWARD, "")
+    assert not judged.failed(ticket(0), REWARD, "", [])
+
+
+def test_attack_2_a_worker_with_slow_episodes_is_waited_for() -> None:
+    judged = trial(2)
+    out = [ticket(row, "good") for row in range(8)]
+    assert not any(judged.failed(ticket(row, "bad"), REWARD, "", out) for row in range(8, 40))
+    assert not judged.failed(ticket(0, "good"), reasons.failed(reasons.SERVER), "", out[1:])
+    assert judged.failed(ticket(1, "good"), REWARD, "", out[2:])
+    assert "the first 2 groups failed" in (judged.gave_up or "")
+
+
+def test_attack_2_a_success_that_comes_late_takes_it_back() -> None:
+    judged = trial(1)
+    assert judged.failed(ticket(0), REWARD, "", [])
+    judged.succeeded()
+    judged.check()
+
+
+def test_attack_2_rows_count_not_attempts() -> None:
+    judged = trial(2)
+    assert not any(judged.failed(ticket(0, attempt=attempt), REWARD, "", []) for attempt in range(3))
+    assert judged.failed(ticket(1), REWARD, "", [])
+
+
+@pytest.mark.parametrize("body", [b"garbage", codec.encode(group("7.0"))])
+async def test_attack_2_bodies_that_no_worker_of_ours_sends_end_no_run(body: bytes) -> None:
+    async with serving(config(rollout={"give_up_after": 1})) as queue, QueueClient(queue.url) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        for issued in (await client.tickets(TicketRequest("w", 3, wait_s=0.0))).tickets:
+            with pytest.raises(Refused):
+                await client._call("PUT", routes.GROUP_OF.format(id=issued.id), body)
+        assert (await client.status()).gave_up is None
+
+
+async def test_attack_2_a_run_that_had_a_group_goes_on_after_a_restart_and_a_resume(tmp_path: Path) -> None:
+    settings = config(rollout={"give_up_after": 1})
+    async with serving(settings, SqliteStore(tmp_path / "q.db")) as queue, QueueClient(queue.url) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        good, bad = (await client.tickets(TicketRequest("w", 2, wait_s=0.0))).tickets
+        await client.submit(group(good, worker_id="w"))
+    async with serving(settings, SqliteStore(tmp_path / "q.db")) as queue, QueueClient(queue.url) as client:
+        await client.fail_ticket(bad.id, TicketFailure("w", reasons.REWARD, "boom"))
+        assert (await client.status()).gave_up is None
+        await client.begin_session(BeginSession(0, 0, 100, resume=True))
+        again = (await client.tickets(TicketRequest("w", 1, wait_s=0.0))).tickets[0]
+        await client.fail_ticket(again.id, TicketFailure("w", reasons.REWARD, "boom"))
+        assert (await client.status()).gave_up is None
 
 
 @pytest.mark.parametrize("reason", [reasons.SERVER, reasons.WORKER_STOPPED])
 def test_what_a_run_survives_does_not_count(reason: str) -> None:
-    assert not trial(1).failed(reasons.failed(reason), "")
+    assert not trial(1).failed(ticket(0), reasons.failed(reason), "", [])
 
 
 def test_0_never_gives_up() -> None:
-    assert not any(trial(0).failed(REWARD, "") for _ in range(100))
+    judged = trial(0)
+    assert not any(judged.failed(ticket(row), REWARD, "", []) for row in range(100))
 
 
 async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> None:

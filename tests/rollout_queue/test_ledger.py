@@ -544,6 +544,14 @@ def test_a_resume_on_an_empty_store_goes_on_above_the_checkpoints_version(checkp
     assert (run.version, run.step) == (first, 30)
 
 
+@pytest.mark.parametrize(("step", "version"), [(0, 2**63 - 1), (2**63 - 1, 0), (0, 2**53)])
+def test_attack_1_a_session_whose_next_number_no_store_holds_is_refused(step: int, version: int) -> None:
+    with pytest.raises(Refusal) as refusal:
+        leases.begin(Ledger(config(), StoreContents(), 0.0), BeginSession(step, version, 1000, resume=True), [])
+    assert refusal.value.reason == reasons.OUT_OF_RANGE
+    assert str(2**53 - 1) in refusal.value.message
+
+
 @pytest.mark.parametrize(("checkpoint_version", "first"), [(1, 4), (3, 4), (7, 8)])
 def test_a_resume_goes_on_above_every_version_so_far(checkpoint_version: int, first: int) -> None:
     """The queue knows version 3; the checkpoint of step 1 may be of an older one, or of a store before this one."""

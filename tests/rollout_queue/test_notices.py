@@ -149,8 +149,9 @@ async def test_hole_2_loading_for_hours_raises_no_alarm_and_is_not_silent() -> N
         ]
         await begin(client)
         await client.heartbeat(WorkerReport("w", []))
-        await client.waiting(1, "loading the checkpoint")
-        queue.time.now += HOUR
+        for _ in range(6):
+            await client.waiting(1, "loading the checkpoint")
+            queue.time.now += HOUR / 6
         assert not (await client.status()).stall.stalled
         await client.waiting(1, None)
         queue.time.now += 119.0

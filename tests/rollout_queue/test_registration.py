@@ -101,6 +101,24 @@ def test_the_first_worker_of_a_session_gives_the_data_set(changed: dict[str, Any
     assert admit(msgspec.structs.replace(run, session=2), "third", GIVEN).data_changed is None
 
 
+def test_attack_12_a_worker_that_names_no_data_set_is_refused() -> None:
+    with pytest.raises(Refusal, match="names no data set"):
+        admit(RunState(session=1, declared=DECLARED), "w", other(rows=None, data=None))
+
+
+def test_attack_12_the_first_worker_that_could_read_its_rows_gives_the_rows_of_the_session() -> None:
+    run = admit(RunState(session=1, declared=DECLARED), "slow", other(data=None, task=None)).decision.run
+    assert run is not None
+    with pytest.raises(Refusal, match="5 rows, the run's has 6"):
+        admit(run, "few", other(rows=5, data=None))
+    run = admit(run, "first", GIVEN).decision.run
+    assert run is not None
+    assert run.data == GIVEN
+    with pytest.raises(Refusal, match="rows of the data set differ"):
+        admit(run, "wrong", other(data="other rows"))
+    assert not admit(run, "slow", other(data=None)).decision
+
+
 async def test_a_refused_worker_gets_no_ticket_and_what_it_held_goes_to_others() -> None:
     async with running() as (queue, client):
         await beat(client)

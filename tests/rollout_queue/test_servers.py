@@ -191,10 +191,22 @@ def test_hole_4_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_
 def test_hole_4_an_episode_that_left_a_crashed_server_for_a_good_one_is_taken(gone: ServerState) -> None:
     """Unreachable is not unproven."""
     fleet = fleet_in(SE)
-    move(fleet, gone)
+    move(fleet, gone, serial=1)
     for state, version in ((J, None), (SY, None), (SE, 3)):
         move(fleet, state, version, name="b")
     fleet.check(sampled(a=(3, 3), b=(3, 3)), serial=0)
+
+
+def test_attack_7_a_server_that_joined_again_samples_for_no_later_ticket_until_it_is_proven() -> None:
+    fleet = fleet_in(SE)
+    for state, version, serial in ((J, None, 10), (J, None, 20), (SY, None, 30)):
+        move(fleet, state, version, serial)
+        fleet.check(sampled(a=(3, 3)), serial=9)
+        with pytest.raises(Refusal, match="joined again") as refusal:
+            fleet.check(sampled(a=(3, 3)), serial=10)
+        assert refusal.value.reason == "unverified_server"
+    move(fleet, SE, 3, serial=40)
+    fleet.check(sampled(a=(3, 3)), serial=10)
 
 
 @pytest.mark.parametrize(

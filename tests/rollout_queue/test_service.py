@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from protocol import codec, reasons, routes
@@ -29,6 +30,8 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.ledger import leases
+from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
+from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
@@ -99,8 +102,19 @@ async def test_no_ticket_without_learner_or_server() -> None:
 
 async def test_f16_a_server_that_joins_again_gets_no_tickets_out() -> None:
     async with running() as (_, client):
-        await client.put_server(Server(SERVER, "http://new", ServerState.JOINING))
+        await client.put_server(Server(SERVER, (await client.servers())[0].url, ServerState.JOINING))
         assert await take(client) == []
+
+
+@pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.DOWN])
+async def test_attack_7_nobody_takes_a_server_that_serves_elsewhere(state: ServerState) -> None:
+    async with running() as (_, client):
+        here = (await client.servers())[0]
+        refused = await refusal(client.put_server(Server(SERVER, "http://new", state)))
+        assert (refused.status, refused.reason) == (422, "server_mismatch")
+        assert (await client.servers()) == [here]
+        await client.put_server(Server(SERVER, here.url, ServerState.DOWN))
+        await client.put_server(Server(SERVER, "http://new", ServerState.JOINING))
 
 
 async def test_servers_of_the_run_file_are_registered_and_travel_with_tickets_and_heartbeats() -> None:
@@ -450,6 +464,34 @@ async def test_f7_a_stall_is_raised_and_ends_with_progress() -> None:
         assert status.waits == []
 
 
+async def test_attack_6_without_learner_or_server_the_alarm_waits_for_a_start_and_then_says_so() -> None:
+    async with running(begin=False) as (queue, client):
+        queue.time.now += 600.0 + 119.0
+        assert not (await client.status()).stall.stalled
+        queue.time.now += 1.0
+        assert "no learner has begun" in ((await client.status()).stall.why or "")
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        queue.time.now += 600.0 + 120.0
+        await client.waiting(1, None)
+        assert "no vLLM server is serving" in ((await client.status()).stall.why or "")
+
+
+async def test_attack_6_a_long_first_step_is_no_stall_while_its_lease_is_renewed() -> None:
+    async with running() as (queue, client):
+        tickets = await take(client, 4)
+        for ticket in tickets:
+            await client.submit(group(ticket, worker_id="w"))
+        await lease(client)
+        assert queue.broker.ledger.count(TicketState.LEASED) >= queue.broker.config.learner.groups_per_step
+        for _ in range(10):
+            queue.time.now += 20.0
+            await client.renew("l", 1)
+        assert not (await client.status()).stall.stalled
+        queue.time.now += queue.broker.config.queue.lease_timeout_s
+        await queue.broker.expire()
+        assert "the learner was last heard from" in ((await client.status()).stall.why or "")
+
+
 async def test_worker_figures() -> None:
     async with running() as (queue, client):
         for name, capacity, waited in (("a", 3, 5.0), ("b", 1, 1.0)):
@@ -557,6 +599,18 @@ async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
                 assert response.status == 200
         assert stopped == ["stop"]
         assert queue.broker.ledger.issued == 0
+
+
+async def test_attack_1_a_number_that_the_store_cannot_hold_is_refused_and_the_queue_goes_on() -> None:
+    async with running() as (queue, client):
+        beyond = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=2**63)
+        with pytest.raises(Refusal) as refused:
+            async with queue.broker.lock:
+                await queue.broker.commit(Decision((msgspec.structs.replace(beyond, version=1), beyond)))
+        assert refused.value.reason == reasons.OUT_OF_RANGE
+        assert queue.broker.ledger.issued == 0
+        assert queue.broker.store.load().live == []
+        assert [ticket.id for ticket in await take(client)] == ["0.0"]
 
 
 async def test_a_worker_that_hung_up_is_given_no_ticket() -> None:

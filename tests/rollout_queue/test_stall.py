@@ -95,24 +95,50 @@ def test_few_or_mixed_losses_are_not_blamed(ended: dict[str, int]) -> None:
 
 
 def test_hole_2_a_long_step_raises_no_alarm_before_five_median_steps() -> None:
-    assert alarm_after_s(120.0, None) == alarm_after_s(120.0, 10.0) == 120.0
-    after_s = alarm_after_s(120.0, 100.0)
+    assert alarm_after_s(120.0, None, trains=False) == alarm_after_s(120.0, 10.0, trains=True) == 120.0
+    after_s = alarm_after_s(120.0, 100.0, trains=False)
     assert not judge(scene(quiet_s=499.0, alarm_after_s=after_s)).stalled
     assert judge(scene(quiet_s=500.0, alarm_after_s=after_s)).stalled
 
 
 def test_hole_2_nothing_counts_before_everything_is_there() -> None:
-    progress = Progress()
-    assert progress.quiet_s(1000.0) == 0.0
+    progress = Progress(0.0, start_s=600.0)
+    assert progress.quiet_s(600.0) == 0.0
     progress.all_there(1000.0)
     progress.all_there(1050.0)
     assert progress.quiet_s(1100.0) == 100.0
-    progress.session_began()
+    progress.session_began(1400.0)
     assert progress.quiet_s(2000.0) == 0.0
 
 
+def test_attack_6_who_never_comes_is_missed_once_a_start_takes_no_longer() -> None:
+    """The learner may have never come, may have died before it was back at a restarted queue, or no server serves."""
+    progress = Progress(1000.0, start_s=600.0)
+    assert progress.quiet_s(1720.0) == 120.0
+    progress.heard(1700.0)
+    assert progress.quiet_s(1720.0) == 120.0, "that it lives brings no server"
+    progress.session_began(1800.0)
+    assert progress.quiet_s(2520.0) == 120.0
+
+
+def test_attack_6_a_learner_that_is_not_heard_from_does_not_load() -> None:
+    progress = Progress(0.0, start_s=600.0)
+    progress.loads(100.0)
+    progress.heard(500.0)
+    assert progress.quiet_s(1100.0) == 0.0
+    assert progress.quiet_s(1220.0) == 120.0
+    progress.loaded(2000.0)
+    progress.all_there(2000.0)
+    progress.loads(2100.0)
+    assert progress.quiet_s(2820.0) == 220.0
+
+
+def test_attack_6_the_first_step_may_take_longer_than_nothing_at_all() -> None:
+    assert alarm_after_s(120.0, None, trains=True) == 1200.0
+
+
 def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
-    progress = Progress()
+    progress = Progress(0.0, start_s=600.0)
     progress.all_there(0.0)
     progress.loads(10.0)
     progress.loads(20.0)
@@ -127,7 +153,7 @@ def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
 
 
 def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_next_episode() -> None:
-    progress = Progress()
+    progress = Progress(0.0, start_s=600.0)
     progress.found_full()
     progress.ended[reasons.OVERAGE] += 5
     progress.stepped(1.0)
@@ -135,7 +161,7 @@ def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_nex
 
 
 def test_hole_6_made_up_reasons_take_no_room() -> None:
-    progress = Progress()
+    progress = Progress(0.0, start_s=600.0)
     issued = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0)
     progress.tickets_ended(issued.to(TicketState.DROPPED, reason=f"failed:{number}") for number in range(1000))
     assert len(progress.ended) == 65

@@ -329,7 +329,7 @@ def test_a_server_that_is_still_starting_does_not_hold_up_later_versions(world: 
         publishing.wait()
         with socket.create_server(("127.0.0.1", 0)) as reserved:
             port = reserved.getsockname()[1]
-        world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}")))
+        world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}"), world.session))
         publishing.publish(2, weights(), probe())
         publishing.wait()
         assert world.states() == [(ServerState.SERVING, 2), (ServerState.JOINING, None)]

@@ -7,6 +7,7 @@ nothing more (fail-stop), so that memory and store never differ.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from rollout_queue.ledger.trial import Trial
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.wakeup import WakeUp
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -132,7 +135,10 @@ class Broker:
         self.ledger.apply(decision, self.now)
         if decision.server is not None:
             self.fleet.apply(decision.server)
-        self.observations.decided(decision, self.now)
+        try:
+            self.observations.decided(decision, self.now)
+        except Exception:  # the change has taken effect: what people read of it must not undo that
+            logger.exception("a change could not be told")
         states = {record.state for record in decision.tickets}
         moved = decision.run is not None
         if moved or TicketState.READY in states:

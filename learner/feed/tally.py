@@ -14,6 +14,7 @@ import numpy.typing as npt
 from learner.feed.age_mask import LossWeights
 from learner.feed.packing import PackedRow
 from learner.feed.rollout_metrics import RolloutMetrics
+from protocol import reasons
 from protocol.messages import Group
 
 
@@ -21,11 +22,12 @@ from protocol.messages import Group
 class JudgedGroup:
     """What is counted of a group that arrived; unlike the group, it holds no tokens, so a dropped one costs little.
 
-    reward_std: the sample's; in_flight, in_queue: versions that passed until arrival, and from then to training, of the
-    oldest token, None where none was sampled; dropped: the reason, None where the group trains.
+    reward_std: the sample's, None where a reward is not finite; in_flight, in_queue: versions that passed until
+    arrival, and from then to training, of the oldest token, None where none was sampled; dropped: the reason, None
+    where the group trains.
     """
 
-    reward_std: float
+    reward_std: float | None
     epoch: int
     tokens_sampled: int
     two_span_rollouts: int
@@ -40,8 +42,9 @@ class JudgedGroup:
             [span.version for segment in rollout.segments for span in segment.version_spans]
             for rollout in group.rollouts
         ]
+        reward_std = None if dropped == reasons.REWARD_NOT_FINITE else _sample_std(rewards)
         return cls(
-            reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+            reward_std=reward_std,
             epoch=group.epoch,
             tokens_sampled=group.sampled_tokens,
             two_span_rollouts=sum(len(set(of_rollout)) > 1 for of_rollout in spans),
@@ -105,7 +108,7 @@ def tally(
     tokens_trained = sum(weights.tokens_trained for weights in trained)
     return Tally(
         reward_mean=metrics.rewards.mean or 0.0,
-        reward_std=fmean(group.reward_std for group in judged),
+        reward_std=fmean(group.reward_std for group in judged if group.reward_std is not None),
         staleness_mean=sum(weights.staleness_sum for weights in trained) / tokens_trained,
         staleness_max=max(weights.staleness_max for weights in trained),
         staleness_in_flight=fmean(group.in_flight for group in judged if group.in_flight is not None),
@@ -130,6 +133,10 @@ def tally(
 def rewards_of(group: Group) -> npt.NDArray[np.float64]:
     """float64 [G]"""
     return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+
+
+def _sample_std(rewards: npt.NDArray[np.float64]) -> float:
+    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
 
 
 def _sums(counts: Iterable[tuple[str | None, int]]) -> dict[str, int]:

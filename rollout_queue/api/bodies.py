@@ -23,8 +23,9 @@ _MOST_BYTES_OF: Mapping[Any, int] = {
 }
 _NAME_CHARACTERS = 256
 _TEXT_CHARACTERS = 16 * 1024
+_URL_CHARACTERS = 1024
 _FIGURES = 1000
-_TEXTS = {"detail", "reason", "rollout", "text", "url", "what"}  # fields for people to read, or of unknown length
+_TEXTS = {"detail", "reason", "rollout", "text", "what"}  # fields for people to read, or of unknown length
 
 
 async def read_body(request: Request, limit: int, remedy: str) -> bytes:
@@ -70,7 +71,7 @@ def _check(value: Any, name: str) -> None:
         for item in value:
             _check(item, name)
     elif isinstance(value, str):
-        most = _TEXT_CHARACTERS if name in _TEXTS else _NAME_CHARACTERS
+        most = _TEXT_CHARACTERS if name in _TEXTS else _URL_CHARACTERS if name == "url" else _NAME_CHARACTERS
         if len(value) > most:
             raise Refusal(reasons.TOO_LARGE, f"{name} has {len(value)} characters, allowed are {most}: shorten it")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -154,7 +154,7 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
         raise Refusal(reasons.SERVER_MISMATCH, f"the path names server {name!r}, the body {server.name!r}")
     async with broker.lock:
         if change.session is None:
-            servers.check_unfenced(server)
+            servers.check_unfenced(server, broker.fleet.get(name))
         else:
             _fence(broker, change.session)
         await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))

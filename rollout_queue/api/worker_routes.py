@@ -107,10 +107,9 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
         limit = broker.config.queue.max_group_bytes
         body = await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes")
         if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
-            size, run = broker.config.rollout.group_size, broker.ledger.run
-            broker.register.check(run, record.worker_id)
+            broker.register.check(broker.ledger.run, record.worker_id)
             # Both take a while for a large group.
-            arrival = await asyncio.to_thread(validation.read, body, record, size, run.version, run.vocabulary)
+            arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker))
             shown = await asyncio.to_thread(recent.pick, arrival.group) if seen.recent.wants(broker.now) else None
             rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
             async with broker.lock:
@@ -129,6 +128,12 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
         if broker.failure is None:
             await _count_refused(broker, id, refusal)
         raise
+
+
+def _rules(broker: Broker) -> validation.Rules:
+    config, run = broker.config, broker.ledger.run
+    longest = min(config.vllm.max_model_len, config.learner.token_budget)
+    return validation.Rules(config.rollout.group_size, run.version, run.vocabulary, longest)
 
 
 async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> None:

@@ -153,11 +153,13 @@ class Distrust(msgspec.Struct, frozen=True):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once."""
+    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once.
+    `restarted_at`: serial of the first ticket after it left service by joining again; None once it is proven again."""
 
     server: Server
     served: bool = False
     distrust: tuple[Distrust, ...] = ()
+    restarted_at: int | None = None
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -19,6 +19,9 @@ from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, ServerRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 
+_MOST_SERVERS = 1024
+_REASON_CHARACTERS = 1024
+
 _S = ServerState
 ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
     _S.JOINING: frozenset({_S.SYNCING}),
@@ -59,6 +62,10 @@ class Fleet:
         VERSION_MISSING).
         """
         known = self._records.get(wanted.name)
+        if known is None and len(self._records) >= _MOST_SERVERS:
+            raise Refusal(
+                reasons.TOO_MANY, f"{len(self._records)} servers are registered, which is all that one run may have"
+            )
         if wanted.state is not ServerState.JOINING:
             if known is None:
                 raise Refusal(
@@ -84,9 +91,13 @@ class Fleet:
         version = None if wanted.state is ServerState.JOINING else wanted.version
         if version is None and known is not None and wanted.state is not ServerState.JOINING:
             version = known.server.version
-        server = msgspec.structs.replace(wanted, version=version, changed_at=wall_time)
-        served = wanted.state is ServerState.SERVING or (known is not None and known.served)
-        return ServerRecord(server, served, distrust)
+        # Cut, not refused: an error's text must not keep a server in service.
+        reason = wanted.reason and wanted.reason[:_REASON_CHARACTERS]
+        server = msgspec.structs.replace(wanted, version=version, reason=reason, changed_at=wall_time)
+        if known is None or wanted.state is ServerState.SERVING:
+            return ServerRecord(server, wanted.state is ServerState.SERVING, distrust)
+        restarted = known.served and wanted.state is ServerState.JOINING and known.restarted_at is None
+        return ServerRecord(server, known.served, distrust, serial if restarted else known.restarted_at)
 
     def apply(self, record: ServerRecord) -> None:
         self._records[record.server.name] = record
@@ -103,8 +114,9 @@ class Fleet:
         return None
 
     def check(self, group: GroupFacts, serial: int) -> None:
-        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, or that is
-        distrusted for it (UNVERIFIED_SERVER)."""
+        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, that was
+        restarted before the ticket was issued and not proven since, or that is distrusted for it
+        (UNVERIFIED_SERVER)."""
         for name in (sampled.server for sampled in group.servers):
             record = self._records.get(name)
             if record is None:
@@ -116,6 +128,12 @@ class Fleet:
                 raise Refusal(
                     reasons.UNVERIFIED_SERVER,
                     f"server {name} sampled some of its tokens but was never proven: it is {record.server.state}",
+                )
+            if record.restarted_at is not None and serial >= record.restarted_at:
+                raise Refusal(
+                    reasons.UNVERIFIED_SERVER,
+                    f"server {name} sampled some of its tokens, but was not serving since before its ticket was "
+                    f"issued: it was restarted, and is {record.server.state}",
                 )
         server = self.distrusted(group, serial)
         if server is not None:
@@ -153,8 +171,15 @@ def _proven_at(version: int, serial: int, distrust: Distrust) -> Distrust:
     return distrust
 
 
-def check_unfenced(server: Server) -> None:
-    """Refuses what only the newest learner may say of a server, which alone proves them (SESSION_SUPERSEDED)."""
+def check_unfenced(server: Server, known: Server | None) -> None:
+    """Refuses what only the newest learner may say (SESSION_SUPERSEDED): that a server is proven, or that one which
+    serves is elsewhere. `known`: the server as it is registered."""
+    if known is not None and known.state is ServerState.SERVING and known.url != server.url:
+        raise Refusal(
+            reasons.SESSION_SUPERSEDED,
+            f"server {server.name!r} serves at {known.url}: without the learner's session it cannot move to "
+            f"{server.url}; give the new one another name, or stop the old one first",
+        )
     if server.state not in (ServerState.JOINING, ServerState.DOWN):
         raise Refusal(
             reasons.SESSION_SUPERSEDED,

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from protocol import codec, reasons
-from protocol.messages import SCHEMA_VERSION, Group, Rollout, Segment
+from protocol.messages import LARGEST_FIGURE, SCHEMA_VERSION, Group, Rollout, Segment
 from rollout_queue.ledger.records import GroupFacts, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
@@ -28,6 +28,16 @@ class _Stamp(msgspec.Struct):
     schema_version: int = SCHEMA_VERSION
 
 
+class Rules(msgspec.Struct, frozen=True):
+    """What a run allows. `learner_version`: no token is newer; `vocabulary`: ids are below it, None where it is
+    unknown; `longest`: tokens of a segment up to its last sampled one, which are all that is trained on."""
+
+    group_size: int
+    learner_version: int
+    vocabulary: int | None = None
+    longest: int | None = None
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """A valid group and what the ledger keeps of it."""
 
@@ -35,12 +45,10 @@ class Arrival(msgspec.Struct, frozen=True):
     facts: GroupFacts
 
 
-def read(
-    body: bytes, ticket: TicketRecord, group_size: int, learner_version: int, vocabulary: int | None = None
-) -> Arrival:
+def read(body: bytes, ticket: TicketRecord, rules: Rules) -> Arrival:
     """The group in a request's body; refused for the first rule that it breaks."""
     group = decode(body)
-    check(group, ticket, group_size, learner_version, vocabulary)
+    check(group, ticket, rules)
     return Arrival(group, GroupFacts.of(group, len(body)))
 
 
@@ -70,18 +78,16 @@ def decode(body: bytes) -> Group:
         raise Refusal(reasons.UNDECODABLE, str(error)) from error
 
 
-def check(
-    group: Group, ticket: TicketRecord, group_size: int, learner_version: int, vocabulary: int | None = None
-) -> None:
-    """Refuses a group for the first rule that it breaks. `vocabulary`: ids are below it; None where it is unknown."""
+def check(group: Group, ticket: TicketRecord, rules: Rules) -> None:
+    """Refuses a group for the first rule that it breaks."""
     if (group.ticket_id, group.index) != (ticket.id, ticket.index) or group.epoch < 0:
         raise Refusal(
             reasons.TICKET_MISMATCH,
             f"ticket {ticket.id} is for row {ticket.index}, the group names ticket {group.ticket_id}, row "
             f"{group.index}, epoch {group.epoch}",
         )
-    if not 2 <= len(group.rollouts) <= group_size:
-        raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {group_size}")
+    if not 2 <= len(group.rollouts) <= rules.group_size:
+        raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {rules.group_size}")
     _check_count(len(group.server_names), _MOST_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
     for number, rollout in enumerate(group.rollouts):
@@ -90,8 +96,9 @@ def check(
         _check_figures(rollout, where)
         for position, segment in enumerate(rollout.segments):
             place = f"{where}, segment {position}"
-            _check_arrays(segment, vocabulary, place)
-            _check_spans(segment, learner_version, len(group.server_names), place)
+            _check_arrays(segment, rules.vocabulary, place)
+            _check_spans(segment, rules.learner_version, len(group.server_names), place)
+            _check_length(segment, rules.longest, place)
             _check_logprobs(segment, place)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -99,14 +106,20 @@ def check(
 
 def _check_figures(rollout: Rollout, where: str) -> None:
     for name, value in (("reward", rollout.reward), *rollout.reward_components.items()):
-        if value is not None and not math.isfinite(value):
-            raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: {name} is {value}")
+        if value is not None:
+            _check_finite(reasons.REWARD_NOT_FINITE, f"{where}: {name}", value)
     for figures in (rollout.reward_components, rollout.metrics, rollout.timings):
         _check_count(len(figures), _MOST_FIGURES, "figures of one kind", where)
         _check_names(*((f"{where}: a figure's name", name) for name in figures))
     for name, value in (*rollout.metrics.items(), *rollout.timings.items()):
-        if not math.isfinite(value):
-            raise Refusal(reasons.METRIC_NOT_FINITE, f"{where}: metric {name} is {value}")
+        _check_finite(reasons.METRIC_NOT_FINITE, f"{where}: metric {name}", value)
+
+
+def _check_finite(reason: str, what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise Refusal(reason, f"{what} is {value}")
+    if abs(value) > LARGEST_FIGURE:
+        raise Refusal(reason, f"{what} is {value}, allowed are {LARGEST_FIGURE:g} at most: scale it down")
 
 
 def _check_count(count: int, most: int, what: str, where: str) -> None:
@@ -159,6 +172,16 @@ def _check_spans(segment: Segment, learner_version: int, servers: int, where: st
     if not np.array_equal(covered, segment.loss_mask):
         wrong = int(np.argmax(covered != segment.loss_mask))
         raise Refusal(reasons.SPAN_COVER, f"{where}: spans and loss_mask differ first at token {wrong}")
+
+
+def _check_length(segment: Segment, longest: int | None, where: str) -> None:
+    end = segment.version_spans[-1].end if segment.version_spans else 0
+    if longest is not None and end > longest:
+        raise Refusal(
+            reasons.TOO_LONG,
+            f"{where}: {end} tokens up to the last sampled one, the learner takes {longest} (vllm.max_model_len or "
+            f"learner.token_budget): start the worker with the learner's run file",
+        )
 
 
 def _check_logprobs(segment: Segment, where: str) -> None:

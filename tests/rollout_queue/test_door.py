@@ -299,6 +299,7 @@ async def test_hole_5_a_name_that_was_turned_to_this_machine_reads_nothing_unles
     ("status", "reason", "path", "body"),
     [
         (413, "too_large", "/v1/servers/a", {"name": "a" * 20 * MIB, "url": "u"}),
+        (413, "too_large", "/v1/servers/a", {"server": {"name": "a", "url": "u" * 1025}}),
         (413, "too_large", routes.TICKETS, {"worker_id": "w" * 1000, "max_tickets": 1}),
         (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": ["t" * 1000]}),
         (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": [], "failures": {"f" * 300: 1}}),

@@ -8,7 +8,7 @@ from protocol.messages import Rollout, Server, ServerState
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import GroupFacts, SampledBy, StoreContents, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import ALLOWED, Fleet, put
+from rollout_queue.ledger.servers import ALLOWED, Fleet, check_unfenced, put
 from tests.kit import config, group
 from tests.kit.messages import segment
 
@@ -191,7 +191,7 @@ def test_hole_4_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_
 def test_hole_4_an_episode_that_left_a_crashed_server_for_a_good_one_is_taken(gone: ServerState) -> None:
     """Unreachable is not unproven."""
     fleet = fleet_in(SE)
-    move(fleet, gone)
+    move(fleet, gone, serial=1)
     for state, version in ((J, None), (SY, None), (SE, 3)):
         move(fleet, state, version, name="b")
     fleet.check(sampled(a=(3, 3), b=(3, 3)), serial=0)
@@ -227,3 +227,40 @@ def test_hole_4_facts_of_a_group_say_which_server_sampled_which_versions() -> No
     ]
     facts = GroupFacts.of(group(server_names=["b", "a", "idle"], rollouts=rollouts), 9)
     assert facts == GroupFacts(9, 4, 3, (SampledBy("a", 7, 7), SampledBy("b", 3, 5)))
+
+
+def test_i5_a_restarted_server_sampled_nothing_for_tickets_of_later_until_it_is_proven_again() -> None:
+    fleet = fleet_in(SE)
+    move(fleet, J, serial=10)
+    move(fleet, SY, serial=12)
+    move(fleet, J, serial=14)
+    fleet.check(sampled(a=(3, 3)), serial=9)
+    with pytest.raises(Refusal) as refusal:
+        fleet.check(sampled(a=(3, 3)), serial=10)
+    assert refusal.value.reason == "unverified_server"
+    move(fleet, SY, serial=15)
+    move(fleet, SE, 3, serial=16)
+    fleet.check(sampled(a=(3, 3)), serial=12)
+
+
+@pytest.mark.parametrize("state", [J, D])
+def test_i5_only_the_learner_moves_a_server_that_serves(state: ServerState) -> None:
+    elsewhere = Server("a", "http://elsewhere", state)
+    with pytest.raises(Refusal, match="serves at http://a") as refusal:
+        check_unfenced(elsewhere, fleet_in(SE).get("a"))
+    assert refusal.value.reason == "session_superseded"
+    for known in (None, fleet_in(D).get("a")):
+        check_unfenced(elsewhere, known)
+    check_unfenced(Server("a", "http://a", state), fleet_in(SE).get("a"))
+
+
+def test_the_fleet_has_a_greatest_size_and_its_reasons_too() -> None:
+    fleet = Fleet()
+    for number in range(1024):
+        move(fleet, J, name=str(number))
+    with pytest.raises(Refusal, match="1024 servers") as refusal:
+        move(fleet, J, name="one more")
+    assert refusal.value.reason == "too_many"
+    record = fleet.decide(Server("5", "u", J, reason="r" * 9999), 0.0, 0)
+    assert record is not None
+    assert record.server.reason == "r" * 1024

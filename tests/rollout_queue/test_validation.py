@@ -24,6 +24,7 @@ from tests.kit.messages import VOCABULARY
 RECORD = TicketRecord(index=3, attempt=1, serial=9, worker_id="w", version=4)
 TICKET = Ticket("3.1", 3, 2, 0, 4, 60.0)
 LEARNER_VERSION = 5
+RULES = validation.Rules(2, LEARNER_VERSION, VOCABULARY, longest=12)
 PATTERN = (None, None, 4, 4, 4)
 
 
@@ -105,6 +106,10 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("too_large", in_rollout(metrics={"m" * 257: 0.0})),
         ("too_large", in_group(server_names=["s" * 257])),
         ("too_large", in_group(worker_id="w" * 257)),
+        ("reward_not_finite", in_rollout(reward=-1.1e30)),
+        ("reward_not_finite", in_rollout(reward_components={"accuracy": 1e308})),
+        ("metric_not_finite", in_rollout(metrics={"loss": 1e308})),
+        ("too_long", in_rollout(segments=[segment((None,) * 12 + (4,))])),
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
     ],
 )
@@ -112,7 +117,7 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
     broken = group(TICKET)
     change(broken)
     with pytest.raises(Refusal) as refusal:
-        validation.check(validation.decode(codec.encode(broken)), RECORD, 2, LEARNER_VERSION, VOCABULARY)
+        validation.check(validation.decode(codec.encode(broken)), RECORD, RULES)
     assert refusal.value.reason == reason
 
 
@@ -123,19 +128,21 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
         logprob(2, 0.0),
         in_rollout(reward_components={"accuracy": None}),
         in_rollout(metrics={"turns": 2.0}),
+        in_rollout(reward=1e30),
+        in_rollout(segments=[segment((None,) * 11 + (4,) + (None,) * 100)]),
         in_group(server_names=["vllm-0", "vllm-1"]),
     ],
 )
 def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:
     sound = group(TICKET, versions=(None, None, 4, 5, 5))
     change(sound)
-    validation.check(validation.decode(codec.encode(sound)), RECORD, 2, LEARNER_VERSION, VOCABULARY)
+    validation.check(validation.decode(codec.encode(sound)), RECORD, RULES)
 
 
 def test_hole_7_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
     sound = group(TICKET)
     in_segment(token_ids=ids(1, 2, 3, 2**31 - 1, 5))(sound)
-    validation.check(sound, RECORD, 2, LEARNER_VERSION, None)
+    validation.check(sound, RECORD, validation.Rules(2, LEARNER_VERSION))
 
 
 def with_field(value: bytes) -> bytes:
@@ -202,7 +209,7 @@ def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
         return [codec.decode(bytes(raw), Group) for raw in codec.decode(reply, LeaseReply).groups]
 
     for received in learner(500):
-        validation.check(received, RECORD, 2, LEARNER_VERSION)
+        validation.check(received, RECORD, RULES)
 
 
 def test_another_schema_version_is_named_before_anything_else() -> None:
@@ -241,8 +248,8 @@ def test_i4_spans_are_valid_only_if_they_give_each_sampled_token_one_version(
         in_order and bounded and cover == [int(m) for m in mask] and all(v <= LEARNER_VERSION for v, _, _ in triples)
     )
     if sound:
-        validation.check(candidate, RECORD, 2, LEARNER_VERSION)
+        validation.check(candidate, RECORD, RULES)
         assert (made.token_versions() >= 0).tolist() == mask
     else:
         with pytest.raises(Refusal):
-            validation.check(candidate, RECORD, 2, LEARNER_VERSION)
+            validation.check(candidate, RECORD, RULES)

@@ -34,7 +34,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     server: int
 
 
-class Segment(msgspec.Struct):
+class Segment(msgspec.Struct, forbid_unknown_fields=True):
     """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
     token_ids: int32 [T]; loss_mask: bool [T], true where the token was sampled;
@@ -72,7 +72,7 @@ class Segment(msgspec.Struct):
         return versions
 
 
-class Rollout(msgspec.Struct):
+class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The training data of one episode.
 
     metrics: `tools/<name>/calls` and `tools/<name>/failures` of the tools that were called, and figures of the user's,
@@ -96,7 +96,7 @@ class Rollout(msgspec.Struct):
         return sum(segment.sampled_tokens for segment in self.segments)
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, forbid_unknown_fields=True):
     """The rollouts of one prompt: what advantages are computed over and what the queue stores.
 
     `server_names`: the servers that sampled it, in the order that version spans count them; `started_at`,

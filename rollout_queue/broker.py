@@ -29,6 +29,7 @@ from rollout_queue.ledger.registration import Register
 from rollout_queue.ledger.servers import Fleet
 from rollout_queue.ledger.trial import Trial
 from rollout_queue.observe.observations import Observations
+from rollout_queue.room import Room
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.wakeup import WakeUp
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_MOST_BYTES_OF_BODIES = 256 * 1024**2
 
 _FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
 
@@ -59,6 +62,8 @@ class Broker:
         self.closing = False
         self.failure: str | None = None
         self.lock = asyncio.Lock()
+        self.bodies = Room(max(_MOST_BYTES_OF_BODIES, config.queue.max_group_bytes))
+        self.judging = asyncio.Lock()  # one group at a time: several threads of Python would keep the loop waiting
         self.groups_came = WakeUp()
         self.room_came = WakeUp()
         self.admission = Admission(config)

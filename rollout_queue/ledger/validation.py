@@ -15,7 +15,9 @@ from protocol.messages import LARGEST_FIGURE, SCHEMA_VERSION, Group, Rollout, Se
 from rollout_queue.ledger.records import GroupFacts, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
-# Far above any real group; a list or map of either bound takes some 20 MB, whatever a body's size.
+# Far above any real group: a rollout of a thousand turns has some 6,000. A list or map of the greatest bound takes some
+# 20 MB, whatever a body's size.
+_ITEMS_OF_A_ROLLOUT = 8192
 _MOST_ITEMS = 2**18
 _DEEPEST = 32
 _MOST_SERVERS = 1024
@@ -47,25 +49,23 @@ class Arrival(msgspec.Struct, frozen=True):
 
 def read(body: bytes, ticket: TicketRecord, rules: Rules) -> Arrival:
     """The group in a request's body; refused for the first rule that it breaks."""
-    group = decode(body)
+    group = decode(body, rules.group_size)
     check(group, ticket, rules)
     return Arrival(group, GroupFacts.of(group, len(body)))
 
 
-def decode(body: bytes) -> Group:
+def decode(body: bytes, group_size: int) -> Group:
     """The group in a request's body; refused if it is not one (TOO_DEEP, TOO_MANY, SCHEMA_VERSION, UNDECODABLE).
 
-    What passes here, the learner can decode: how deep a decoder gets depends on who calls it, and unknown fields may
-    hold anything.
+    What passes here, the learner can decode: how deep a decoder gets depends on who calls it.
     """
+    most = min(_MOST_ITEMS, _ITEMS_OF_A_ROLLOUT * group_size)
     try:
-        shape = codec.shape(body, _MOST_ITEMS, _DEEPEST)
+        shape = codec.shape(body, most, _DEEPEST)
         if shape.depth > _DEEPEST:
             raise Refusal(reasons.TOO_DEEP, f"the group nests deeper than the {_DEEPEST} levels that are allowed")
-        if shape.items > _MOST_ITEMS:
-            raise Refusal(
-                reasons.TOO_MANY, f"the group holds more than the {_MOST_ITEMS} values that are allowed: shorten it"
-            )
+        if shape.items > most:
+            raise Refusal(reasons.TOO_MANY, f"the group holds more than the {most} values that are allowed: shorten it")
         stamp = codec.decode(body, _Stamp)
         if stamp.schema_version != SCHEMA_VERSION:
             raise Refusal(
@@ -90,6 +90,10 @@ def check(group: Group, ticket: TicketRecord, rules: Rules) -> None:
         raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {rules.group_size}")
     _check_count(len(group.server_names), _MOST_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
+    if group.worker_id != ticket.worker_id:
+        raise Refusal(
+            reasons.WORKER_MISMATCH, f"ticket {ticket.id} is worker {ticket.worker_id}'s, the group {group.worker_id}'s"
+        )
     for number, rollout in enumerate(group.rollouts):
         where = f"rollout {number}"
         _check_count(len(rollout.segments), _MOST_SEGMENTS, "segments", where)
@@ -106,20 +110,20 @@ def check(group: Group, ticket: TicketRecord, rules: Rules) -> None:
 
 def _check_figures(rollout: Rollout, where: str) -> None:
     for name, value in (("reward", rollout.reward), *rollout.reward_components.items()):
-        if value is not None:
-            _check_finite(reasons.REWARD_NOT_FINITE, f"{where}: {name}", value)
+        if value is not None and (wrong := _wrong_figure(value)):
+            raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: {name} {wrong}")
     for figures in (rollout.reward_components, rollout.metrics, rollout.timings):
         _check_count(len(figures), _MOST_FIGURES, "figures of one kind", where)
         _check_names(*((f"{where}: a figure's name", name) for name in figures))
     for name, value in (*rollout.metrics.items(), *rollout.timings.items()):
-        _check_finite(reasons.METRIC_NOT_FINITE, f"{where}: metric {name}", value)
+        if wrong := _wrong_figure(value):
+            raise Refusal(reasons.METRIC_NOT_FINITE, f"{where}: metric {name} {wrong}")
 
 
-def _check_finite(reason: str, what: str, value: float) -> None:
+def _wrong_figure(value: float) -> str | None:
     if not math.isfinite(value):
-        raise Refusal(reason, f"{what} is {value}")
-    if abs(value) > LARGEST_FIGURE:
-        raise Refusal(reason, f"{what} is {value}, allowed are {LARGEST_FIGURE:g} at most: scale it down")
+        return f"is {value}"
+    return f"is {value}, beyond {LARGEST_FIGURE:g}: scale it down" if abs(value) > LARGEST_FIGURE else None
 
 
 def _check_count(count: int, most: int, what: str, where: str) -> None:

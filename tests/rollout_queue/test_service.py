@@ -333,9 +333,9 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
     steps, b = 60, 3
     async with running(learner={"groups_per_step": b}, queue={"max_staleness": 0}) as (queue, client):
 
-        async def submit(ticket: Ticket) -> None:
+        async def submit(ticket: Ticket, name: str) -> None:
             try:
-                await client.submit(group(ticket))
+                await client.submit(group(ticket, worker_id=name))
             except Refused:
                 if not queue.broker.ledger.run.finished:
                     raise
@@ -503,6 +503,13 @@ async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_
             await client.ack("l", LeaseAck(1, dropped={ticket.id: "zero_variance" for ticket in tickets}))
         assert [notice.kind for notice in (await client.status()).notices] == ["reward_not_finite", "zero_variance"]
         await client._call("GET", routes.METRICS)
+
+
+async def test_a_group_of_another_worker_is_refused_and_the_ticket_s_own_may_still_bring_its() -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        assert (await refusal(client.submit(group(ticket, worker_id="evil")))).reason == "worker_mismatch"
+        assert await client.submit(group(ticket)) is True
 
 
 async def test_what_people_are_told_never_breaks_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

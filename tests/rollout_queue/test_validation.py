@@ -110,6 +110,7 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("reward_not_finite", in_rollout(reward_components={"accuracy": 1e308})),
         ("metric_not_finite", in_rollout(metrics={"loss": 1e308})),
         ("too_long", in_rollout(segments=[segment((None,) * 12 + (4,))])),
+        ("worker_mismatch", in_group(worker_id="evil")),
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
     ],
 )
@@ -117,7 +118,7 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
     broken = group(TICKET)
     change(broken)
     with pytest.raises(Refusal) as refusal:
-        validation.check(validation.decode(codec.encode(broken)), RECORD, RULES)
+        validation.check(validation.decode(codec.encode(broken), 2), RECORD, RULES)
     assert refusal.value.reason == reason
 
 
@@ -136,7 +137,7 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
 def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:
     sound = group(TICKET, versions=(None, None, 4, 5, 5))
     change(sound)
-    validation.check(validation.decode(codec.encode(sound)), RECORD, RULES)
+    validation.check(validation.decode(codec.encode(sound), 2), RECORD, RULES)
 
 
 def test_hole_7_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
@@ -158,6 +159,8 @@ def with_field(value: bytes) -> bytes:
         ("too_deep", with_field(b"\x91" * 700 + b"\xc0")),
         ("too_deep", with_field(b"\x81\xc0" * 100_000 + b"\xc0")),
         ("too_many", with_field(b"\xdd\x00\x08\x00\x00" + b"\x90" * 2**19)),
+        ("too_many", with_field(b"\xdd\x00\x00\x40\x00" + b"\x80" * 2**14)),
+        ("decode", with_field(b"\xc0")),
         ("too_many", codec.encode({"rollouts": [{"segments": [{"token_ids": [[]] * 2**19}]}]})),
         ("decode", with_field(b"\xdd\xff\xff\xff\xff")),
         ("decode", with_field(b"\xc6\xff\xff\xff\xff")),
@@ -170,7 +173,7 @@ def test_hole_7_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
     tracemalloc.start()
     try:
         with pytest.raises(Refusal) as refusal:
-            validation.decode(body)
+            validation.decode(body, 2)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -198,7 +201,7 @@ def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
     """The learner decodes it as it came, inside a lease, with most of Python's stack in use already."""
     body = with_field(value)
     try:
-        validation.decode(body)
+        validation.decode(body, 2)
     except Refusal:
         return
     reply = codec.encode(LeaseReply("l", [msgspec.Raw(body)] * 2, [0, 0], 60.0))
@@ -214,7 +217,7 @@ def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
 
 def test_another_schema_version_is_named_before_anything_else() -> None:
     with pytest.raises(Refusal) as refusal:
-        validation.decode(codec.encode({"schema_version": 99, "whatever": 1}))
+        validation.decode(codec.encode({"schema_version": 99, "whatever": 1}), 2)
     assert refusal.value.reason == "schema_version"
 
 
@@ -222,7 +225,7 @@ def test_another_schema_version_is_named_before_anything_else() -> None:
 @given(st.binary(max_size=200))
 def test_i8_bytes_that_are_not_a_group_are_rejected(data: bytes) -> None:
     with pytest.raises(Refusal):
-        validation.decode(data)
+        validation.decode(data, 2)
 
 
 @settings(max_examples=200, deadline=None)

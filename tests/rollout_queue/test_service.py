@@ -352,7 +352,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
                     if ticket.index % 7 == 0 and ticket.id.endswith(".0"):
                         await client.fail_ticket(ticket.id, TicketFailure(name, "test"))
                     else:
-                        await submit(ticket)
+                        await submit(ticket, name)
 
         async def learner() -> None:
             for number in range(1, steps + 1):

@@ -127,7 +127,7 @@ class Draft:
         if not weights.tokens_trained:
             return reasons.OVERAGE if reasons.OVERAGE in weights.masked else reasons.NO_TOKENS
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
-            return reasons.TOO_LONG
+            return reasons.SEGMENT_TOO_LONG
         if self._config.learner.zero_variance != "keep" and np.ptp(rewards_of(group)) == 0:
             return reasons.ZERO_VARIANCE
         return None

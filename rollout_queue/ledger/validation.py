@@ -182,7 +182,7 @@ def _check_length(segment: Segment, longest: int | None, where: str) -> None:
     end = segment.version_spans[-1].end if segment.version_spans else 0
     if longest is not None and end > longest:
         raise Refusal(
-            reasons.TOO_LONG,
+            reasons.SEGMENT_TOO_LONG,
             f"{where}: {end} tokens up to the last sampled one, the learner takes {longest} (vllm.max_model_len or "
             f"learner.token_budget): start the worker with the learner's run file",
         )

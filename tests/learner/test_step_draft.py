@@ -158,7 +158,7 @@ def test_the_step_s_metrics_are_over_dropped_groups_too() -> None:
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
-        ("too_long", {"segments": [segment((None,) * 64 + (0,))]}),
+        ("segment_too_long", {"segments": [segment((None,) * 64 + (0,))]}),
         ("reward_not_finite", {"reward": 1.7e308}),
         ("reward_not_finite", {"reward_components": {"accuracy": -1e308}}),
         ("metric_not_finite", {"metrics": {"loss": float("inf")}}),

@@ -109,7 +109,7 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("reward_not_finite", in_rollout(reward=-1.1e30)),
         ("reward_not_finite", in_rollout(reward_components={"accuracy": 1e308})),
         ("metric_not_finite", in_rollout(metrics={"loss": 1e308})),
-        ("too_long", in_rollout(segments=[segment((None,) * 12 + (4,))])),
+        ("segment_too_long", in_rollout(segments=[segment((None,) * 12 + (4,))])),
         ("worker_mismatch", in_group(worker_id="evil")),
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
     ],

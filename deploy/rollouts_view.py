@@ -78,7 +78,7 @@ def print_text(rollouts: Sequence[RolloutView]) -> None:
 
 def render(rollout: RolloutView) -> RenderableType:
     """Two lines of facts, then the messages, each call with its answer on one line."""
-    parts = ", ".join(f"{name} {_number(value)}" for name, value in rollout.reward_components.items())
+    parts = ", ".join(f"{_printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
     step = "not trained" if rollout.step is None else f"step {rollout.step}"
     head = Text.assemble((step, "bold"), "  reward ", (_number(rollout.reward), "bold"), f" ({parts})" if parts else "")
     if rollout.advantage is not None:
@@ -93,7 +93,7 @@ def render(rollout: RolloutView) -> RenderableType:
         _count(rollout.sampled_tokens, "token"),
         f"ended by {rollout.finish_reason}",
         f"ticket {rollout.ticket_id}",
-        rollout.worker_id,
+        _printable(rollout.worker_id),
     ]
     told = [Text(", ".join(facts), style="dim")]
     if rollout.messages is None:
@@ -116,7 +116,7 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType
             continue
         yield from (_line(f"{call.text()} (no answer)") for call in calls)
         calls = deque(message.tool_calls)
-        yield Text(f"  {message.role}", style="bold")
+        yield Text(f"  {_printable(message.role)}", style="bold")
         if message.content.strip() or not calls:
             yield Padding(Text(_printable(message.content.strip()) or "(nothing)"), (0, 0, 0, 4))
     yield from (_line(f"{call.text()} (no answer)") for call in calls)

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from learner.report.rollout_text import printable
 from protocol.client import QueueClient
 from protocol.status import Status
 
@@ -35,7 +36,7 @@ def render(status: Status) -> RenderableType:
     parts.append(_workers(status) if status.workers else Text("no workers"))
     parts.append(_servers(status) if status.servers else Text("no servers"))
     parts += [
-        Text(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))
+        _text(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))
         for what, counts in (("dropped", status.drops), ("rejected", status.rejections))
         if counts
     ]
@@ -50,9 +51,11 @@ def _headline(status: Status) -> Text:
     if status.finished:
         text.append("  finished", style="green")
     if status.gave_up is not None:
-        text.append(f"\nGAVE UP: {status.gave_up}", style="bold red")
+        text.append(f"\nGAVE UP: {printable(status.gave_up)}", style="bold red")
     elif status.stall.stalled:
-        text.append(f"\nSTALLED for {status.stall.since_s:.0f} s: {status.stall.why}", style="bold red")
+        text.append(
+            f"\nSTALLED for {status.stall.since_s:.0f} s: {printable(status.stall.why or '')}", style="bold red"
+        )
     return text
 
 
@@ -60,7 +63,7 @@ def _notices(status: Status) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for notice in status.notices[-_NOTICES_SHOWN:]:
         who = f" at {notice.who}" if notice.who else ""
-        table.add_row(Text(f"! {_ago(notice.since_s)}", style="yellow"), Text(f"{notice.kind}{who}: {notice.text}"))
+        table.add_row(Text(f"! {_ago(notice.since_s)}", style="yellow"), _text(f"{notice.kind}{who}: {notice.text}"))
     return table
 
 
@@ -88,7 +91,7 @@ def _figures(status: Status) -> Table:
     learner, workers = _percent(status.learner_wait_share), _percent(status.worker_wait_share)
     table.add_row("time idle", f"learner {learner}, workers {workers}")
     waits = [f"{wait.who} for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits]
-    table.add_row("now waiting", Text("\n".join(waits) or "nobody"))
+    table.add_row("now waiting", _text("\n".join(waits) or "nobody"))
     return table
 
 
@@ -99,7 +102,7 @@ def _workers(status: Status) -> Table:
         table.add_column(column, no_wrap=True)
     for w in status.workers:
         table.add_row(
-            Text(w.worker_id),
+            _text(w.worker_id),
             f"{w.episodes_in_flight}/{w.capacity}",
             f"{w.episodes_done}/{w.episodes_failed}",
             _short(w.tokens_sampled),
@@ -113,9 +116,14 @@ def _workers(status: Status) -> Table:
 def _servers(status: Status) -> Table:
     table = Table("server", "state", "version", "", box=None, pad_edge=False)
     for server in status.servers:
-        what = Text(server.reason or server.url)
-        table.add_row(Text(server.name), str(server.state), _or_dash(server.version), what)
+        what = _text(server.reason or server.url)
+        table.add_row(_text(server.name), str(server.state), _or_dash(server.version), what)
     return table
+
+
+def _text(text: str) -> Text:
+    """Names and reasons are others': a terminal must not obey them."""
+    return Text(printable(text))
 
 
 def _short(count: int) -> str:

@@ -20,6 +20,9 @@ FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "ab
 TicketKind = Literal["train", "eval"]
 # What the queue stores has 64 bits.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+# Sums, squares and float32 of what is within it stay finite; beyond it a reward or a figure is refused.
+LARGEST_FIGURE = 1e30
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -31,7 +34,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     server: int
 
 
-class Segment(msgspec.Struct):
+class Segment(msgspec.Struct, forbid_unknown_fields=True):
     """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
     token_ids: int32 [T]; loss_mask: bool [T], true where the token was sampled;
@@ -69,7 +72,7 @@ class Segment(msgspec.Struct):
         return versions
 
 
-class Rollout(msgspec.Struct):
+class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The training data of one episode.
 
     metrics: `tools/<name>/calls` and `tools/<name>/failures` of the tools that were called, and figures of the user's,
@@ -93,7 +96,7 @@ class Rollout(msgspec.Struct):
         return sum(segment.sampled_tokens for segment in self.segments)
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, forbid_unknown_fields=True):
     """The rollouts of one prompt: what advantages are computed over and what the queue stores.
 
     `server_names`: the servers that sampled it, in the order that version spans count them; `started_at`,
@@ -227,18 +230,18 @@ class WorkerReport(msgspec.Struct):
     ticket_ids: list[str]
     host: str = ""
     pid: int = 0
-    capacity: int = 0
-    episodes_in_flight: int = 0
-    episodes_done: int = 0
-    episodes_failed: int = 0
-    tokens_sampled: int = 0
-    tool_calls: int = 0
-    tool_failures: int = 0
-    requests_retried: int = 0
-    waited_s: float = 0.0
-    elapsed_s: float = 0.0
-    cpu_s: float = 0.0
-    failures: dict[str, int] = {}
+    capacity: Natural = 0
+    episodes_in_flight: Natural = 0
+    episodes_done: Natural = 0
+    episodes_failed: Natural = 0
+    tokens_sampled: Natural = 0
+    tool_calls: Natural = 0
+    tool_failures: Natural = 0
+    requests_retried: Natural = 0
+    waited_s: Seconds = 0.0
+    elapsed_s: Seconds = 0.0
+    cpu_s: Seconds = 0.0
+    failures: dict[str, Natural] = {}
     fingerprint: Fingerprint | None = None
     troubles: list[Trouble] = []
 

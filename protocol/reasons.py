@@ -65,6 +65,7 @@ OLD_LAYOUT = "old_layout"
 OVERAGE = "overage"
 ZERO_VARIANCE = "zero_variance"
 NO_TOKENS = "no_tokens"
+SEGMENT_TOO_LONG = "segment_too_long"
 OTHER = "other"
 
 # Why a sampled token does not train; OVERAGE is one too.

@@ -7,6 +7,7 @@ nothing more (fail-stop), so that memory and store never differ.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +29,16 @@ from rollout_queue.ledger.registration import Register
 from rollout_queue.ledger.servers import Fleet
 from rollout_queue.ledger.trial import Trial
 from rollout_queue.observe.observations import Observations
+from rollout_queue.room import Room
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.wakeup import WakeUp
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_MOST_BYTES_OF_BODIES = 256 * 1024**2
 
 _FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
 
@@ -56,6 +62,8 @@ class Broker:
         self.closing = False
         self.failure: str | None = None
         self.lock = asyncio.Lock()
+        self.bodies = Room(max(_MOST_BYTES_OF_BODIES, config.queue.max_group_bytes))
+        self.judging = asyncio.Lock()  # one group at a time: several threads of Python would keep the loop waiting
         self.groups_came = WakeUp()
         self.room_came = WakeUp()
         self.admission = Admission(config)
@@ -136,7 +144,10 @@ class Broker:
         self.ledger.apply(decision, self.now)
         if decision.server is not None:
             self.fleet.apply(decision.server)
-        self.observations.decided(decision, self.now)
+        try:
+            self.observations.decided(decision, self.now)
+        except Exception:  # the change has taken effect: what people read of it must not undo that
+            logger.exception("a change could not be told")
         states = {record.state for record in decision.tickets}
         moved = decision.run is not None
         if moved or TicketState.READY in states:

@@ -1,8 +1,9 @@
 """The queue's side of one connection: all that a client can do before the application hears of it, bounded (I8).
 
-A head has a size and a time, a body a least speed, a connection one request at a time; what is still being sent when
-the answer is out is thrown away for a moment, and then the connection ends. Where there are too many connections, the
-one that has waited longest without a request makes room, and the liveness probe is answered in any case.
+A head has a size and a time, a body a least speed and a time, a connection one request at a time; what is still being
+sent when the answer is out is thrown away for a moment, and then the connection ends. Where there are too many
+connections, the one that has waited longest without a request makes room, and the liveness probe is answered in any
+case.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import http
 import resource
 from enum import Enum, auto
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from protocol import codec, reasons, routes
 from protocol.client import JSON
@@ -29,14 +32,16 @@ _TOO_MANY_PIECES = "the body is framed in too many pieces: send larger chunks, a
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """`head_s`: time-out of a request's head; `body_bytes` must come in every `body_s`; `linger_s`: how long the rest
+    """`head_s`: time-out of a request's head; `body_bytes` must come in every `body_s`, and all of
+    a body in `whole_body_s`; `linger_s`: how long the rest
     of an answered request is read and thrown away, so that the client sees the answer before the end."""
 
     head_bytes: int = 64 * 1024
     headers: int = 100
     head_s: float = 10.0
-    body_bytes: int = 10 * 1024
+    body_bytes: int = 128 * 1024
     body_s: float = 10.0
+    whole_body_s: float = 300.0
     linger_s: float = 5.0
 
 
@@ -48,7 +53,26 @@ class _Phase(Enum):
     LINGER = auto()
 
 
-_MAKES_ROOM = (_Phase.HEAD, _Phase.IDLE, _Phase.LINGER)
+class _Waiting:
+    """One server's connections without a request, those that never made one apart, each kind the oldest first."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[Connection, None] = {}
+        self._served: dict[Connection, None] = {}
+
+    def add(self, connection: Connection, served: bool) -> None:
+        self.discard(connection)
+        (self._served if served else self._fresh)[connection] = None
+
+    def discard(self, connection: Connection) -> None:
+        self._fresh.pop(connection, None)
+        self._served.pop(connection, None)
+
+    def oldest_but(self, connection: Connection) -> Connection | None:
+        return next((other for kind in (self._fresh, self._served) for other in kind if other is not connection), None)
+
+
+_waiting_of: WeakKeyDictionary[ServerState, _Waiting] = WeakKeyDictionary()
 
 
 def most_connections() -> int:
@@ -68,8 +92,9 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._phase = self._timed = _Phase.IDLE
-        self._since = 0.0
+        self._waiting = _waiting_of.setdefault(self.server_state, _Waiting())
         self._served = 0
+        self._body_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._received = self._body = self._body_before = self._head = self._pieces = 0
         self._refusal: tuple[int, str] | None = None
@@ -84,6 +109,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._waiting.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -128,6 +154,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._phase = _Phase.BODY
+        self._waiting.discard(self)
         self._received = self._body = self._body_before = self._pieces = 0
         health = self.url.partition(b"?")[0] == routes.HEALTH.encode()
         self.limit_concurrency = None if health else self.config.limit_concurrency
@@ -157,8 +184,9 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _enter(self, phase: _Phase) -> None:
+        """One in which no request is being answered."""
         self._phase = phase
-        self._since = self.loop.time()
+        self._waiting.add(self, self._served > 0)
 
     def _time(self) -> None:
         """Start the time-out of what is still to come, unless it runs already."""
@@ -170,6 +198,7 @@ class Connection(HttpToolsProtocol):
             self._timer = self.loop.call_later(self.limits.head_s, self._head_is_late)
         elif self._phase is _Phase.BODY:
             self._body_before = 0
+            self._body_at = self.loop.time()
             self._timer = self.loop.call_later(self.limits.body_s, self._check_speed)
 
     def _cancel_timer(self) -> None:
@@ -184,7 +213,9 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _check_speed(self) -> None:
-        if self.flow.read_paused or self._body - self._body_before >= self.limits.body_bytes:
+        if self._phase is _Phase.BODY and self.loop.time() - self._body_at >= self.limits.whole_body_s:
+            self._refuse(408, f"the body did not come within {self.limits.whole_body_s:g} s")
+        elif self.flow.read_paused or self._body - self._body_before >= self.limits.body_bytes:
             self._body_before = self._body
             self._timer = self.loop.call_later(self.limits.body_s, self._check_speed)
         elif self._phase is _Phase.BODY:
@@ -239,13 +270,8 @@ class Connection(HttpToolsProtocol):
 
     def _make_room(self, most: int) -> None:
         """End the connection that has waited longest without a request: one that never made any before one that did."""
-        waiting = [
-            other
-            for other in self.connections
-            if isinstance(other, Connection) and other is not self and other._phase in _MAKES_ROOM
-        ]
-        if waiting:
-            oldest = min(waiting, key=lambda other: (other._served > 0, other._since))
+        if (oldest := self._waiting.oldest_but(self)) is not None:
+            self._waiting.discard(oldest)
             self.connections.discard(oldest)
             oldest.transport.abort()
         elif len(self.connections) > most + _SPARE_CONNECTIONS:

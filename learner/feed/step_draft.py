@@ -21,7 +21,7 @@ from learner.feed.rollout_metrics import RolloutMetrics
 from learner.feed.tally import JudgedGroup, Tally, rewards_of, tally
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.messages import Group
+from protocol.messages import LARGEST_FIGURE, Group
 from protocol.rollouts import RolloutView
 
 
@@ -96,7 +96,8 @@ class Draft:
             queue = self._config.queue
             weights = loss_weights(group, self.version, queue.max_staleness, queue.overage)
             reason = self._reason_to_drop(group, weights)
-            self._metrics.add(group)
+            if reason not in (reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE):
+                self._metrics.add(group)
             self._judged[group.ticket_id] = JudgedGroup.of(group, item.version_at_arrival, self.version, reason)
             if reason is None:
                 self._standing[group.ticket_id] = _Standing(group, weights, self._advantage(rewards_of(group)))
@@ -121,8 +122,12 @@ class Draft:
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts, self._samples())
 
     def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:
+        if (reason := _not_finite(group)) is not None:
+            return reason
         if not weights.tokens_trained:
             return reasons.OVERAGE if reasons.OVERAGE in weights.masked else reasons.NO_TOKENS
+        if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
+            return reasons.SEGMENT_TOO_LONG
         if self._config.learner.zero_variance != "keep" and np.ptp(rewards_of(group)) == 0:
             return reasons.ZERO_VARIANCE
         return None
@@ -145,6 +150,25 @@ class Draft:
         view.step, view.advantage = self.step, float(standing.advantages[number])
         view.staleness = self.version - view.versions[0] if view.versions else None
         return view
+
+
+def _not_finite(group: Group) -> str | None:
+    """The door refuses such figures, but a store may hold groups that came before it did."""
+    for rollout in group.rollouts:
+        rewards = (rollout.reward, *(value for value in rollout.reward_components.values() if value is not None))
+        for reason, values in (
+            (reasons.REWARD_NOT_FINITE, rewards),
+            (reasons.METRIC_NOT_FINITE, rollout.metrics.values()),
+        ):
+            if not all(abs(value) <= LARGEST_FIGURE for value in values):
+                return reason
+    return None
+
+
+def _trained_length(weights: npt.NDArray[np.float32]) -> int:
+    """Tokens up to the last one with weight."""
+    trained = np.flatnonzero(weights)
+    return int(trained[-1]) + 1 if len(trained) else 0
 
 
 def _sequences(standing: _Standing) -> Iterator[Sample]:

@@ -21,8 +21,8 @@ from protocol.messages import Group
 class JudgedGroup:
     """What is counted of a group that arrived; unlike the group, it holds no tokens, so a dropped one costs little.
 
-    in_flight, in_queue: versions that passed until arrival, and from then to training, of the
-    oldest token, None where none was sampled; dropped: the reason, None where the group trains.
+    in_flight, in_queue: versions that passed until arrival, and from then to training, of the oldest token, None where
+    none was sampled; dropped: the reason, None where the group trains.
     """
 
     epoch: int

@@ -32,7 +32,7 @@ def printable(text: str) -> str:
 
 
 def _headline(view: RolloutView) -> Text:
-    parts = ", ".join(f"{name} {_number(value)}" for name, value in view.reward_components.items())
+    parts = ", ".join(f"{printable(name)} {_number(value)}" for name, value in view.reward_components.items())
     text = Text.assemble(
         ("rollout" if view.step is None else f"rollout of step {view.step}", "bold"),
         f": reward {_number(view.reward)}",
@@ -54,7 +54,7 @@ def _facts(view: RolloutView) -> str:
         facts.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
     if view.staleness is not None:
         facts.append(f"staleness {view.staleness}")
-    return ", ".join([*facts, f"worker {view.worker_id}"])
+    return ", ".join([*facts, f"worker {printable(view.worker_id)}"])
 
 
 def _conversation(view: RolloutView, max_text: int) -> Text:
@@ -68,7 +68,7 @@ def _lines(messages: list[dict[str, Any]], max_text: int) -> Iterator[Text]:
     """A line for each message that says something, and one for each call with its result."""
     calls: list[tuple[object, str]] = []
     for message in messages:
-        role, content = str(message.get("role", "?")), _text(message.get("content"))
+        role, content = printable(str(message.get("role", "?"))), _text(message.get("content"))
         if role == "tool" and calls:
             named = next((i for i, (key, _) in enumerate(calls) if key == message.get("tool_call_id")), 0)
             yield Text(f"{calls.pop(named)[1]} -> {_cut(content, MAX_RESULT)}", style="cyan")

@@ -12,6 +12,7 @@ from protocol import codec, reasons
 from protocol.client import JSON
 from protocol.messages import LeaseAck, LeaseRequest, TicketRequest, WorkerReport
 from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.room import Share
 
 _MOST_BYTES = 64 * 1024
 _MOST_BYTES_OF: Mapping[Any, int] = {
@@ -23,17 +24,21 @@ _MOST_BYTES_OF: Mapping[Any, int] = {
 }
 _NAME_CHARACTERS = 256
 _TEXT_CHARACTERS = 16 * 1024
+_URL_CHARACTERS = 1024
 _FIGURES = 1000
-_TEXTS = {"detail", "reason", "rollout", "text", "url", "what"}  # fields for people to read, or of unknown length
+_TEXTS = {"detail", "reason", "rollout", "text", "what"}  # fields for people to read, or of unknown length
 
 
-async def read_body(request: Request, limit: int, remedy: str) -> bytes:
-    """The body, of at most `limit` bytes; else refused (TOO_LARGE), where its length is declared before it is read."""
+async def read_body(request: Request, limit: int, remedy: str, share: Share | None = None) -> bytes:
+    """The body, of at most `limit` bytes; else refused (TOO_LARGE), where its length is declared before it is read.
+    `share`: the room that it takes while it is held, if that is counted; refused (FULL) where there is none."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise Refusal(reasons.TOO_LARGE, f"the body has {declared} bytes, allowed are {limit}: {remedy}")
     body = bytearray()
     async for chunk in request.stream():
+        if share is not None:
+            share.grow(len(chunk))
         body += chunk
         if len(body) > limit:
             raise Refusal(reasons.TOO_LARGE, f"the body has more than the {limit} bytes that are allowed: {remedy}")
@@ -70,7 +75,7 @@ def _check(value: Any, name: str) -> None:
         for item in value:
             _check(item, name)
     elif isinstance(value, str):
-        most = _TEXT_CHARACTERS if name in _TEXTS else _NAME_CHARACTERS
+        most = _TEXT_CHARACTERS if name in _TEXTS else _URL_CHARACTERS if name == "url" else _NAME_CHARACTERS
         if len(value) > most:
             raise Refusal(reasons.TOO_LARGE, f"{name} has {len(value)} characters, allowed are {most}: shorten it")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -51,6 +51,7 @@ STATUS: Mapping[str, int] = {
     reasons.TOKEN_ID_NEGATIVE: 422,
     reasons.TOKEN_ID_UNKNOWN: 422,
     reasons.TOO_DEEP: 422,
+    reasons.SEGMENT_TOO_LONG: 422,
     reasons.TOO_MANY: 422,
     reasons.LOGPROB_MISSING: 422,
     reasons.LOGPROB_NOT_FINITE: 422,

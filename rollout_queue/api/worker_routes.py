@@ -102,28 +102,17 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
 
     Refused if its ticket has ended without a group, if it breaks a rule, and while there is no room for it.
     """
-    seen = broker.observations
     try:
-        limit = broker.config.queue.max_group_bytes
-        body = await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes")
-        if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
-            size, run = broker.config.rollout.group_size, broker.ledger.run
-            broker.register.check(run, record.worker_id)
-            # Both take a while for a large group.
-            arrival = await asyncio.to_thread(validation.read, body, record, size, run.version, run.vocabulary)
-            shown = await asyncio.to_thread(recent.pick, arrival.group) if seen.recent.wants(broker.now) else None
-            rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
-            async with broker.lock:
-                if (record := broker.ledger.get(id, TicketState.ISSUED)) is not None:
-                    broker.fleet.check(arrival.facts, record.serial)
-                    await broker.commit(tickets.submit(broker.ledger, record, arrival.facts), {id: body})
-                    broker.trial.succeeded()
-                    seen.group_came(id, arrival.facts.tokens, rewards, broker.now)
-                    if shown is not None:
-                        seen.recent.add(shown, broker.now)
+        if broker.ledger.get(id, TicketState.ISSUED) is not None:
+            limit = broker.config.queue.max_group_bytes
+            with broker.bodies.share() as share:
+                body = await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes", share)
+                if await _take_in(broker, id, body):
                     return Response(b"new", 201)
         stored = await broker.call(broker.store.records, [id])
         tickets.check_accepted(broker.ledger, id, stored.get(id))
+        async for _ in request.stream():
+            pass
         return Response(b"had", 200)
     except Refusal as refusal:
         if broker.failure is None:
@@ -131,9 +120,39 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
         raise
 
 
+async def _take_in(broker: Broker, ticket_id: str, body: bytes) -> bool:
+    """Whether the group is new: false if its ticket is not out any more."""
+    seen = broker.observations
+    if (record := broker.ledger.get(ticket_id, TicketState.ISSUED)) is None:
+        return False
+    broker.register.check(broker.ledger.run, record.worker_id)
+    async with broker.judging:
+        # Both take a while for a large group.
+        arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker))
+        shown = await asyncio.to_thread(recent.pick, arrival.group) if seen.recent.wants(broker.now) else None
+    rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
+    async with broker.lock:
+        if (record := broker.ledger.get(ticket_id, TicketState.ISSUED)) is None:
+            return False
+        broker.fleet.check(arrival.facts, record.serial)
+        await broker.commit(tickets.submit(broker.ledger, record, arrival.facts), {ticket_id: body})
+        broker.trial.succeeded()
+        seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
+        if shown is not None:
+            seen.recent.add(shown, broker.now)
+    return True
+
+
+def _rules(broker: Broker) -> validation.Rules:
+    config, run = broker.config, broker.ledger.run
+    longest = min(config.vllm.max_model_len, config.learner.token_budget)
+    return validation.Rules(config.rollout.group_size, run.version, run.vocabulary, longest)
+
+
 async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> None:
     """Count it. A group that finds no room, or a queue that was restarted, keeps its ticket, since its worker will come
-    again; any other ends it, so that no permit leaks (F15)."""
+    again; so does one of another worker, as the ticket's own may still bring its group. Any other ends it, so that no
+    permit leaks (F15)."""
     seen = broker.observations
     seen.rejections[refusal.reason] += 1
     if refusal.reason == reasons.FULL:
@@ -142,7 +161,7 @@ async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> No
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
         if record is not None and refusal.reason in (reasons.FULL, reasons.UNREGISTERED):
             broker.ledger.renew_ticket(ticket_id, broker.now)
-        elif record is not None:
+        elif record is not None and refusal.reason != reasons.WORKER_MISMATCH:
             seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
             reason = reasons.rejected(refusal.reason)
             await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))

@@ -20,6 +20,9 @@ from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, ServerRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 
+_MOST_SERVERS = 1024
+_REASON_CHARACTERS = 1024
+
 _S = ServerState
 ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
     _S.JOINING: frozenset({_S.SYNCING}),
@@ -60,6 +63,10 @@ class Fleet:
         VERSION_MISSING).
         """
         known = self._records.get(wanted.name)
+        if known is None and len(self._records) >= _MOST_SERVERS:
+            raise Refusal(
+                reasons.TOO_MANY, f"{len(self._records)} servers are registered, which is all that one run may have"
+            )
         if wanted.state is not ServerState.JOINING:
             if known is None:
                 raise Refusal(
@@ -85,7 +92,9 @@ class Fleet:
         version = None if wanted.state is ServerState.JOINING else wanted.version
         if version is None and known is not None and wanted.state is not ServerState.JOINING:
             version = known.server.version
-        server = msgspec.structs.replace(wanted, version=version, changed_at=wall_time)
+        # Cut, not refused: an error's text must not keep a server in service.
+        reason = wanted.reason and wanted.reason[:_REASON_CHARACTERS]
+        server = msgspec.structs.replace(wanted, version=version, reason=reason, changed_at=wall_time)
         served = wanted.state is ServerState.SERVING or (known is not None and known.served)
         restarted_at = known.restarted_at if known is not None else None
         if wanted.state is ServerState.SERVING:

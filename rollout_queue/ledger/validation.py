@@ -11,11 +11,13 @@ import msgspec
 import numpy as np
 
 from protocol import codec, reasons
-from protocol.messages import SCHEMA_VERSION, Group, Rollout, Segment
+from protocol.messages import LARGEST_FIGURE, SCHEMA_VERSION, Group, Rollout, Segment
 from rollout_queue.ledger.records import GroupFacts, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
-# Far above any real group; a list or map of either bound takes some 20 MB, whatever a body's size.
+# Far above any real group: a rollout of a thousand turns has some 6,000. A list or map of the greatest bound takes some
+# 20 MB, whatever a body's size.
+_ITEMS_OF_A_ROLLOUT = 8192
 _MOST_ITEMS = 2**18
 _DEEPEST = 32
 _MOST_SERVERS = 1024
@@ -28,6 +30,16 @@ class _Stamp(msgspec.Struct):
     schema_version: int = SCHEMA_VERSION
 
 
+class Rules(msgspec.Struct, frozen=True):
+    """What a run allows. `learner_version`: no token is newer; `vocabulary`: ids are below it, None where it is
+    unknown; `longest`: tokens of a segment up to its last sampled one, which are all that is trained on."""
+
+    group_size: int
+    learner_version: int
+    vocabulary: int | None = None
+    longest: int | None = None
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """A valid group and what the ledger keeps of it."""
 
@@ -35,29 +47,25 @@ class Arrival(msgspec.Struct, frozen=True):
     facts: GroupFacts
 
 
-def read(
-    body: bytes, ticket: TicketRecord, group_size: int, learner_version: int, vocabulary: int | None = None
-) -> Arrival:
+def read(body: bytes, ticket: TicketRecord, rules: Rules) -> Arrival:
     """The group in a request's body; refused for the first rule that it breaks."""
-    group = decode(body)
-    check(group, ticket, group_size, learner_version, vocabulary)
+    group = decode(body, rules.group_size)
+    check(group, ticket, rules)
     return Arrival(group, GroupFacts.of(group, len(body)))
 
 
-def decode(body: bytes) -> Group:
+def decode(body: bytes, group_size: int) -> Group:
     """The group in a request's body; refused if it is not one (TOO_DEEP, TOO_MANY, SCHEMA_VERSION, UNDECODABLE).
 
-    What passes here, the learner can decode: how deep a decoder gets depends on who calls it, and unknown fields may
-    hold anything.
+    What passes here, the learner can decode: how deep a decoder gets depends on who calls it.
     """
+    most = min(_MOST_ITEMS, _ITEMS_OF_A_ROLLOUT * group_size)
     try:
-        shape = codec.shape(body, _MOST_ITEMS, _DEEPEST)
+        shape = codec.shape(body, most, _DEEPEST)
         if shape.depth > _DEEPEST:
             raise Refusal(reasons.TOO_DEEP, f"the group nests deeper than the {_DEEPEST} levels that are allowed")
-        if shape.items > _MOST_ITEMS:
-            raise Refusal(
-                reasons.TOO_MANY, f"the group holds more than the {_MOST_ITEMS} values that are allowed: shorten it"
-            )
+        if shape.items > most:
+            raise Refusal(reasons.TOO_MANY, f"the group holds more than the {most} values that are allowed: shorten it")
         stamp = codec.decode(body, _Stamp)
         if stamp.schema_version != SCHEMA_VERSION:
             raise Refusal(
@@ -70,28 +78,31 @@ def decode(body: bytes) -> Group:
         raise Refusal(reasons.UNDECODABLE, str(error)) from error
 
 
-def check(
-    group: Group, ticket: TicketRecord, group_size: int, learner_version: int, vocabulary: int | None = None
-) -> None:
-    """Refuses a group for the first rule that it breaks. `vocabulary`: ids are below it; None where it is unknown."""
+def check(group: Group, ticket: TicketRecord, rules: Rules) -> None:
+    """Refuses a group for the first rule that it breaks."""
     if (group.ticket_id, group.index) != (ticket.id, ticket.index) or group.epoch < 0:
         raise Refusal(
             reasons.TICKET_MISMATCH,
             f"ticket {ticket.id} is for row {ticket.index}, the group names ticket {group.ticket_id}, row "
             f"{group.index}, epoch {group.epoch}",
         )
-    if not 2 <= len(group.rollouts) <= group_size:
-        raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {group_size}")
+    if not 2 <= len(group.rollouts) <= rules.group_size:
+        raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {rules.group_size}")
     _check_count(len(group.server_names), _MOST_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
+    if group.worker_id != ticket.worker_id:
+        raise Refusal(
+            reasons.WORKER_MISMATCH, f"ticket {ticket.id} is worker {ticket.worker_id}'s, the group {group.worker_id}'s"
+        )
     for number, rollout in enumerate(group.rollouts):
         where = f"rollout {number}"
         _check_count(len(rollout.segments), _MOST_SEGMENTS, "segments", where)
         _check_figures(rollout, where)
         for position, segment in enumerate(rollout.segments):
             place = f"{where}, segment {position}"
-            _check_arrays(segment, vocabulary, place)
-            _check_spans(segment, learner_version, len(group.server_names), place)
+            _check_arrays(segment, rules.vocabulary, place)
+            _check_spans(segment, rules.learner_version, len(group.server_names), place)
+            _check_length(segment, rules.longest, place)
             _check_logprobs(segment, place)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -99,14 +110,20 @@ def check(
 
 def _check_figures(rollout: Rollout, where: str) -> None:
     for name, value in (("reward", rollout.reward), *rollout.reward_components.items()):
-        if value is not None and not math.isfinite(value):
-            raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: {name} is {value}")
+        if value is not None and (wrong := _wrong_figure(value)):
+            raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: {name} {wrong}")
     for figures in (rollout.reward_components, rollout.metrics, rollout.timings):
         _check_count(len(figures), _MOST_FIGURES, "figures of one kind", where)
         _check_names(*((f"{where}: a figure's name", name) for name in figures))
     for name, value in (*rollout.metrics.items(), *rollout.timings.items()):
-        if not math.isfinite(value):
-            raise Refusal(reasons.METRIC_NOT_FINITE, f"{where}: metric {name} is {value}")
+        if wrong := _wrong_figure(value):
+            raise Refusal(reasons.METRIC_NOT_FINITE, f"{where}: metric {name} {wrong}")
+
+
+def _wrong_figure(value: float) -> str | None:
+    if not math.isfinite(value):
+        return f"is {value}"
+    return f"is {value}, beyond {LARGEST_FIGURE:g}: scale it down" if abs(value) > LARGEST_FIGURE else None
 
 
 def _check_count(count: int, most: int, what: str, where: str) -> None:
@@ -159,6 +176,16 @@ def _check_spans(segment: Segment, learner_version: int, servers: int, where: st
     if not np.array_equal(covered, segment.loss_mask):
         wrong = int(np.argmax(covered != segment.loss_mask))
         raise Refusal(reasons.SPAN_COVER, f"{where}: spans and loss_mask differ first at token {wrong}")
+
+
+def _check_length(segment: Segment, longest: int | None, where: str) -> None:
+    end = segment.version_spans[-1].end if segment.version_spans else 0
+    if longest is not None and end > longest:
+        raise Refusal(
+            reasons.SEGMENT_TOO_LONG,
+            f"{where}: {end} tokens up to the last sampled one, the learner takes {longest} (vllm.max_model_len or "
+            f"learner.token_budget): start the worker with the learner's run file",
+        )
 
 
 def _check_logprobs(segment: Segment, where: str) -> None:

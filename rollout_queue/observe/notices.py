@@ -41,6 +41,7 @@ class Notices:
         # It is printed on terminals, and may quote what was sampled: no escape sequences.
         kind = kind[:MOST_CHARACTERS]
         text = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MOST_CHARACTERS])
+        who = who and "".join(c if c.isprintable() else " " for c in who)
         known = (kind, _NUMBERS.sub("0", text) if key is None else key)
         if known in self._known:
             return

@@ -26,7 +26,9 @@ from rollout_queue.observe.variance import Rewards, Variance
 LEARNER, FEEDER = "learner", "learner's feeder"
 LOADING = "loading"  # what a learner's wait begins with while no step can be expected
 _WORKER_KEPT_S = 3600.0
-_MOST_WORKERS = 4096
+_MOST_WORKERS = 1024
+_MOST_FAILURES = 64
+_FAILURE_CHARACTERS = 80
 _MOST_REWARDS = 16_384
 _MOST_TROUBLES = 16
 _MOST_METRICS = 128
@@ -127,16 +129,23 @@ class Observations:
         return facts
 
     def worker_reports(self, report: WorkerReport, now: float) -> None:
-        self._workers.pop(report.worker_id, None)
-        self._workers[report.worker_id] = _Heard(report, now)
-        kept = [(name, heard) for name, heard in self._workers.items() if now - heard.at < _WORKER_KEPT_S]
-        self._workers = dict(kept[-_MOST_WORKERS:])
+        self._keep(_what_is_kept(report), now)
         for trouble in report.troubles[:_MOST_TROUBLES]:
             self.notices.say(trouble.kind, trouble.text, now, report.worker_id)
 
     def worker_seen(self, worker_id: str, now: float) -> None:
         """A sign of life that carries no figures."""
-        self._workers.setdefault(worker_id, _Heard(WorkerReport(worker_id, []), now)).at = now
+        known = self._workers.get(worker_id)
+        self._keep(WorkerReport(worker_id, []) if known is None else known.report, now)
+
+    def _keep(self, report: WorkerReport, now: float) -> None:
+        """As the newest; those that were not heard from for long are forgotten, and the oldest of too many."""
+        self._workers.pop(report.worker_id, None)
+        self._workers[report.worker_id] = _Heard(report, now)
+        oldest = next(iter(self._workers))
+        while now - self._workers[oldest].at >= _WORKER_KEPT_S or len(self._workers) > _MOST_WORKERS:
+            del self._workers[oldest]
+            oldest = next(iter(self._workers))
 
     def learner_seen_s_ago(self, now: float) -> float | None:
         return None if self._learner_at is None else now - self._learner_at
@@ -160,7 +169,8 @@ class Observations:
         """Share of all workers' capacity that was idle because there were no tickets."""
         reports = [heard.report for heard in self._workers.values()]
         capacity_s = sum(report.elapsed_s * report.capacity for report in reports)
-        return sum(report.waited_s * report.capacity for report in reports) / capacity_s if capacity_s else None
+        waited_s = sum(report.waited_s * report.capacity for report in reports)
+        return min(1.0, waited_s / capacity_s) if capacity_s else None
 
     @property
     def worker_cpu_ms_per_episode(self) -> float | None:
@@ -186,10 +196,17 @@ class Observations:
         return [_worker_status(heard.report, now - heard.at) for heard in self._workers.values()]
 
 
+def _what_is_kept(report: WorkerReport) -> WorkerReport:
+    """What the status tells of it: the most frequent failures, and none of the tickets and texts."""
+    most = sorted(report.failures.items(), key=lambda item: -item[1])[:_MOST_FAILURES]
+    failures = {name[:_FAILURE_CHARACTERS]: count for name, count in most}
+    return msgspec.structs.replace(report, ticket_ids=[], fingerprint=None, troubles=[], failures=failures)
+
+
 def _worker_status(report: WorkerReport, seen_s_ago: float) -> WorkerStatus:
     return WorkerStatus(
         **{name: getattr(report, name) for name in _REPORTED},
-        wait_share=report.waited_s / report.elapsed_s if report.elapsed_s else 0.0,
+        wait_share=min(1.0, report.waited_s / report.elapsed_s) if report.elapsed_s else 0.0,
         cpu_ms_per_episode=1000 * report.cpu_s / report.episodes_done if report.episodes_done else None,
         seen_s_ago=seen_s_ago,
     )

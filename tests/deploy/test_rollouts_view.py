@@ -191,3 +191,10 @@ async def test_a_queue_that_is_named_is_asked_although_there_is_a_file(queue: st
 def test_where_there_is_neither_file_nor_queue_both_are_named(tmp_path: Path) -> None:
     with pytest.raises(QueueError, match=rf"no {tmp_path}/rollouts.jsonl as yet, and the queue at {NOBODY.url} did"):
         find(tmp_path, Wanted(1), NOBODY)
+
+
+def test_roles_and_names_of_others_hold_nothing_that_a_terminal_obeys() -> None:
+    escape = "\x1b[2J"
+    of_others = view(1, worker_id=f"w{escape}", messages=[{"role": f"user{escape}", "content": "hello"}])
+    of_others.reward_components = {f"accuracy{escape}": 1.0}
+    assert "\x1b" not in "\n".join(shown(of_others))

@@ -156,3 +156,14 @@ def test_texts_of_others_are_no_markup() -> None:
     status.notices[0].text = status.servers[1].reason = status.waits[0].what = "[/bold] list[int]"
     status.workers[0].worker_id = "[/w]"
     assert shown(status).count("[/bold] list[int]") == 3
+
+
+def test_a_terminal_is_told_nothing_by_the_names_and_reasons_of_others() -> None:
+    status = a_status_of_a_bad_day()
+    escape = "\x1b]0;owned\x07\x9b2J"
+    status.workers[0].worker_id = status.servers[0].name = status.servers[1].reason = "name" + escape
+    status.notices[0].who = status.notices[0].text = status.waits[0].who = status.stall.why = "who" + escape
+    status.drops = status.rejections = {"why" + escape: 1}
+    text = shown(status)
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
+    assert "name]0;owned" in text

@@ -49,7 +49,7 @@ def group(
         "index": ticket.index if isinstance(ticket, Ticket) else 0,
         "epoch": 0,
         "rollouts": rollouts,
-        "worker_id": "worker-0",
+        "worker_id": "w",
         "server_names": [SERVER],
         "started_at": 1.0,
         "finished_at": 2.0,

@@ -265,6 +265,10 @@ def test_the_policy_s_text_is_shown_as_it_is() -> None:
     text = "\n".join(shown(replace_view(messages=[{"role": "assistant", "content": "[bold]x[/bold] \x1b[31mred\x07"}])))
     assert "[bold]x[/bold]" in text
     assert "\x1b" not in text
+    odd = replace_view(
+        messages=[{"role": "user\x1b[2J", "content": "x"}], worker_id="w\x1b[2J", reward_components={"a\x1b[2J": 1.0}
+    )
+    assert "\x1b" not in "\n".join(shown(odd))
     assert "\x07" not in text
 
 

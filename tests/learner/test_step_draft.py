@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.feed.step_draft import Draft, LeasedGroup
-from tests.kit import LEARNER, config, group
+from tests.kit import LEARNER, config, group, segment
 
 VERSIONS = st.lists(st.none() | st.integers(0, 6), min_size=2, max_size=10)
 
@@ -105,13 +106,6 @@ def test_each_token_carries_its_rollout_s_advantage() -> None:
     np.testing.assert_allclose(row.advantages, [-(0.5**0.5)] * 3 + [0.5**0.5] * 3, rtol=1e-6)
 
 
-def test_a_sequence_beyond_the_token_budget_is_named() -> None:
-    draft = _draft()
-    draft.add([LeasedGroup(group("long", [0, 1], [None] + [0] * 70), 0)])
-    with pytest.raises(ValueError, match=r"71 tokens does not fit learner.token_budget = 64"):
-        draft.finish()
-
-
 def test_samples_are_the_best_the_worst_and_others_with_what_became_of_them() -> None:
     draft = _draft(version=3, groups_per_step=3)
     draft.add(
@@ -159,3 +153,28 @@ def test_the_step_s_metrics_are_over_dropped_groups_too() -> None:
     assert (tally.reward_mean, tally.metrics["frac_reward_zero_std"]) == (0.75, 0.5)
     assert tally.metrics["completions/mean_length"] == 3
     assert (tally.tokens, tally.tokens_prompt, tally.epoch) == (20, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("segment_too_long", {"segments": [segment((None,) * 64 + (0,))]}),
+        ("reward_not_finite", {"reward": 1.7e308}),
+        ("reward_not_finite", {"reward_components": {"accuracy": -1e308}}),
+        ("metric_not_finite", {"metrics": {"loss": float("inf")}}),
+    ],
+)
+def test_a_group_that_would_end_the_learner_is_dropped_and_the_step_goes_on(
+    reason: str, change: dict[str, Any]
+) -> None:
+    """A store may hold one from before its door refused it, or from a queue with another run file."""
+    poison = group("poison", [-1.0, 1.0, -1.0, 1.0])
+    poison.rollouts[1:3] = [msgspec.structs.replace(rollout, **change) for rollout in poison.rollouts[1:3]]
+    draft = _draft(groups_per_step=1)
+    assert draft.add([LeasedGroup(poison, 0)]) == {"poison": reason}
+    assert draft.add([LeasedGroup(group("a", [0, 1]), 0)]) == {}
+    batch = draft.finish()
+    assert batch.ticket_ids == ["a"]
+    told = batch.tally
+    assert told.groups_dropped == {reason: 1}
+    assert np.isfinite([told.reward_mean, told.reward_std, *told.metrics.values(), *told.task_metrics.values()]).all()

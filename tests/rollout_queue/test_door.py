@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -24,6 +25,7 @@ from protocol.messages import BeginSession, LeaseRequest, Problem, TicketRequest
 from rollout_queue.api import learner_routes
 from rollout_queue.api.app import create_app
 from rollout_queue.connection import Connection, Limits
+from rollout_queue.ledger import validation
 from rollout_queue.service import listen
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
@@ -299,6 +301,7 @@ async def test_hole_5_a_name_that_was_turned_to_this_machine_reads_nothing_unles
     ("status", "reason", "path", "body"),
     [
         (413, "too_large", "/v1/servers/a", {"name": "a" * 20 * MIB, "url": "u"}),
+        (413, "too_large", "/v1/servers/a", {"server": {"name": "a", "url": "u" * 1025}}),
         (413, "too_large", routes.TICKETS, {"worker_id": "w" * 1000, "max_tickets": 1}),
         (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": ["t" * 1000]}),
         (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": [], "failures": {"f" * 300: 1}}),
@@ -373,3 +376,82 @@ def test_hole_1_connections_stay_well_below_the_descriptors(hard: int, expected:
         [sys.executable, "-c", FEW_DESCRIPTORS, str(hard)], capture_output=True, text=True, check=True
     )
     assert made.stdout.strip() == expected
+
+
+async def test_a_body_for_a_ticket_that_is_not_out_is_refused_before_it_is_read() -> None:
+    put = post(b"", "/v1/groups/9.0", Content_Length="60000000").replace(b"POST", b"PUT", 1)
+    async with door() as port:
+        assert b" 410 " in await talk(port, put)
+
+
+async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        tickets = (await client.tickets(TicketRequest("w", 2, wait_s=0.0))).tickets
+        body = codec.encode(group(tickets[0]))
+        with queue.broker.bodies.share() as others:
+            others.grow(256 * MIB - len(body) + 1)
+            async with (
+                aiohttp.ClientSession(headers={"Content-Type": JSON}) as session,
+                session.put(f"{queue.url}/v1/groups/{tickets[0].id}", data=body) as response,
+            ):
+                assert response.status == 429
+                assert codec.decode_json(await response.read(), Problem).reason == reasons.FULL
+        assert queue.broker.bodies.taken == 0
+        assert await client.submit(group(tickets[0])) is True
+        assert await client.submit(group(tickets[0])) is False
+        assert queue.broker.bodies.taken == 0
+
+
+async def test_a_body_that_flows_for_ever_is_refused() -> None:
+    async with door(body_s=0.02, body_bytes=1, whole_body_s=0.1) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"", Content_Length="60000"))
+        answered = asyncio.create_task(reader.readline())
+        while not answered.done():
+            writer.write(b" " * 50)
+            await asyncio.wait([answered], timeout=0.005)
+        assert b" 408 " in answered.result()
+        writer.close()
+
+
+async def test_groups_are_judged_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, most = 0, 0
+    read = validation.read
+
+    def watched(*arguments: Any) -> validation.Arrival:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        sleep(0.02)
+        at_once -= 1
+        return read(*arguments)
+
+    monkeypatch.setattr(validation, "read", watched)
+    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        tickets = (await client.tickets(TicketRequest("w", 4, wait_s=0.0))).tickets
+        assert await asyncio.gather(*(client.submit(group(ticket)) for ticket in tickets)) == [True] * len(tickets)
+    assert len(tickets) > 1
+    assert most == 1
+
+
+class _NeverScanned(set[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("every new connection would take longer, the more there are")
+
+
+async def test_making_room_does_not_look_at_every_connection() -> None:
+    settings = uvicorn.Config(create_app(config(), SqliteStore(MEMORY)), limit_concurrency=3)
+    settings.load()
+    state = uvicorn.server.ServerState()
+    state.connections = _NeverScanned()
+    made = [Connection(settings, state, {}, asyncio.get_running_loop()) for _ in range(6)]
+    transports = [Mock(spec=asyncio.Transport) for _ in made]
+    for connection, transport in zip(made, transports, strict=True):
+        connection.connection_made(transport)
+    assert [transport.abort.called for transport in transports] == [True] * 4 + [False] * 2
+    for connection in made:
+        connection.connection_lost(None)

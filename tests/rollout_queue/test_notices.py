@@ -213,8 +213,8 @@ async def test_the_first_group_that_the_door_refuses_for_a_reason_is_told() -> N
 
 def test_a_notice_holds_no_escape_sequence() -> None:
     notices = Notices()
-    notices.say("tool", "\x1b[2J\x07bad\nvalue", 0.0)
-    assert notices.list(0.0)[0].text == " [2J bad\nvalue"
+    notices.say("tool", "\x1b[2J\x07bad\nvalue", 0.0, "w\x1b[2J")
+    assert [(notice.text, notice.who) for notice in notices.list(0.0)] == [(" [2J bad\nvalue", "w [2J")]
 
 
 async def test_i7_a_run_that_no_worker_joins_raises_the_alarm() -> None:

@@ -239,3 +239,29 @@ def test_hole_4_facts_of_a_group_say_which_server_sampled_which_versions() -> No
     ]
     facts = GroupFacts.of(group(server_names=["b", "a", "idle"], rollouts=rollouts), 9)
     assert facts == GroupFacts(9, 4, 3, (SampledBy("a", 7, 7), SampledBy("b", 3, 5)))
+
+
+def test_i5_a_restarted_server_sampled_nothing_for_tickets_of_later_until_it_is_proven_again() -> None:
+    fleet = fleet_in(SE)
+    move(fleet, J, serial=10)
+    move(fleet, SY, serial=12)
+    move(fleet, J, serial=14)
+    fleet.check(sampled(a=(3, 3)), serial=9)
+    with pytest.raises(Refusal) as refusal:
+        fleet.check(sampled(a=(3, 3)), serial=10)
+    assert refusal.value.reason == "unverified_server"
+    move(fleet, SY, serial=15)
+    move(fleet, SE, 3, serial=16)
+    fleet.check(sampled(a=(3, 3)), serial=12)
+
+
+def test_the_fleet_has_a_greatest_size_and_its_reasons_too() -> None:
+    fleet = Fleet()
+    for number in range(1024):
+        move(fleet, J, name=str(number))
+    with pytest.raises(Refusal, match="1024 servers") as refusal:
+        move(fleet, J, name="one more")
+    assert refusal.value.reason == "too_many"
+    record = fleet.decide(Server("5", "u", J, reason="r" * 9999), 0.0, 0)
+    assert record is not None
+    assert record.server.reason == "r" * 1024

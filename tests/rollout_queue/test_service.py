@@ -27,6 +27,7 @@ from protocol.messages import (
     Ticket,
     TicketFailure,
     TicketRequest,
+    Trouble,
     WorkerReport,
 )
 from rollout_queue.ledger import leases
@@ -345,9 +346,9 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
     steps, b = 60, 3
     async with running(learner={"groups_per_step": b}, queue={"max_staleness": 0}) as (queue, client):
 
-        async def submit(ticket: Ticket) -> None:
+        async def submit(ticket: Ticket, name: str) -> None:
             try:
-                await client.submit(group(ticket))
+                await client.submit(group(ticket, worker_id=name))
             except Refused:
                 if not queue.broker.ledger.run.finished:
                     raise
@@ -364,7 +365,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
                     if ticket.index % 7 == 0 and ticket.id.endswith(".0"):
                         await client.fail_ticket(ticket.id, TicketFailure(name, "test"))
                     else:
-                        await submit(ticket)
+                        await submit(ticket, name)
 
         async def learner() -> None:
             for number in range(1, steps + 1):
@@ -504,6 +505,64 @@ async def test_worker_figures() -> None:
         assert [(w.worker_id, w.wait_share, w.seen_s_ago) for w in status.workers] == [("a", 0.5, 5.0), ("b", 0.1, 5.0)]
         assert status.worker_wait_share == pytest.approx(0.4)
         assert status.worker_cpu_ms_per_episode == pytest.approx(2.0)
+
+
+async def test_a_heartbeat_s_figures_are_finite_and_its_share_at_most_one() -> None:
+    async with running() as (_, client):
+        for absurd in ({"waited_s": 1e308}, {"elapsed_s": -1.0}, {"tokens_sampled": -1}, {"failures": {"row": -1}}):
+            assert (await refusal(client.heartbeat(WorkerReport("w", [], **absurd)))).reason == "decode"
+        await client.heartbeat(WorkerReport("w", [], capacity=1, waited_s=1e12, elapsed_s=1e-300))
+        status = await client.status()
+        assert (status.workers[0].wait_share, status.worker_wait_share) == (1.0, 1.0)
+
+
+async def test_what_is_kept_of_workers_is_bounded() -> None:
+    async with running() as (queue, client):
+        failures = {f"{number:03}" + "f" * 100: number for number in range(1000)}
+        troubles = [Trouble("tool", "t" * 1000)] * 100
+        reports = [WorkerReport(f"w{number}", [], failures=failures, troubles=troubles) for number in range(2)]
+        for report in reports:
+            await client.heartbeat(report)
+        kept = queue.broker.observations.workers(0.0)
+        assert [(len(worker.failures), max(map(len, worker.failures))) for worker in kept] == [(64, 80)] * 2
+        assert min(kept[0].failures.values()) == 936, "the most frequent ones"
+        for number in range(1100):
+            queue.broker.observations.worker_reports(WorkerReport(f"v{number}", []), queue.time.now)
+            queue.broker.observations.worker_seen(f"u{number}", queue.time.now)
+        assert len((await client.status()).workers) == 1024
+
+
+async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_page_readable() -> None:
+    async with running() as (_, client):
+        broken = group((await take(client))[0], (1.7e308, 1.7e308))
+        assert (await refusal(client.submit(broken))).reason == "reward_not_finite"
+        for _ in range(4):
+            tickets = await take(client, 4)
+            for ticket in tickets:
+                await client.submit(group(ticket, (1e30, 1e30)))
+            await lease(client)
+            await client.ack("l", LeaseAck(1, dropped={ticket.id: "zero_variance" for ticket in tickets}))
+        assert [notice.kind for notice in (await client.status()).notices] == ["reward_not_finite", "zero_variance"]
+        await client._call("GET", routes.METRICS)
+
+
+async def test_a_group_of_another_worker_is_refused_and_the_ticket_s_own_may_still_bring_its() -> None:
+    async with running() as (_, client):
+        ticket = (await take(client))[0]
+        assert (await refusal(client.submit(group(ticket, worker_id="evil")))).reason == "worker_mismatch"
+        assert await client.submit(group(ticket)) is True
+
+
+async def test_what_people_are_told_never_breaks_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as (queue, client):
+        ticket = (await take(client))[0]
+
+        def fault(*_: object) -> None:
+            raise OverflowError("intermediate overflow in fsum")
+
+        monkeypatch.setattr(queue.broker.observations, "decided", fault)
+        assert await client.submit(group(ticket)) is True
+        assert len((await lease(client)).groups) == 1
 
 
 async def test_metrics_say_what_the_status_says() -> None:

@@ -24,6 +24,7 @@ from tests.kit.messages import VOCABULARY
 RECORD = TicketRecord(index=3, attempt=1, serial=9, worker_id="w", version=4)
 TICKET = Ticket("3.1", 3, 2, 0, 4, 60.0)
 LEARNER_VERSION = 5
+RULES = validation.Rules(2, LEARNER_VERSION, VOCABULARY, longest=12)
 PATTERN = (None, None, 4, 4, 4)
 
 
@@ -105,6 +106,11 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("too_large", in_rollout(metrics={"m" * 257: 0.0})),
         ("too_large", in_group(server_names=["s" * 257])),
         ("too_large", in_group(worker_id="w" * 257)),
+        ("reward_not_finite", in_rollout(reward=-1.1e30)),
+        ("reward_not_finite", in_rollout(reward_components={"accuracy": 1e308})),
+        ("metric_not_finite", in_rollout(metrics={"loss": 1e308})),
+        ("segment_too_long", in_rollout(segments=[segment((None,) * 12 + (4,))])),
+        ("worker_mismatch", in_group(worker_id="evil")),
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
     ],
 )
@@ -112,7 +118,7 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
     broken = group(TICKET)
     change(broken)
     with pytest.raises(Refusal) as refusal:
-        validation.check(validation.decode(codec.encode(broken)), RECORD, 2, LEARNER_VERSION, VOCABULARY)
+        validation.check(validation.decode(codec.encode(broken), 2), RECORD, RULES)
     assert refusal.value.reason == reason
 
 
@@ -123,19 +129,21 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
         logprob(2, 0.0),
         in_rollout(reward_components={"accuracy": None}),
         in_rollout(metrics={"turns": 2.0}),
+        in_rollout(reward=1e30),
+        in_rollout(segments=[segment((None,) * 11 + (4,) + (None,) * 100)]),
         in_group(server_names=["vllm-0", "vllm-1"]),
     ],
 )
 def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:
     sound = group(TICKET, versions=(None, None, 4, 5, 5))
     change(sound)
-    validation.check(validation.decode(codec.encode(sound)), RECORD, 2, LEARNER_VERSION, VOCABULARY)
+    validation.check(validation.decode(codec.encode(sound), 2), RECORD, RULES)
 
 
 def test_hole_7_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
     sound = group(TICKET)
     in_segment(token_ids=ids(1, 2, 3, 2**31 - 1, 5))(sound)
-    validation.check(sound, RECORD, 2, LEARNER_VERSION, None)
+    validation.check(sound, RECORD, validation.Rules(2, LEARNER_VERSION))
 
 
 def with_field(value: bytes) -> bytes:
@@ -151,6 +159,8 @@ def with_field(value: bytes) -> bytes:
         ("too_deep", with_field(b"\x91" * 700 + b"\xc0")),
         ("too_deep", with_field(b"\x81\xc0" * 100_000 + b"\xc0")),
         ("too_many", with_field(b"\xdd\x00\x08\x00\x00" + b"\x90" * 2**19)),
+        ("too_many", with_field(b"\xdd\x00\x00\x40\x00" + b"\x80" * 2**14)),
+        ("decode", with_field(b"\xc0")),
         ("too_many", codec.encode({"rollouts": [{"segments": [{"token_ids": [[]] * 2**19}]}]})),
         ("decode", with_field(b"\xdd\xff\xff\xff\xff")),
         ("decode", with_field(b"\xc6\xff\xff\xff\xff")),
@@ -163,7 +173,7 @@ def test_hole_7_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
     tracemalloc.start()
     try:
         with pytest.raises(Refusal) as refusal:
-            validation.decode(body)
+            validation.decode(body, 2)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -191,7 +201,7 @@ def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
     """The learner decodes it as it came, inside a lease, with most of Python's stack in use already."""
     body = with_field(value)
     try:
-        validation.decode(body)
+        validation.decode(body, 2)
     except Refusal:
         return
     reply = codec.encode(LeaseReply("l", [msgspec.Raw(body)] * 2, [0, 0], 60.0))
@@ -202,12 +212,12 @@ def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
         return [codec.decode(bytes(raw), Group) for raw in codec.decode(reply, LeaseReply).groups]
 
     for received in learner(500):
-        validation.check(received, RECORD, 2, LEARNER_VERSION)
+        validation.check(received, RECORD, RULES)
 
 
 def test_another_schema_version_is_named_before_anything_else() -> None:
     with pytest.raises(Refusal) as refusal:
-        validation.decode(codec.encode({"schema_version": 99, "whatever": 1}))
+        validation.decode(codec.encode({"schema_version": 99, "whatever": 1}), 2)
     assert refusal.value.reason == "schema_version"
 
 
@@ -215,7 +225,7 @@ def test_another_schema_version_is_named_before_anything_else() -> None:
 @given(st.binary(max_size=200))
 def test_i8_bytes_that_are_not_a_group_are_rejected(data: bytes) -> None:
     with pytest.raises(Refusal):
-        validation.decode(data)
+        validation.decode(data, 2)
 
 
 @settings(max_examples=200, deadline=None)
@@ -241,8 +251,8 @@ def test_i4_spans_are_valid_only_if_they_give_each_sampled_token_one_version(
         in_order and bounded and cover == [int(m) for m in mask] and all(v <= LEARNER_VERSION for v, _, _ in triples)
     )
     if sound:
-        validation.check(candidate, RECORD, 2, LEARNER_VERSION)
+        validation.check(candidate, RECORD, RULES)
         assert (made.token_versions() >= 0).tolist() == mask
     else:
         with pytest.raises(Refusal):
-            validation.check(candidate, RECORD, 2, LEARNER_VERSION)
+            validation.check(candidate, RECORD, RULES)

@@ -10,4 +10,9 @@ ruff format --check .
 ruff check .
 mypy
 python examples/multiply/build_model.py --out examples/multiply/models/seed-0
-exec pytest "$@"
+if [[ $# -gt 0 ]]; then
+    exec pytest "$@"
+fi
+# Most of the first ones wait for processes that they start; the others share one vLLM server.
+pytest -n "$(nproc)" --dist loadfile -m "not e2e"
+exec pytest -m e2e --durations=5

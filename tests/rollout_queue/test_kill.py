@@ -91,7 +91,7 @@ class Traffic:
                 return
             for ticket in reply.tickets:
                 try:
-                    await self.client.submit(group(ticket))
+                    await self.client.submit(group(ticket, worker_id=name))
                 except Refused as refusal:
                     if refusal.reason != "ticket_ended":
                         raise

@@ -63,7 +63,7 @@ def test_a_taken_port_is_told_with_its_holder(run_file: Path, tmp_path: Path) ->
         holder.wait()
     told = str(error.value)
     assert f"vllm.port = {port}: another process listens on 127.0.0.1:{port} (process {holder.pid}: " in told
-    assert "answering.py" in told
+    assert f"{sys.executable} -I -S " in told
     assert told.endswith("stop it or choose another port")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -49,17 +50,22 @@ def test_an_answer_names_settings_that_exist_or_says_no(field: str) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_list_of_fields_is_that_of_trl(config: str) -> None:
-    """Where the TRL of that version is installed; elsewhere the list stands for it."""
-    if importlib.util.find_spec("trl") is None or version("trl") != LIST["trl"]:
+    """Where the TRL of that version is installed, its source is read; elsewhere the list stands for it."""
+    found = importlib.util.find_spec("trl")
+    if found is None or version("trl") != LIST["trl"]:
         assert len(LIST["fields"][config]) > 30
         return
-    import dataclasses
-
-    import trl
-    from transformers import TrainingArguments
-    from trl.experimental import async_grpo
-
-    found = getattr(trl, config, None) or getattr(async_grpo, config)
-    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
-    own = {field.name for field in dataclasses.fields(found)}
-    assert own - inherited <= set(LIST["fields"][config])
+    (package,) = found.submodule_search_locations or []
+    classes = {
+        node.name: node
+        for file in Path(package).rglob("*_config.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    own = {
+        statement.target.id
+        for name in (config, "_BaseConfig")
+        for statement in classes[name].body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+    assert own == set(LIST["fields"][config])

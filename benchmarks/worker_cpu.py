@@ -20,6 +20,7 @@ from rollout_worker.chat import build_chat_format
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
+from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
@@ -42,10 +43,10 @@ async def measure(
     tools = ToolBox(the_task.tools, run_config.worker.tool_timeout_s)
     chat = build_chat_format(run_config, tools.schemas)
     spent = []
-    async with InferenceClient(run_config.worker.request_timeout_s) as client:
+    async with UserCode() as code, InferenceClient(run_config.worker.request_timeout_s) as client:
         for count in (WARM_UP_GROUPS, groups):
             queue = StandInQueue(tickets_for(count, group_size), serving_at(url, version=1))
-            worker = Worker(run_config, the_task, queue, "bench", chat, tools, client, stream_first_turn=stream)
+            worker = Worker(run_config, the_task, queue, "bench", chat, tools, client, code, stream_first_turn=stream)
             wall, cpu = time.perf_counter(), time.process_time()
             await worker.run(asyncio.Event())
             spent = [time.process_time() - cpu, time.perf_counter() - wall]

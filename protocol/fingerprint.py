@@ -38,7 +38,7 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
     return Fingerprint(
         release=release(),
         tokenizer=_tokenizer(tokenizer),
-        chat=digest([config.chat.format, tokenizer.chat_template]),
+        chat=digest([_chat(config), tokenizer.chat_template]),
         rollout={
             **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),
@@ -61,6 +61,13 @@ def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
     if None not in (expected.data, given.data) and expected.data != given.data:
         return f"rows of the data set differ: {given.data}, the run has {expected.data}"
     return None
+
+
+def _chat(config: RunConfig) -> dict[str, Any]:
+    """The chat settings; of a template's file, what it holds."""
+    chat = config.chat.model_dump(exclude={"template"})
+    file = config.chat.template
+    return {**chat, "template": None if file is None else file.read_text(encoding="utf-8")}
 
 
 def _tokenizer(tokenizer: Any) -> str:

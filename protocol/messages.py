@@ -77,7 +77,8 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
 
     metrics: `tools/<name>/calls` and `tools/<name>/failures` of the tools that were called, and figures of the user's,
     by name; timings: seconds by name (generate, tools, reward, total); messages: UTF-8 JSON of the conversation, the
-    prompt's messages first, the middle of a long one left out; opaque to the queue, None where it is not kept.
+    prompt's messages first, the middle of a long one left out; opaque to the queue, None where it is not kept. extra:
+    what a reward noted for a reader, by name.
     """
 
     segments: list[Segment]
@@ -90,6 +91,7 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     metrics: dict[str, float] = {}
     timings: dict[str, float] = {}
     messages: bytes | None = None
+    extra: dict[str, str] = {}
 
     @property
     def sampled_tokens(self) -> int:
@@ -155,7 +157,8 @@ class Server(msgspec.Struct):
 class Ticket(msgspec.Struct):
     """Permission to produce one group. It expires `expires_in_s` after issue or the last heartbeat.
 
-    `seed` is the run's: with it, every worker puts the data set's rows into the same order.
+    `seed` is the run's: with it, every worker puts the data set's rows into the same order. `step`: the learner's, at
+    issue.
     """
 
     id: str
@@ -165,6 +168,7 @@ class Ticket(msgspec.Struct):
     version: int
     expires_in_s: float
     kind: TicketKind = "train"
+    step: Natural = 0
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -222,7 +226,8 @@ class WorkerReport(msgspec.Struct):
 
     `capacity`: episodes that it may run at once; `waited_s`: seconds that capacity was idle because there were no
     tickets, where one second means all of the capacity for a second; `elapsed_s`: seconds since its first request;
-    `cpu_s`: CPU seconds of its process since then. `fingerprint`: what the queue accepts or refuses the worker by;
+    `cpu_s`: CPU seconds of its process since then; `hung_calls`: calls of user code that were given up and have not
+    come back. `fingerprint`: what the queue accepts or refuses the worker by;
     `troubles`: the first failure of each kind.
     """
 
@@ -241,6 +246,7 @@ class WorkerReport(msgspec.Struct):
     waited_s: Seconds = 0.0
     elapsed_s: Seconds = 0.0
     cpu_s: Seconds = 0.0
+    hung_calls: Natural = 0
     failures: dict[str, Natural] = {}
     fingerprint: Fingerprint | None = None
     troubles: list[Trouble] = []

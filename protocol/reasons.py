@@ -70,6 +70,13 @@ OTHER = "other"
 
 # Why a sampled token does not train; OVERAGE is one too.
 NO_CONTEXT = "no_context"
+TRUNCATED = "truncated"
+
+# Why a tool call fails; TIMEOUT is one too.
+TOOL_MALFORMED = "malformed_call"
+TOOL_UNKNOWN = "unknown_tool"
+TOOL_ARGUMENTS = "bad_arguments"
+TOOL_RAISED = "raised"
 
 # Why an episode or a ticket failed at the worker.
 ROW = "row"

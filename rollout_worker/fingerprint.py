@@ -29,12 +29,14 @@ _TIMEOUT_S = 60.0
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
-async def fingerprint_of(config: RunConfig, task: Task, tokenizer: Any, timeout_s: float = _TIMEOUT_S) -> Fingerprint:
+async def fingerprint_of(
+    config: RunConfig, task: Task, tokenizer: Any, code: user_code.UserCode, timeout_s: float = _TIMEOUT_S
+) -> Fingerprint:
     """This worker's fingerprint. `data` is None where the rows cannot be read in time: they are not compared then."""
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     data = None
     try:
-        data = await user_code.call(_digest_of_rows, str, timeout_s, dataset=task.dataset)
+        data = await code.call(_digest_of_rows, str, timeout_s, dataset=task.dataset)
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ from rollout_worker.task import Task
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
-from rollout_worker.user_code import failure_of
+from rollout_worker.user_code import UserCode, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Worker:
         chat: ChatFormat,
         tools: ToolBox,
         client: InferenceClient,
+        code: UserCode,
         stream_first_turn: bool = True,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
@@ -93,6 +94,7 @@ class Worker:
         self._config = config
         self._task = task
         self._chat = chat
+        self._code = code
         self._queue = queue
         self._id = worker_id
         self._clock = clock
@@ -106,7 +108,7 @@ class Worker:
         self._groups = GroupRunner(
             task=task,
             task_file=str(config.task.file.resolve()),
-            rewards=RewardFunctions(task.rewards, task.reward_weights, config.worker.reward_timeout_s),
+            rewards=RewardFunctions(task.rewards, task.reward_weights, config.worker.reward_timeout_s, code),
             chat=chat,
             tools=tools,
             episodes=EpisodeRunner(
@@ -144,6 +146,7 @@ class Worker:
             ticket_ids=list(self._running),
             episodes_in_flight=self.capacity.in_flight,
             requests_retried=self._sampler.retries,
+            hung_calls=self._code.hung,
             waited_s=self.capacity.waited_s,
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,
@@ -220,7 +223,7 @@ class Worker:
 
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
-        self.counters.fingerprint = await fingerprint_of(self._config, self._task, self._chat.tokenizer)
+        self.counters.fingerprint = await fingerprint_of(self._config, self._task, self._chat.tokenizer, self._code)
         await self._heartbeat.run()
 
     def _heard(self, reply: WorkerReply) -> float:

@@ -19,6 +19,7 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Queue, Worker
+from rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,13 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
 
 async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> WorkerReport:
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its last report."""
-    tools = ToolBox(task.tools, config.worker.tool_timeout_s)
-    chat = build_chat_format(config, tools.schemas)
-    async with InferenceClient(config.worker.request_timeout_s, config.token) as client:
-        worker = Worker(config, task, queue, worker_id, chat, tools, client)
+    async with (
+        UserCode(config.worker.user_threads) as code,
+        InferenceClient(config.worker.request_timeout_s, config.token) as client,
+    ):
+        tools = ToolBox(task.tools, config.worker.tool_timeout_s, code)
+        chat = build_chat_format(config, tools.schemas)
+        worker = Worker(config, task, queue, worker_id, chat, tools, client, code)
         await worker.run(stop)
     return worker.report()
 

@@ -62,6 +62,21 @@ class ModelSection(Section):
         description="type of the learner's weights and of the servers'",
         why="right everywhere; on a GPU take bfloat16, which halves memory and traffic",
     )
+    tokenizer: str | None = setting(
+        None,
+        description="folder or hub name of the tokenizer, if it is not the model's",
+        why="a model comes with its own",
+    )
+    revision: str | None = setting(
+        None,
+        description="branch, tag or commit of the model on the hub",
+        why="the newest; a run that must be repeatable names a commit",
+    )
+    trust_remote_code: bool = setting(
+        False,
+        description="run the code that comes with the model",
+        why="a model's code may do anything that you may",
+    )
     attention: str = setting(
         "varlen_sdpa",
         description="attention of the learner: varlen_sdpa (any device) or a transformers implementation "
@@ -72,6 +87,21 @@ class ModelSection(Section):
 
 class TaskSection(Section):
     path: str = Field(description="the task object, as path/to/file.py:name", pattern=r"^.+\.py:[A-Za-z_]\w*$")
+    shuffle: bool = setting(
+        True,
+        description="new order of the rows in every epoch; false: the order of the data set, as a curriculum needs",
+        why="rows that stand together are often alike",
+    )
+    mcp_servers: list[str] = setting(
+        [],
+        description="MCP servers whose tools the task gets: a URL (streamable HTTP) or a command line (stdio)",
+        why="tools are the task's own functions unless you name some",
+    )
+    reward_servers: dict[str, str] = setting(
+        {},
+        description="URL of the vLLM pooling server that scores each classifier that the task names as a reward",
+        why="rewards are the task's own functions unless you name some",
+    )
 
     @property
     def file(self) -> Path:
@@ -83,10 +113,43 @@ class TaskSection(Section):
 
 
 class ChatSection(Section):
-    format: Literal["template"] = setting(
-        "template",
-        description="between messages and ids: template is the tokenizer's own, with Hermes tool calls",
-        why="uses the model's own template, so it follows the model",
+    format: Literal["auto", "renderer", "template"] = setting(
+        "auto",
+        description="between messages and ids: renderer is the one that the renderers library has for the model, "
+        "template the tokenizer's own; auto takes a renderer where the library knows the model by its name",
+        why="a renderer knows more of its model than a template says",
+    )
+    renderer: str | None = setting(
+        None,
+        description="name of the renderer, such as qwen3: for a fine-tune or a local folder of a model that is known",
+        why="told from the model's name where that is possible",
+    )
+    renderer_options: dict[str, Any] = setting(
+        {},
+        description="fields of the renderer's configuration, such as enable_thinking",
+        why="the renderer's own defaults",
+    )
+    template: Path | None = setting(
+        None,
+        strict=False,
+        description="a Jinja file in place of the tokenizer's chat template",
+        why="the model was trained with its own",
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        description="variables for the chat template, such as enable_thinking = false",
+        why="the template's own defaults",
+    )
+    parser: str = setting(
+        "auto",
+        description="how tool calls are written, where a template is used: auto tries the tokenizer's response schema "
+        "and then each notation on a rendered call; or the name of one (docs/models.md); or path/to/file.py:function",
+        why="the start check finds the notation, and refuses where it cannot",
+    )
+    system_prompt: str | None = setting(
+        None,
+        description="a system message before conversations that have none",
+        why="the data set's prompts are used as they are",
     )
 
 
@@ -111,8 +174,72 @@ class RolloutSection(Section):
         description="tokens that one episode may sample",
         why="TRL's max_completion_length in its asynchronous trainer",
     )
-    max_turns: Count = setting(
-        8, description="turns of the policy in one episode", why="seven tool calls and an answer"
+    top_p: float = setting(
+        1.0,
+        gt=0,
+        le=1,
+        description="nucleus sampling; below 1 see accept_sampler_mismatch",
+        why="samples the policy as it is",
+    )
+    top_k: CountOrZero = setting(
+        0, description="sample from the k likeliest tokens; 0: from all", why="samples the policy as it is"
+    )
+    min_p: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        description="leave out tokens less likely than this share of the likeliest one's probability",
+        why="samples the policy as it is",
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        gt=0,
+        le=10,
+        description="vLLM's; other than 1 see accept_sampler_mismatch",
+        why="samples the policy as it is",
+    )
+    presence_penalty: float = setting(
+        0.0,
+        ge=-2,
+        le=2,
+        description="vLLM's; other than 0 see accept_sampler_mismatch",
+        why="samples the policy as it is",
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        ge=-2,
+        le=2,
+        description="vLLM's; other than 0 see accept_sampler_mismatch",
+        why="samples the policy as it is",
+    )
+    stop: list[str] = setting(
+        [],
+        description="texts that end a turn; they stay in it, and train",
+        why="the model's own end of turn is enough",
+    )
+    generation_kwargs: dict[str, Any] = setting(
+        {},
+        description="further fields of vLLM's SamplingParams, such as bad_words",
+        why="what is needed has a setting of its own",
+    )
+    accept_sampler_mismatch: bool = setting(
+        False,
+        description="allow settings whose log-probs the learner cannot reproduce; it applies the temperature alone, so "
+        "watch sampler/kl_staleness_0",
+        why="ratios would be wrong from the first step on, and nobody would see it",
+    )
+    max_turns: CountOrZero = setting(
+        8, description="turns of the policy in one episode; 0: any number", why="seven tool calls and an answer"
+    )
+    max_tool_result_tokens: Count | Literal["auto"] = setting(
+        "auto",
+        description="tokens of one tool result; the middle of a longer one is left out. auto: half the context",
+        why="one long page does not end an episode",
+    )
+    mask_truncated: bool = setting(
+        False,
+        description="do not train on rollouts that ran out of tokens; TRL's mask_truncated_completions",
+        why="running out of tokens is worth a low reward",
     )
     give_up_after: CountOrZero = setting(
         16,
@@ -236,6 +363,22 @@ class WorkerSection(Section):
     episode_timeout_s: Seconds = setting(
         1800.0, description="time-out of one episode", why="half an hour is a very long episode"
     )
+    tool_isolation: Literal["thread", "process"] = setting(
+        "thread",
+        description="where tools run: process has each call in a child process that imports the task file and is "
+        "killed when it does not return; arguments and results cross as JSON",
+        why="a thread costs nothing; take process for code that may not be trusted to come back",
+    )
+    user_threads: Count = setting(
+        64,
+        description="threads, or processes, that tools, rewards and other code of the task run in at once",
+        why="as many as tools usually wait for; async tools need none",
+    )
+    reward_attempts: Count = setting(
+        2,
+        description="tries of a reward that fails, before its group fails",
+        why="a judge's hiccup costs no generation",
+    )
     keep_messages: bool = setting(
         True,
         description="keep each rollout's conversation, at most 64 KiB of it, to be read: slipstream rollouts",
@@ -245,6 +388,13 @@ class WorkerSection(Section):
 
 class LearnerSection(Section):
     steps: Count = setting(100, description="optimiser steps", why="enough to see whether it learns")
+    epochs: float | None = setting(
+        None,
+        gt=0,
+        le=10**6,
+        description="passes over the data set, in place of steps: rows x epochs / groups_per_step steps",
+        why="steps are the same for any data set",
+    )
     groups_per_step: Count = setting(
         16, description="B: groups per optimiser step", why="128 rollouts a step with the default group size"
     )

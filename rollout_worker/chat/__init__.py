@@ -7,7 +7,10 @@ from protocol.config import RunConfig
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.template import TemplateFormat
 
-FORMATS: dict[str, Callable[[RunConfig, Sequence[dict[str, Any]]], ChatFormat]] = {"template": TemplateFormat.load}
+FORMATS: dict[str, Callable[[RunConfig, Sequence[dict[str, Any]]], ChatFormat]] = {
+    "auto": TemplateFormat.load,
+    "template": TemplateFormat.load,
+}
 
 
 def build_chat_format(config: RunConfig, tools: Sequence[dict[str, Any]]) -> ChatFormat:

@@ -106,6 +106,12 @@ class TemplateFormat:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise PromptError(repr(error)) from error
 
+    async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tools=self._tools, tokenize=False, add_generation_prompt=generation_prompt
+        )
+        return await self._encode(text)
+
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> list[int]:

@@ -64,7 +64,9 @@ class RewardFunctions:
         functions: Sequence[Callable[..., Any]],
         weights: Sequence[float] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        code: user_code.UserCode | None = None,
     ) -> None:
+        self._code = code or user_code.UserCode()
         if not isinstance(functions, Sequence) or not functions or not all(callable(f) for f in functions):
             raise ConfigError(f"Task(rewards={functions!r}): give a list of at least one reward function")
         self.names = [getattr(function, "__name__", type(function).__name__) for function in functions]
@@ -117,7 +119,7 @@ class RewardFunctions:
         """An error is returned, not raised, so that it leaves the TaskGroup as itself."""
         plain = partial(_checked, name, function, len(arguments["completions"]))
         try:
-            return await user_code.call(function, plain, self._timeout_s, **arguments)  # type: ignore[no-any-return]
+            return await self._code.call(function, plain, self._timeout_s, **arguments)  # type: ignore[no-any-return]
         except RewardError as error:
             return error
         except user_code.UserCodeError as error:

@@ -64,7 +64,7 @@ async def test_the_data_are_right(task: Task) -> None:
         system, user = row["prompt"]
         assert (system["role"], user["role"]) == ("system", "user")
         order = re.findall(r"(\d+) ([a-z]+?)s?\b", user["content"])
-        prices = [await user_code.call(price, int, 5.0, item=item) for _, item in order]
+        prices = [await user_code.UserCode().call(price, int, 5.0, item=item) for _, item in order]
         assert total([int(count) for count, _ in order], prices) == row["answer"]
 
 

@@ -15,6 +15,7 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
+from rollout_worker.user_code import UserCode
 from tests import kit
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault, serving
 from tests.kit.fake_vllm.policies import Policy, multiplying, scripted
@@ -102,8 +103,9 @@ async def roll(
         queue = queue or StandInQueue(tickets_for(tickets, config.rollout.group_size, version))
         queue.servers = queue.servers or serving_at(*urls, version=version)
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
-        tools = ToolBox(the_task.tools, config.worker.tool_timeout_s)
-        worker = Worker(config, the_task, queue, "w0", chat_format(tools.schemas), tools, client, **options)
+        code = await stack.enter_async_context(UserCode(config.worker.user_threads))
+        tools = ToolBox(the_task.tools, config.worker.tool_timeout_s, code)
+        worker = Worker(config, the_task, queue, "w0", chat_format(tools.schemas), tools, client, code, **options)
         stop = asyncio.Event()
         running = asyncio.create_task(worker.run(stop))
         if stop_when is not None:

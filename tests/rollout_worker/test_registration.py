@@ -17,6 +17,7 @@ from protocol.client import GaveUp, Refused, RunFinished
 from protocol.config import ConfigError
 from protocol.messages import Problem
 from rollout_worker.fingerprint import fingerprint_of
+from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
@@ -26,7 +27,7 @@ ROWS = [row(number, 7, number=number) for number in range(100)]
 
 
 async def fingerprint(rows=ROWS, run_config=None, tokenizer=TOKENIZER, **options):
-    return await fingerprint_of(run_config or config(WORKER), task(dataset=rows), tokenizer, **options)
+    return await fingerprint_of(run_config or config(WORKER), task(dataset=rows), tokenizer, UserCode(), **options)
 
 
 async def test_the_learners_side_computes_the_same():

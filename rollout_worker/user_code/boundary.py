@@ -14,7 +14,8 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from protocol import reasons
 
@@ -29,21 +30,40 @@ class UserCodeError(Exception):
         self.where = where
 
 
-async def call(function: Callable[..., Any], plain: Callable[[Any], Any], timeout_s: float, /, **arguments: Any) -> Any:
-    """`plain(function(**arguments))`. Raises `UserCodeError` if either raises anything, or it is not done in time."""
-    task = asyncio.ensure_future(_run(function, plain, arguments))
-    try:
-        # Not asyncio.timeout: it would wait for a coroutine that swallows its cancellation.
-        await asyncio.wait({task}, timeout=timeout_s)
-    finally:
+class UserCode:
+    """Where user code runs. `threads`: the most sync calls at one time; `hung`: calls that were given up and have not
+    come back. Use it as a context manager, on one event loop."""
+
+    def __init__(self, threads: int = 64) -> None:
+        self.threads = threads
+        self.hung = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    async def call(
+        self, function: Callable[..., Any], plain: Callable[[Any], Any], timeout_s: float, /, **arguments: Any
+    ) -> Any:
+        """`plain(function(**arguments))`. Raises `UserCodeError` if either raises anything, or it is not done in
+        time."""
+        task = asyncio.ensure_future(_run(function, plain, arguments))
+        try:
+            # Not asyncio.timeout: it would wait for a coroutine that swallows its cancellation.
+            await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                task.add_done_callback(_taken_note_of)
         if not task.done():
-            task.cancel()
-            task.add_done_callback(_taken_note_of)
-    if not task.done():
-        raise UserCodeError(f"no answer within {timeout_s:g} s", reasons.TIMEOUT, defined_at(function))
-    if task.cancelled():
-        raise UserCodeError("it cancelled itself", "CancelledError", defined_at(function))
-    return task.result()
+            raise UserCodeError(f"no answer within {timeout_s:g} s", reasons.TIMEOUT, defined_at(function))
+        if task.cancelled():
+            raise UserCodeError("it cancelled itself", "CancelledError", defined_at(function))
+        return task.result()
 
 
 def _taken_note_of(task: asyncio.Future[Any]) -> None:

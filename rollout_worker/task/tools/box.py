@@ -16,8 +16,8 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from protocol.config import ConfigError
-from rollout_worker import user_code
 from rollout_worker.chat.base import MalformedCall, ToolCall
+from rollout_worker.user_code import UserCode, UserCodeError
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -36,10 +36,13 @@ class ToolResult:
     content: str
     failed: bool
     counted_as: str = UNKNOWN
-    error: user_code.UserCodeError | None = None
+    error: UserCodeError | None = None
+    call_id: str | None = None
 
     def message(self) -> dict[str, str]:
-        return {"role": "tool", "name": self.name, "content": self.content}
+        """With the id of the call that it answers, if that had one."""
+        answers = {} if self.call_id is None else {"tool_call_id": self.call_id}
+        return {"role": "tool", "name": self.name, "content": self.content, **answers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,13 @@ class _Tool:
 class ToolBox:
     """The tools of an episode. Raises `ConfigError` for a function from which no schema can be made."""
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        code: UserCode | None = None,
+    ) -> None:
+        self._code = code or UserCode()
         self.schemas = [_schema(function) for function in functions]
         self._timeout_s = timeout_s
         self._tools: dict[str, _Tool] = {}
@@ -73,6 +82,8 @@ class ToolBox:
     async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:
         if isinstance(call, MalformedCall):
             return _failure("tool_call", call.reason)
+        if isinstance(call.arguments, str):
+            return _failure(call.name, f"the arguments are not a JSON object: {call.arguments[:80]}")
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
@@ -82,15 +93,13 @@ class ToolBox:
             where = "".join(f"{part}: " for part in problem.absolute_path)
             return _failure(call.name, f"bad arguments: {where}{problem.message}", tool.counted_as)
         try:
-            content = await user_code.call(tool.function, _as_text, self._timeout_s, **call.arguments)
+            content = await self._code.call(tool.function, _as_text, self._timeout_s, **call.arguments)
             return ToolResult(call.name, content, failed=False, counted_as=tool.counted_as)
-        except user_code.UserCodeError as error:
+        except UserCodeError as error:
             return _failure(call.name, str(error), tool.counted_as, error)
 
 
-def _failure(
-    name: str, reason: str, counted_as: str = UNKNOWN, error: user_code.UserCodeError | None = None
-) -> ToolResult:
+def _failure(name: str, reason: str, counted_as: str = UNKNOWN, error: UserCodeError | None = None) -> ToolResult:
     content = _encodable(json.dumps({"error": reason}, ensure_ascii=False))
     return ToolResult(name, content, failed=True, counted_as=counted_as, error=error)
 

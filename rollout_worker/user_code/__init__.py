@@ -1,0 +1,5 @@
+"""The one boundary around the user's code: tools, environments, rewards, data sets (I9)."""
+
+from rollout_worker.user_code.boundary import UserCode, UserCodeError, defined_at, failure_of, in_thread
+
+__all__ = ["UserCode", "UserCodeError", "defined_at", "failure_of", "in_thread"]

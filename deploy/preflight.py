@@ -22,12 +22,14 @@ def check(config: RunConfig, resume: bool) -> None:
         for index in range(config.vllm.count):
             check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
     from deploy import task_check
+    from rollout_worker.task.rewards import build_rewards
     from rollout_worker.task.task import load_task
 
     # Every try to reach the hub is a warning of its own; here one message says it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     # The task first: it is what people write themselves.
     task = load_task(config.task)
+    build_rewards(config, task.rewards, task.reward_weights)
     model_check.check(config)
     if not config.vllm.servers and on_cpu():
         kv_cache.check(config)

@@ -95,7 +95,7 @@ def render(rollout: RolloutView) -> RenderableType:
         f"ticket {rollout.ticket_id}",
         _printable(rollout.worker_id),
     ]
-    told = [Text(", ".join(facts), style="dim")]
+    told = [Text(", ".join(facts), style="dim"), *(_line(f"{name}: {text}") for name, text in rollout.extra.items())]
     if rollout.messages is None:
         return Group(head, *told, Text("  its messages were not kept: set worker.keep_messages = true", style="dim"))
     return Group(head, *told, *_conversation(rollout.messages))

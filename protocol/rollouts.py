@@ -17,7 +17,7 @@ MAX_TEXT = 4000
 class RolloutView(msgspec.Struct):
     """messages: the conversation, from the prompt on, long texts cut, None where it was not kept; versions: oldest and
     newest that sampled it; step: the one that it arrived for, None if it has not been leased; staleness, of its oldest
-    token, and advantage: None of a rollout that was not trained."""
+    token, and advantage: None of a rollout that was not trained; extra: what its rewards noted, long texts cut."""
 
     ticket_id: str
     index: int
@@ -36,6 +36,7 @@ class RolloutView(msgspec.Struct):
     step: int | None = None
     staleness: int | None = None
     advantage: float | None = None
+    extra: dict[str, str] = {}
 
     @classmethod
     def of(cls, group: Group, number: int) -> Self:
@@ -57,6 +58,7 @@ class RolloutView(msgspec.Struct):
             sampled_tokens=rollout.sampled_tokens,
             versions=(min(versions), max(versions)) if versions else None,
             messages=_readable(rollout.messages),
+            extra={name: _cut(text) for name, text in rollout.extra.items()},
         )
 
 

@@ -17,7 +17,7 @@ from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import Affinity
 from rollout_worker.inference.sampler import PendingChoice
-from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions
+from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
 from rollout_worker.task.task import Row, Task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.transcript import of_prompt, transcript
@@ -70,7 +70,7 @@ class GroupRunner:
             prompt = of_prompt(row.columns["prompt"])
             for episode in episodes:
                 episode.rollout.messages = transcript(prompt, episode.messages)
-        rewarded = await self._rewarded(row, episodes)
+        rewarded = await self._rewarded(ticket, row, episodes)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = [episode.segment(server_names)]
@@ -168,7 +168,7 @@ class GroupRunner:
             )
         return episodes
 
-    async def _rewarded(self, row: Row, episodes: list[Episode]) -> list[Episode]:
+    async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode]) -> list[Episode]:
         """The episodes that have a reward, which their rollouts now hold."""
         started = self.episodes.clock()
         prompt = row.columns["prompt"]
@@ -177,9 +177,16 @@ class GroupRunner:
             completions=[episode.text if isinstance(prompt, str) else episode.messages for episode in episodes],
             completion_ids=[episode.completion_ids for episode in episodes],
             columns=row.columns,
+            state=TrainerState(ticket.step, ticket.version, float(row.epoch), self.rewards.max_steps),
         )
+
+        def told(error: RewardError) -> None:
+            key = f"{error.function} {error.kind}"
+            self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
+            self.counters.failures[reasons.REWARD_RETRIED] += error.retryable
+
         try:
-            scores = await self.rewards.score(batch)
+            scores = await self.rewards.score(batch, told)
         except RewardError as error:
             key = f"{error.function} {error.kind}"
             self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
@@ -192,6 +199,8 @@ class GroupRunner:
                 continue
             episode.rollout.reward, episode.rollout.reward_components = score.reward, score.components
             episode.rollout.timings["reward"] = seconds
+            episode.rollout.metrics |= score.metrics
+            episode.rollout.extra |= score.extra
             rewarded.append(episode)
         if len(rewarded) < MIN_ROLLOUTS:
             missing = len(episodes) - len(rewarded)

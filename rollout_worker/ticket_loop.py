@@ -38,7 +38,7 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.task import Task
-from rollout_worker.task.rewards import RewardFunctions
+from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode, failure_of
@@ -108,7 +108,7 @@ class Worker:
         self._groups = GroupRunner(
             task=task,
             task_file=str(config.task.file.resolve()),
-            rewards=RewardFunctions(task.rewards, task.reward_weights, config.worker.reward_timeout_s, code),
+            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep),
             chat=chat,
             tools=tools,
             episodes=EpisodeRunner(

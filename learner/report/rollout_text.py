@@ -23,7 +23,12 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 
 def render(view: RolloutView, max_text: int = 1000) -> RenderableType:
     """`max_text`: characters of one message that are shown."""
-    return Group(_headline(view), Text(_facts(view), style="dim"), Padding(_conversation(view, max_text), (0, 0, 0, 2)))
+    return Group(
+        _headline(view),
+        Text(_facts(view), style="dim"),
+        *_notes(view),
+        Padding(_conversation(view, max_text), (0, 0, 0, 2)),
+    )
 
 
 def printable(text: str) -> str:
@@ -55,6 +60,12 @@ def _facts(view: RolloutView) -> str:
     if view.staleness is not None:
         facts.append(f"staleness {view.staleness}")
     return ", ".join([*facts, f"worker {printable(view.worker_id)}"])
+
+
+def _notes(view: RolloutView) -> Iterator[Text]:
+    """What the rewards noted."""
+    for name, text in view.extra.items():
+        yield Text(f"  {printable(name)}: {_cut(text, MAX_RESULT)}", style="dim")
 
 
 def _conversation(view: RolloutView, max_text: int) -> Text:

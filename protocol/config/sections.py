@@ -376,7 +376,7 @@ class WorkerSection(Section):
     )
     reward_attempts: Count = setting(
         2,
-        description="tries of a reward that fails, before its group fails",
+        description="tries of a reward that fails, before its group fails; all within reward_timeout_s",
         why="a judge's hiccup costs no generation",
     )
     keep_messages: bool = setting(

@@ -55,6 +55,7 @@ def message(ledger: Ledger, record: TicketRecord) -> Ticket:
         version=record.version,
         expires_in_s=ledger.config.queue.ticket_timeout_s,
         kind=record.kind,
+        step=ledger.run.step,
     )
 
 

@@ -24,6 +24,8 @@ _MOST_SERVERS = 1024
 _MOST_SEGMENTS = 1024
 _MOST_FIGURES = 256
 _NAME_CHARACTERS = 256
+_MOST_NOTES = 256
+_NOTE_CHARACTERS = 4096
 
 
 class _Stamp(msgspec.Struct):
@@ -115,6 +117,14 @@ def _check_figures(rollout: Rollout, where: str) -> None:
     for figures in (rollout.reward_components, rollout.metrics, rollout.timings):
         _check_count(len(figures), _MOST_FIGURES, "figures of one kind", where)
         _check_names(*((f"{where}: a figure's name", name) for name in figures))
+    _check_count(len(rollout.extra), _MOST_NOTES, "notes", where)
+    _check_names(*((f"{where}: a note's name", name) for name in rollout.extra))
+    for name, text in rollout.extra.items():
+        if len(text) > _NOTE_CHARACTERS:
+            raise Refusal(
+                reasons.TOO_LARGE,
+                f"{where}: note {name} has {len(text)} characters, allowed are {_NOTE_CHARACTERS}: shorten it",
+            )
     for name, value in (*rollout.metrics.items(), *rollout.timings.items()):
         if wrong := _wrong_figure(value):
             raise Refusal(reasons.METRIC_NOT_FINITE, f"{where}: metric {name} {wrong}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.task.rewards import RewardFunctions
+from rollout_worker.task.rewards.base import GIVEN
 from rollout_worker.task.tools import ToolBox
 
-RESERVED_COLUMNS = ("completions", "prompts", "completion_ids")
+_NOT_GIVEN: Sequence[Any] = ()
 
 
 class Row(NamedTuple):
@@ -35,18 +36,26 @@ class Task:
     dataset: rows with a `prompt` column (messages, or text) and whatever columns the rewards read; a list of
     mappings, a `datasets.Dataset`, or any sequence of mappings. tools: sync or async functions with type hints
     and a Google-style docstring. rewards: `f(completions, prompts, completion_ids, **columns)` giving one float or
-    None per rollout, sync or async. reward_weights: one per reward, 1 by default. environment_factory and
-    eval_dataset are refused until they are supported. Raises `ConfigError`.
+    None per rollout, sync or async, or the name of a classifier that `task.reward_servers` has a server for; one or
+    several. reward_weights: one per reward, 1 by default. environment_factory and eval_dataset are refused until they
+    are supported. TRL's names may be used in place of ours: train_dataset, reward_funcs. Raises `ConfigError`.
     """
 
-    dataset: Sequence[Mapping[str, Any]]
-    rewards: Sequence[Callable[..., Any]]
+    dataset: Sequence[Mapping[str, Any]] = _NOT_GIVEN
+    rewards: Sequence[Callable[..., Any] | str] = _NOT_GIVEN
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Callable[..., Any] | None = None
     reward_weights: Sequence[float] | None = None
     eval_dataset: Sequence[Mapping[str, Any]] | None = None
+    train_dataset: InitVar[Sequence[Mapping[str, Any]] | None] = None
+    reward_funcs: InitVar[Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, train_dataset: Any, reward_funcs: Any) -> None:
+        self._take("dataset", "train_dataset", train_dataset)
+        self._take("rewards", "reward_funcs", reward_funcs)
+        if callable(self.rewards) or isinstance(self.rewards, str):
+            object.__setattr__(self, "rewards", [self.rewards])
+        object.__setattr__(self, "tools", self.tools or ())
         if self.environment_factory is not None:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
         if self.eval_dataset is not None:
@@ -54,6 +63,14 @@ class Task:
         first = _first_row(self.dataset, bool(self.tools))
         RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
         ToolBox(self.tools)
+
+    def _take(self, name: str, trls: str, value: Any) -> None:
+        """A value that was given by TRL's name."""
+        if value is None:
+            return
+        if getattr(self, name) is not _NOT_GIVEN:
+            raise ConfigError(f"Task({name}=..., {trls}=...): these are two names of the same; give one of them")
+        object.__setattr__(self, name, value)
 
     def row_for(self, index: int, seed: int) -> Row:
         """The row of a ticket's running `index`: reshuffled every epoch, the same on every worker."""
@@ -77,6 +94,7 @@ def load_task(task_file: TaskSection) -> Task:
             f"define it there or name another object after the colon"
         )
     task = getattr(module, task_file.object_name)
+    task = getattr(task, "task", task)  # a trainer, as slipstream.trl makes one, holds its task
     if not isinstance(task, Task):
         raise ConfigError(
             f"task.path = {task_file.path}: {task_file.object_name} is a {type(task).__name__}, not a Task; "
@@ -118,7 +136,7 @@ def _first_row(dataset: Sequence[Mapping[str, Any]], has_tools: bool) -> Mapping
     if not isinstance(row, Mapping) or "prompt" not in row:
         columns = sorted(row) if isinstance(row, Mapping) else type(row).__name__
         raise ConfigError(f"Task(dataset=...): the first row has no 'prompt' column, it has {columns}; add one")
-    if taken := [name for name in RESERVED_COLUMNS if name in row]:
+    if taken := [name for name in GIVEN if name in row]:
         raise ConfigError(
             f"Task(dataset=...): the column {taken[0]!r} is a name that reward functions already get; rename it"
         )

@@ -60,6 +60,12 @@ def answer(name: str, content: str) -> dict[str, Any]:
     return {"role": "tool", "name": name, "content": content}
 
 
+def test_what_a_reward_noted_stands_below_the_facts() -> None:
+    lines = shown(view(1, extra={"gold": "6\x1b[2J", "long": "x" * 200}))
+    assert "    gold: 6\ufffd[2J" in lines
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_call_and_its_answer_stand_on_one_line() -> None:
     messages = [
         said("", ("multiply", {"a": 3, "b": 4}), ("greet", {"name": "Ann"})),

@@ -30,3 +30,10 @@ def test_what_is_not_messages_is_not_shown(messages: bytes) -> None:
     made = group()
     made.rollouts[0].messages = messages
     assert RolloutView.of(made, 0).messages is None
+
+
+def test_what_a_reward_noted_is_shown_and_cut() -> None:
+    made = group()
+    made.rollouts[0].extra = {"gold": "6", "long": "x" * (MAX_TEXT + 7)}
+    assert RolloutView.of(made, 0).extra == {"gold": "6", "long": "x" * MAX_TEXT + "... (7 more characters)"}
+    assert RolloutView.of(made, 1).extra == {}

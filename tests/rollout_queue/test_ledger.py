@@ -431,6 +431,14 @@ def test_a_failure_that_would_repeat_ends_its_row_at_once() -> None:
     assert not bench.ledger.to_reissue
 
 
+def test_a_ticket_says_which_step_the_learner_has_made() -> None:
+    bench = Bench()
+    bench.groups(1)
+    bench.step(1)
+    record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+    assert tickets.message(bench.ledger, record).step == 1
+
+
 def test_a_resume_does_not_count_as_a_failure_of_the_row() -> None:
     bench = Bench(ticket_attempts=1, max_staleness=0)
     bench.groups(1)

@@ -21,7 +21,7 @@ def exact(prompts, completions, completion_ids, answer, **kwargs):
     """As a TRL reward is written."""
     assert prompts == [PROMPT, PROMPT]
     assert completion_ids == [[6], [7, 7]]
-    assert kwargs == {}
+    assert set(kwargs) == {"trainer_state", "log_metric", "log_extra"}
     return [float(turns[-1]["content"] == str(right)) for turns, right in zip(completions, answer, strict=True)]
 
 
@@ -133,7 +133,8 @@ async def test_f22_rewards_run_side_by_side():
     [
         ([], None, "at least one reward"),
         (exact, None, "give a list"),
-        (["exact"], None, "give a list"),
+        ("exact", None, "give a list"),
+        ([3], None, "3 is neither a function nor the name of a classifier"),
         ([exact, exact], None, "not all different"),
         ([exact, brevity], [1.0], r"reward_weights=\[1.0\]"),
         ([exact], [math.inf], "finite"),

@@ -1,0 +1,168 @@
+"""A reward that a classifier with one label computes, on a vLLM pooling server: `POST /classify`.
+
+As in TRL, the classifier reads prompt and completion by its own chat template and tokenizer, and the reward is its
+logit. A conversation is one request, as the route takes one; texts go in batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from protocol import reasons
+from protocol.config import ConfigError
+from rollout_worker.chat.base import Message
+from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
+
+ROUTE = "/classify"
+# Of one group, at one time.
+REQUESTS = 16
+TEXTS = 32
+_MESSAGE_CHARACTERS = 500
+# Of aiohttp; the reward's own covers all of its requests.
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+
+
+def how_to_serve(classifier: str) -> str:
+    """The remedy where a classifier has no server."""
+    return (
+        f"serve it with: vllm serve {classifier} --runner pooling --port 8300, and name that in the run file: [task] "
+        f'reward_servers = {{"{classifier}" = "http://127.0.0.1:8300"}}'
+    )
+
+
+class _Item(msgspec.Struct):
+    index: int
+    probs: list[float]
+
+
+class _Reply(msgspec.Struct):
+    data: list[_Item]
+
+
+class ClassifierReward:
+    """`classifier`: the model's name, as its server has it; `servers`: URL by name, None where none will be asked.
+    Raises `ConfigError` if the server is not among them."""
+
+    def __init__(self, classifier: str, servers: Mapping[str, str] | None) -> None:
+        self.name = classifier.rstrip("/").split("/")[-1]
+        self._classifier = classifier
+        self._url = ""
+        if servers is None:
+            return
+        self._url = servers.get(classifier, "").rstrip("/")
+        if not re.match(r"^https?://[^/\s]+", self._url):
+            said = f"{self._url!r} is not a URL" if classifier in servers else "no server is named for it"
+            raise ConfigError(
+                f"Task(rewards=[{classifier!r}]): it names a classifier, and {said}; {how_to_serve(classifier)}"
+            )
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """It reads prompt and completion, whatever the columns are."""
+
+    async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
+        """Raises `RewardError`; one that the server answers with a 4xx is not worth another try."""
+        if not self._url:
+            raise RuntimeError(f"the reward {self._classifier} was made without its server")
+        try:
+            bodies = _bodies(self._classifier, batch)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            text = f"{self.name}: the conversation cannot be sent: {type(error).__name__}: {error}"
+            raise RewardError(self.name, text, "conversation", None) from error
+        try:
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(timeout=_NO_TIMEOUT) as session:
+                logits = await self._ask_all(session, bodies)
+        except TimeoutError:
+            text = f"{self.name}: no answer from {self._url} within {timeout_s:.3g} s"
+            raise RewardError(self.name, text, reasons.TIMEOUT, None) from None
+        except (aiohttp.ClientError, OSError) as error:
+            text = f"{self.name}: {self._url}: {type(error).__name__}: {error}"
+            raise RewardError(self.name, text, type(error).__name__, None, retryable=True) from error
+        if len(logits) != len(batch.completions):
+            text = f"{self.name}: {self._url} gave {len(logits)} figures for {len(batch.completions)} completions"
+            raise RewardError(self.name, text, "wrong number", None)
+        return Values(logits)
+
+    async def _ask_all(self, session: aiohttp.ClientSession, bodies: Sequence[bytes]) -> list[float | None]:
+        free = asyncio.Semaphore(REQUESTS)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                runs = [tasks.create_task(self._ask(session, free, body)) for body in bodies]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [logit for run in runs for logit in run.result()]
+
+    async def _ask(self, session: aiohttp.ClientSession, free: asyncio.Semaphore, body: bytes) -> list[float]:
+        headers = {"Content-Type": "application/json"}
+        async with free, session.post(self._url + ROUTE, data=body, headers=headers) as response:
+            answer = await response.read()
+            if response.status != 200:
+                said = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
+                text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {said}"
+                raise RewardError(self.name, text, f"HTTP {response.status}", None, retryable=response.status >= 500)
+        return self._logits(answer)
+
+    def _logits(self, answer: bytes) -> list[float]:
+        try:
+            items = sorted(msgspec.json.decode(answer, type=_Reply).data, key=lambda item: item.index)
+        except (msgspec.DecodeError, RecursionError) as error:
+            text = f"{self.name}: the answer of {self._url}{ROUTE} does not look like vLLM's: {error}"
+            raise RewardError(self.name, text, "unreadable", None) from None
+        for item in items:
+            if len(item.probs) != 1:
+                text = (
+                    f"{self.name} gives {len(item.probs)} figures for a completion, and a reward is one: take a "
+                    f"classifier with one label (num_labels = 1), or score with a function"
+                )
+                raise RewardError(self.name, text, "labels", None)
+            if not math.isfinite(item.probs[0]):
+                raise RewardError(self.name, f"{self.name} gives {item.probs[0]}", "not finite", None)
+        return [item.probs[0] for item in items]
+
+
+def _bodies(classifier: str, batch: RewardBatch) -> list[bytes]:
+    """The requests. `use_activation` false: the logit itself, not its sigmoid."""
+    head = {"model": classifier, "use_activation": False, "add_special_tokens": False}
+    if isinstance(batch.prompt, str):
+        texts = [batch.prompt + completion for completion in batch.completions]
+        return [_json({**head, "input": texts[start : start + TEXTS]}) for start in range(0, len(texts), TEXTS)]
+    return [
+        _json({**head, "messages": list(_on_the_wire([*batch.prompt, *completion]))})
+        for completion in batch.completions
+    ]
+
+
+def _on_the_wire(messages: Iterable[Message]) -> Iterable[Message]:
+    """As the OpenAI API writes them: calls with an id, and arguments as JSON text."""
+    for message in messages:
+        if not message.get("tool_calls"):
+            yield message
+            continue
+        calls = [
+            {
+                "id": call.get("id") or f"call_{number}",
+                "type": "function",
+                "function": {**call["function"], "arguments": _text(call["function"].get("arguments"))},
+            }
+            for number, call in enumerate(message["tool_calls"])
+        ]
+        yield {**message, "tool_calls": calls}
+
+
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _encoder.encode(arguments or {})
+
+
+def _json(value: Any) -> bytes:
+    """A lone surrogate, as a policy may sample it, becomes a question mark."""
+    return _encoder.encode(value).encode("utf-8", "replace")
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")

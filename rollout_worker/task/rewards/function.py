@@ -1,0 +1,97 @@
+"""A reward that a function of the user's computes, with TRL's signature."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from protocol import reasons
+from protocol.config import ConfigError
+from rollout_worker import user_code
+from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
+from rollout_worker.task.rewards.notes import Notes
+
+
+class FunctionReward:
+    """`f(completions, prompts, completion_ids, **columns)`, sync or async. Of trainer_state, log_metric and log_extra
+    it gets those that its signature takes."""
+
+    def __init__(self, function: Callable[..., Any], code: user_code.UserCode) -> None:
+        self.name = name_of(function)
+        self._function = function
+        self._code = code
+        self._takes = _parameters(function)
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` if it cannot be called with the columns of `row`."""
+        arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
+        try:
+            inspect.signature(self._function).bind(**arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"Task(rewards=...): {self.name} cannot be called with {', '.join(arguments)} ({error}); write it as "
+                f"def {self.name}(completions, **kwargs)"
+            ) from None
+        except ValueError:  # a builtin without a signature
+            return
+
+    async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
+        """Raises `RewardError`."""
+        notes = Notes(len(batch.completions))
+        plain = partial(_checked, self.name, self._function, len(batch.completions))
+        try:
+            rewards = await self._code.call(self._function, plain, timeout_s, **self._arguments(batch, notes))
+        except RewardError:
+            raise
+        except user_code.UserCodeError as error:
+            retryable = error.kind != reasons.TIMEOUT
+            raise RewardError(self.name, f"{self.name}: {error}", error.kind, error.where, retryable) from error
+        finally:
+            values = notes.close()  # what comes later, from a call that was given up, does not count
+        values.rewards = rewards
+        return values
+
+    def _arguments(self, batch: RewardBatch, notes: Notes) -> dict[str, Any]:
+        on_request = {
+            "trainer_state": batch.state,
+            "log_metric": notes.log_metric,
+            "log_extra": notes.log_extra,
+        }
+        asked = {name: value for name, value in on_request.items() if self._takes is None or name in self._takes}
+        return {**batch.arguments(), **asked}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's name, a partial's being that of its function; an object's is that of its class."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that a function takes; None for any, empty of a builtin that does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return frozenset()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return frozenset(parameters)
+
+
+def _checked(name: str, function: Callable[..., Any], size: int, values: Any) -> list[float | None]:
+    try:
+        rewards = [None if value is None else float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
+        raise RewardError(name, text, "not numbers", user_code.defined_at(function)) from None
+    if len(rewards) != size:
+        text = f"{name} returned {len(rewards)} rewards for {size} completions; return one for each, in their order"
+        raise RewardError(name, text, "wrong number", user_code.defined_at(function))
+    if bad := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
+        text = f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward"
+        raise RewardError(name, text, "not finite", user_code.defined_at(function))
+    return rewards

@@ -1,0 +1,148 @@
+"""All rewards of a task over one group: side by side, tried again where they fail, weighted and summed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from protocol.config import ConfigError, RunConfig
+from rollout_worker import user_code
+from rollout_worker.task.rewards.base import Reward, RewardBatch, RewardError, Score, Values
+from rollout_worker.task.rewards.classifier import ClassifierReward, how_to_serve
+from rollout_worker.task.rewards.function import FunctionReward
+
+DEFAULT_TIMEOUT_S = 120.0
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
+
+
+class RewardFunctions:
+    """A task's rewards and their weights. Raises `ConfigError` if they do not fit together.
+
+    rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
+    will be asked; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
+    the run's, for `TrainerState`.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Callable[..., Any] | str],
+        weights: Sequence[float] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        code: user_code.UserCode | None = None,
+        servers: Mapping[str, str] | None = None,
+        attempts: int = 1,
+        max_steps: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        _check_kinds(rewards)
+        code = code or user_code.UserCode()
+        self._rewards: list[Reward] = [
+            ClassifierReward(reward, servers) if isinstance(reward, str) else FunctionReward(reward, code)
+            for reward in rewards
+        ]
+        self.names = [reward.name for reward in self._rewards]
+        if len(set(self.names)) < len(self.names):
+            raise ConfigError(f"Task(rewards=...): the names {self.names} are not all different; rename one")
+        self._weights = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
+        if len(self._weights) != len(rewards) or not all(math.isfinite(weight) for weight in self._weights):
+            raise ConfigError(
+                f"Task(reward_weights={weights!r}): give one finite number for each of the {len(rewards)} rewards"
+            )
+        self.max_steps = max_steps
+        self._timeout_s = timeout_s
+        self._attempts = attempts
+        self._clock = clock
+        self._sleep = sleep
+
+    def check_signatures(self, row: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` for a reward that cannot be computed from the columns of `row`."""
+        for reward in self._rewards:
+            reward.check(row)
+
+    async def score(self, batch: RewardBatch, told: Callable[[RewardError], None] = lambda error: None) -> list[Score]:
+        """One score per rollout; the rewards run side by side. `told`: of a failure that is tried again, and of notes
+        that were left out. Raises `RewardError`."""
+        async with asyncio.TaskGroup() as tasks:
+            runs = [tasks.create_task(self._tried(reward, batch, told)) for reward in self._rewards]
+        scores = [Score() for _ in batch.completions]
+        metrics: defaultdict[str, list[float]] = defaultdict(list)
+        for name, weight, run in zip(self.names, self._weights, runs, strict=True):
+            outcome = run.result()
+            if isinstance(outcome, RewardError):
+                raise outcome
+            for reason in outcome.left_out:
+                told(RewardError(name, f"{name}: {reason}", "note", None))
+            for metric, figure in outcome.metrics.items():
+                metrics[metric].append(figure)
+            for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
+                score.components[name] = value
+                score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
+                if value is not None:
+                    score.reward = (score.reward or 0.0) + weight * value
+        for score in scores:
+            score.metrics = {metric: math.fsum(figures) / len(figures) for metric, figures in metrics.items()}
+        return scores
+
+    async def _tried(
+        self, reward: Reward, batch: RewardBatch, told: Callable[[RewardError], None]
+    ) -> Values | RewardError:
+        """An error is returned, not raised, so that it leaves the TaskGroup as itself."""
+        left = self._timeout_s
+        deadline = self._clock() + left
+        attempt = 1
+        while True:
+            try:
+                return await reward.values(batch, left)
+            except RewardError as error:
+                pause = min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(attempt - 1, 10))
+                last = attempt >= self._attempts or self._clock() + pause >= deadline
+                if last or not error.retryable:
+                    return error
+                told(error)
+            await self._sleep(pause)
+            left = deadline - self._clock()
+            attempt += 1
+
+
+def build_rewards(
+    config: RunConfig,
+    rewards: Sequence[Callable[..., Any] | str],
+    weights: Sequence[float] | None,
+    code: user_code.UserCode | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> RewardFunctions:
+    """A task's rewards under a run file. Raises `ConfigError`, also for a classifier without a server."""
+    return RewardFunctions(
+        rewards,
+        weights,
+        config.worker.reward_timeout_s,
+        code,
+        servers=config.task.reward_servers,
+        attempts=config.worker.reward_attempts,
+        max_steps=config.learner.steps if config.learner.epochs is None else None,
+        clock=clock,
+        sleep=sleep,
+    )
+
+
+def _check_kinds(rewards: Any) -> None:
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not rewards:
+        raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function")
+    for reward in rewards:
+        if any(
+            f"{kind.__module__}.{kind.__name__}" == "torch.nn.modules.module.Module" for kind in type(reward).__mro__
+        ):
+            raise ConfigError(
+                f"Task(rewards=...): {type(reward).__name__} is a model, of which every worker would hold a copy; give "
+                f"its name as text, and {how_to_serve('NAME')}"
+            )
+        if not callable(reward) and not (isinstance(reward, str) and reward):
+            raise ConfigError(
+                f"Task(rewards=...): {reward!r} is neither a function nor the name of a classifier; give a list of them"
+            )

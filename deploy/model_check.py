@@ -29,6 +29,11 @@ def check(config: RunConfig) -> None:
         _check_attention(architecture, model.attention)
 
 
+def context_of(path: str) -> int | None:
+    """Tokens of context of the model at `path`, None where its config does not say. Raises `ConfigError`."""
+    return longest_context(_architecture(path))
+
+
 def longest_context(architecture: Any) -> int | None:
     """Tokens of context that a transformers config allows, scaling included; None where it does not say."""
     text = architecture.get_text_config()

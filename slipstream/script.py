@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from deploy.supervisor import RunFailed, supervise
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
@@ -21,8 +21,15 @@ TASK_MODULE = "slipstream_task_"
 _REMEDY = "put the task into a .py file as a global, or name that file in a run file and start it with: slipstream up"
 
 
+class HoldsTask(Protocol):
+    """What a worker finds as a global of the script: a trainer of `slipstream.trl`, for one."""
+
+    @property
+    def task(self) -> Task: ...
+
+
 def train(
-    task: Task, run_file: str | Path | None = None, *, resume: bool = False, **sections: Mapping[str, Any]
+    task: Task | HoldsTask, run_file: str | Path | None = None, *, resume: bool = False, **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Run everything on this machine until the learner is done; returns what `summary.json` holds.
 
@@ -38,10 +45,18 @@ def train(
     Raises `ConfigError` for what cannot work, before anything is started, and `RunFailed`. Ctrl-C ends all processes,
     then raises KeyboardInterrupt.
     """
+    return run(task, run_file, resume, sections)
+
+
+def run(
+    task: Task | HoldsTask, run_file: str | Path | None, resume: bool, sections: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """As `train`, with all sections in one; that of the task may hold settings, too."""
     try:
         _refuse_while_loading_a_task()
         _refuse_in_an_event_loop()
-        config = _load(run_file, {**sections, "task": {"path": _path_of(task)}})
+        path = {"path": _path_of(task)}
+        config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
         supervise(config, resume)
     except (ConfigError, RunFailed) as error:
         # The message says it all: without the frames in between it is also what a reader sees first.
@@ -50,15 +65,22 @@ def train(
     return summary
 
 
-def _refuse_while_loading_a_task() -> None:
+def loading_a_task() -> str | None:
+    """The file that is being imported for its task, by whatever it has called; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(TASK_MODULE):
-            raise ConfigError(
-                f"{frame.f_code.co_filename} calls train() whenever it is imported, and every worker imports it for "
-                f'its task; put the call under: if __name__ == "__main__":'
-            )
+            return frame.f_code.co_filename
         frame = frame.f_back
+    return None
+
+
+def _refuse_while_loading_a_task() -> None:
+    if file := loading_a_task():
+        raise ConfigError(
+            f"{file} calls train() whenever it is imported, and every worker imports it for its task; put the call "
+            f'under: if __name__ == "__main__":'
+        )
 
 
 def _refuse_in_an_event_loop() -> None:
@@ -72,9 +94,9 @@ def _refuse_in_an_event_loop() -> None:
     )
 
 
-def _path_of(task: Task) -> str:
+def _path_of(task: Task | HoldsTask) -> str:
     """Where a worker finds the task: path/to/file.py:name."""
-    if not isinstance(task, Task):
+    if not isinstance(task, Task) and not isinstance(getattr(task, "task", None), Task):
         raise ConfigError(f"train(task): the task is a {type(task).__name__}; give a Task(dataset=..., rewards=[...])")
     main = sys.modules["__main__"]
     holders = [module for module in (main, *list(sys.modules.values())) if _name_in(module, task)]
@@ -90,7 +112,7 @@ def _path_of(task: Task) -> str:
     )
 
 
-def _name_in(module: object, task: Task) -> str | None:
+def _name_in(module: object, task: object) -> str | None:
     names = list(getattr(module, "__dict__", {}).items())
     return next((name for name, value in names if value is task), None)
 

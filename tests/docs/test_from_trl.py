@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.config import RunConfig
+from slipstream.trl.fields import DEFAULTS, FIELDS
+from slipstream.trl.page import written
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "from_trl.md").read_text(encoding="utf-8")
@@ -69,3 +73,52 @@ def test_the_list_of_fields_is_that_of_trl(config: str) -> None:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     }
     assert own == set(LIST["fields"][config])
+
+
+def test_the_tables_are_those_of_the_code() -> None:
+    assert written(PAGE) == PAGE, "renew the page: python -m slipstream.trl.page"
+
+
+@pytest.mark.parametrize(("config", "letter"), list(zip(CONFIGS, "GRA", strict=True)))
+def test_the_table_knows_which_config_has_which_field(config: str, letter: str) -> None:
+    assert {name for name, field in FIELDS.items() if letter in field.of} == set(LIST["fields"][config])
+
+
+def test_the_table_knows_every_field_of_training_arguments() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert {name for name, field in FIELDS.items() if "T" in field.of} == {
+        field.name for field in dataclasses.fields(transformers.TrainingArguments)
+    }
+
+
+def test_a_field_that_is_set_names_a_setting() -> None:
+    assert {".".join(field.setting) for field in FIELDS.values() if field.how == "set"} <= SETTINGS
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_defaults_that_shape_training_are_trl_s(config: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if importlib.util.find_spec("trl") is None or version("trl") != LIST["trl"]:
+        pytest.skip(f"TRL {LIST['trl']} is not installed")
+    defaults = {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
+    for name in ("_BaseConfig", config):
+        defaults |= defaults_in_source(name)
+    assert {name: defaults[name] for name in DEFAULTS[config]} == DEFAULTS[config]
+
+
+def defaults_in_source(name: str) -> dict[str, Any]:
+    """Of a dataclass of TRL's: those of its fields that are written as `field(default=...)`."""
+    (package,) = importlib.util.find_spec("trl").submodule_search_locations or []  # type: ignore[union-attr]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in Path(package).rglob("*_config.py")]
+    (found,) = [
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return {
+        statement.target.id: ast.literal_eval(word.value)
+        for statement in found.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(statement.value, ast.Call)
+        for word in statement.value.keywords
+        if word.arg == "default"
+    }

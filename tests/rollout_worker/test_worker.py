@@ -477,7 +477,8 @@ async def test_rows_are_not_run_through_while_nothing_succeeds(changes):
     queue = StandInQueue(
         [t for t in tickets if the_task.place_of(t.index, t.seed)[1] == len(the_task.dataset) - 1][:14]
     )
-    run = await roll(the_task, fake(), queue=queue, config=config(WORKER, worker={"episodes": 2}), sleep=sleep)
+    once = config(WORKER, worker={"episodes": 2, "reward_attempts": 1})
+    run = await roll(the_task, fake(), queue=queue, config=once, sleep=sleep)
     assert len(run.queue.failures) == 14
     assert slept == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
 
@@ -495,7 +496,8 @@ async def test_a_success_ends_the_pauses():
             raise ValueError("not now")
         return [1.0] * len(completions)
 
-    await roll(task(rewards=[moody]), fake(), tickets=20, config=config(WORKER, worker={"episodes": 2}), sleep=sleep)
+    once = config(WORKER, worker={"episodes": 2, "reward_attempts": 1})
+    await roll(task(rewards=[moody]), fake(), tickets=20, config=once, sleep=sleep)
     assert slept == [0.25, 0.5, 0.25, 0.5]
 
 

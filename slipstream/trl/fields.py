@@ -1,0 +1,381 @@
+"""Every field of TRL 1.16's GRPOConfig, RLOOConfig and AsyncGRPOConfig, and of the TrainingArguments beneath them: what
+becomes of it here.
+
+This table is the only place where that stands: the configs take what it names, the translation follows it, and
+`python -m slipstream.trl.page` writes the tables of docs/from_trl.md from it. As long as there are fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# Which configs have a field: G, R, A for the three, T for TrainingArguments, which all three extend.
+Letters = str
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """here, note: the columns of the page. how: `set` becomes the setting `here`; `worked` is read by `translate`;
+    `idle` has no meaning here, whatever it is; `told` has none either, which is said where it is none of `fine`;
+    `only` is refused where it is none of `fine`."""
+
+    name: str
+    of: Letters
+    here: str
+    note: str
+    how: Literal["set", "worked", "idle", "told", "only"]
+    fine: tuple[Any, ...] = ()
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        """Section and key of a field that is `set`."""
+        section, key = self.here.strip("`").split(".")
+        return section, key
+
+
+def _set(name: str, of: Letters, setting: str, note: str = "") -> Field:
+    return Field(name, of, f"`{setting}`", note, "set")
+
+
+def _worked(name: str, of: Letters, here: str, note: str = "") -> Field:
+    return Field(name, of, here, note, "worked")
+
+
+def _idle(name: str, of: Letters, note: str, here: str = "no") -> Field:
+    return Field(name, of, here, note, "idle")
+
+
+def _told(name: str, of: Letters, here: str, note: str, *fine: Any) -> Field:
+    return Field(name, of, here, note, "told", fine)
+
+
+def _only(name: str, of: Letters, here: str, note: str, *fine: Any) -> Field:
+    return Field(name, of, here, note, "only", fine)
+
+
+_NO_REFERENCE = "there is no reference model"
+
+TABLES: dict[str, tuple[Field, ...]] = {
+    "The model": (
+        _worked(
+            "model_init_kwargs",
+            "GRA",
+            "`model.dtype`, `model.attention`, `model.revision`, `model.trust_remote_code`",
+            "`dtype`, `attn_implementation`, `revision` and `trust_remote_code` of it; others are refused",
+        ),
+        _worked("dtype", "A", "`model.dtype`", "type of the learner's weights and of the servers'"),
+        _worked("bf16", "GRAT", "`model.dtype`", '`"bfloat16"`; mixed precision: not yet'),
+        _only(
+            "fp16",
+            "T",
+            "not yet",
+            'mixed precision; `model_init_kwargs={"dtype": "float16"}` is all in float16',
+            None,
+            False,
+        ),
+        _set("trust_remote_code", "GRA", "model.trust_remote_code"),
+        _only("router_aux_loss_coef", "GRA", "not yet", "no mixture-of-experts model was tried", None, 0.0),
+        _idle("disable_dropout", "GR", "the learner's log-probs must be the server's", "always"),
+        _idle("cast_lm_head_to_fp32", "G", "log-probs are computed in float32, in chunks", "always"),
+        _told(
+            "gradient_checkpointing", "GRAT", "not yet", "activations are kept, which takes more memory", None, False
+        ),
+        _idle("use_liger_kernel", "GRAT", "logits are never held whole: `learner.logprob_chunk_tokens`"),
+        _idle("torch_empty_cache_steps", "GRAT", "rows have one token budget, so memory does not creep"),
+    ),
+    "Data and episodes": (
+        _idle("remove_unused_columns", "GRT", "all columns reach the rewards"),
+        _set("shuffle_dataset", "GR", "task.shuffle", "by `run.seed` and epoch, the same on every worker"),
+        _set("num_generations", "GRA", "rollout.group_size"),
+        _idle("num_generations_eval", "GR", "there is no evaluation", "not yet"),
+        _worked(
+            "max_completion_length",
+            "GRA",
+            "`rollout.max_episode_tokens`, `rollout.max_turn_tokens`",
+            "sampled tokens; tool results do not count",
+        ),
+        _worked(
+            "max_tool_calling_iterations",
+            "GA",
+            "`rollout.max_turns`",
+            "turns of the policy: iterations + 1; None: any number",
+        ),
+        _set("temperature", "GRA", "rollout.temperature", "the learner divides by it too"),
+        _set("top_p", "GRA", "rollout.top_p", "below 1 see `rollout.accept_sampler_mismatch`"),
+        _worked("top_k", "GRA", "`rollout.top_k`", "as `top_p`"),
+        _set("min_p", "GRA", "rollout.min_p", "as `top_p`"),
+        _set("repetition_penalty", "GRA", "rollout.repetition_penalty", "as `top_p`"),
+        _set("generation_kwargs", "GR", "rollout.generation_kwargs", "further fields of vLLM's SamplingParams"),
+        _set("chat_template_kwargs", "GRA", "chat.chat_template_kwargs"),
+        _idle("pad_to_multiple_of", "GR", "rows are packed, nothing is padded"),
+        _idle(
+            "fork_threshold_tokens",
+            "A",
+            "nothing that was sampled is tokenised again, so there is nothing to reconcile",
+        ),
+        _idle("generation_batch_size", "GR", "generation does not go in batches: `worker.episodes` run at once"),
+        _idle(
+            "steps_per_generation",
+            "GR",
+            "generation never waits for a step; `queue.max_staleness` bounds how far it runs ahead",
+        ),
+        _worked("max_inflight_tasks", "A", "`worker.episodes`", "for each worker; the queue paces by tickets"),
+        _set("mask_truncated_completions", "GR", "rollout.mask_truncated"),
+        _idle("cache_implementation", "GR", "vLLM generates"),
+        _idle("ds3_gather_for_generation", "GR", "vLLM generates"),
+        _idle("use_transformers_continuous_batching", "GR", "vLLM generates"),
+        _idle("transformers_continuous_batching_config", "GR", "vLLM generates"),
+        _idle("use_transformers_paged", "GR", "vLLM generates"),
+    ),
+    "vLLM and weights": (
+        _idle("use_vllm", "GR", "", "always"),
+        _idle("vllm_mode", "GR", "colocation would make generation and training take turns", "server, always"),
+        _worked("vllm_model_impl", "GR", "`vllm.args`", '`["--model-impl", "transformers"]`'),
+        _idle("vllm_enable_sleep_mode", "GR", "nobody sleeps: generation and training run at once"),
+        _only("vllm_structured_outputs_regex", "GR", "not yet", "the log-probs of a cut distribution need care", None),
+        _worked(
+            "vllm_server_base_url",
+            "GRA",
+            "`vllm.servers`",
+            "of a server that `slipstream vllm` started; left out, the run starts its own",
+        ),
+        _worked("vllm_server_host", "GR", "`vllm.servers`", "as `vllm_server_base_url`"),
+        _worked("vllm_server_port", "GR", "`vllm.servers`", "as `vllm_server_base_url`"),
+        _set("vllm_server_timeout", "GRA", "vllm.start_timeout_s"),
+        _set("request_timeout", "A", "worker.request_timeout_s"),
+        _idle("vllm_group_port", "GR", "chosen for each transfer"),
+        _worked("vllm_gpu_memory_utilization", "GR", "`vllm.args`", '`["--gpu-memory-utilization", "0.8"]`'),
+        _worked(
+            "vllm_max_model_length", "GR", "`vllm.max_model_len`", "left out: 4096, or what twice the completions need"
+        ),
+        _worked("vllm_tensor_parallel_size", "GR", "`vllm.args`", '`["--tensor-parallel-size", "2"]`; not tried'),
+        _set("weight_sync_steps", "A", "weight_sync.every"),
+        _set("weight_sync_timeout", "A", "weight_sync.timeout_s", "for one server"),
+    ),
+    "The objective": (
+        _set("learning_rate", "GRAT", "learner.learning_rate"),
+        _worked(
+            "lr_scheduler_type",
+            "AT",
+            "`learner.warmup_steps`",
+            'linear warm-up, then constant: `"constant_with_warmup"`; others: not yet',
+        ),
+        _only("lr_scheduler_kwargs", "GRAT", "not yet", "the rate is constant after the warm-up", None, {}),
+        _only("beta", "GR", "not yet", "0: " + _NO_REFERENCE + ", as by GRPOConfig's default; RLOOConfig's is 0.05", 0),
+        _only("num_iterations", "GR", "1, always", "each group trains once", 1),
+        _set("epsilon", "GRA", "learner.clip_low"),
+        _worked(
+            "epsilon_high", "GRA", "`learner.clip_high`", "None: `epsilon`, as in TRL; in a run file 0.28 by default"
+        ),
+        _only("delta", "G", "not yet", "two-sided clipping", None),
+        _only(
+            "loss_type",
+            "G",
+            "`learner.objective`",
+            "token sums over one normaliser for the whole step, which is TRL's `dapo`; others: not yet",
+            "dapo",
+        ),
+        _idle("sapo_temperature_neg", "G", "of `loss_type` sapo", "not yet"),
+        _idle("sapo_temperature_pos", "G", "of `loss_type` sapo", "not yet"),
+        _idle("vespo_k_pos", "G", "of `loss_type` vespo", "not yet"),
+        _idle("vespo_lambda_pos", "G", "of `loss_type` vespo", "not yet"),
+        _idle("vespo_k_neg", "G", "of `loss_type` vespo", "not yet"),
+        _idle("vespo_lambda_neg", "G", "of `loss_type` vespo", "not yet"),
+        _only("importance_sampling_level", "G", "token, always", "sequence: not yet", "token"),
+        _only(
+            "scale_rewards",
+            "G",
+            "`learner.advantage`",
+            "`\"grpo\"` divides by the group's standard deviation; the batch's, and none: not yet",
+            "group",
+            True,
+        ),
+        _only("normalize_advantages", "R", "not yet", "over the batch", False),
+        _only("reward_clip_range", "R", "no", "clip in the reward function", None),
+        _worked("reward_weights", "GR", "`Task(reward_weights=...)`"),
+        _only(
+            "multi_objective_aggregation",
+            "G",
+            "sum, always",
+            "weighted sum, then the advantage",
+            "sum_then_normalize",
+        ),
+        _only("top_entropy_quantile", "G", "not yet", "all tokens train", 1.0),
+        _only("entropy_coef", "G", "not yet", "there is no entropy bonus", 0.0),
+        _only("use_adaptive_entropy", "G", "not yet", "there is no entropy bonus", False),
+        _idle("entropy_coef_min", "G", "of `use_adaptive_entropy`", "not yet"),
+        _idle("entropy_coef_max", "G", "of `use_adaptive_entropy`", "not yet"),
+        _idle("entropy_coef_delta", "G", "of `use_adaptive_entropy`", "not yet"),
+        _idle("entropy_target", "G", "of `use_adaptive_entropy`", "not yet"),
+        _only("sync_ref_model", "GR", "not yet", _NO_REFERENCE, False),
+        _idle("ref_model_mixup_alpha", "GR", _NO_REFERENCE, "not yet"),
+        _idle("ref_model_sync_steps", "GR", _NO_REFERENCE, "not yet"),
+        _idle("use_bias_correction_kl", "G", "there is no KL term", "not yet"),
+    ),
+    "Off-policy": (
+        _idle(
+            "vllm_importance_sampling_correction",
+            "G",
+            "the ratio is taken against the sampler's own log-probs, so there is no second one to correct",
+            "always",
+        ),
+        _told(
+            "vllm_importance_sampling_mode",
+            "G",
+            "no",
+            "the one ratio is clipped for each token: `learner.clip_low`, `learner.clip_high`",
+            "sequence_mask",
+        ),
+        _told(
+            "vllm_importance_sampling_clip_max",
+            "G",
+            "no",
+            "the one ratio is clipped by `learner.clip_high`",
+            3.0,
+            None,
+        ),
+        _told("vllm_importance_sampling_clip_min", "G", "no", "the one ratio is clipped by `learner.clip_low`", None),
+        _told("vllm_importance_sampling_cap", "G", "no", "deprecated in TRL; as `..._clip_max`", None),
+        _only("off_policy_mask_threshold", "G", "not yet", "", None),
+        _set(
+            "max_staleness",
+            "A",
+            "queue.max_staleness",
+            "kept by pacing; TRL discards what is too old, and may exceed the bound",
+        ),
+        _worked("queue_maxsize", "A", "`queue.capacity_groups`", "in rollouts there, in groups here"),
+        _worked("token_budget", "A", "`learner.token_budget`"),
+        _idle("heartbeat_stale_after_s", "A", "a worker that dies costs its tickets, not the run"),
+        _idle("ignore_data_skip", "AT", "a resume is exact in the data set's position"),
+    ),
+    "Logging": (
+        _idle("logging_steps", "GRAT", "every step has a line in `metrics.jsonl`", "1, always"),
+        _worked(
+            "log_completions",
+            "GRA",
+            "`learner.show_rollout_every`",
+            "at every `logging_steps`; all in `rollouts.jsonl`",
+        ),
+        _set("num_completions_to_print", "GRA", "learner.sample_rollouts", "of each step, in `rollouts.jsonl`"),
+        _idle("log_multimodal", "GR", "text only"),
+        _idle("log_unique_prompts", "GR", "the sample is spread over the step's groups"),
+        _only("log_completions_hub_repo", "G", "no", "nothing is sent anywhere", None),
+    ),
+    "TrainingArguments that scripts often set": (
+        _worked("output_dir", "T", "`run.dir`, `run.name`", "its parent and its last part"),
+        _worked("max_steps", "T", "`learner.steps`"),
+        _worked("num_train_epochs", "T", "`learner.epochs`", "rows x epochs / `groups_per_step` steps"),
+        _worked("per_device_train_batch_size", "T", "`learner.groups_per_step`", "see above"),
+        _worked(
+            "gradient_accumulation_steps",
+            "T",
+            "`learner.groups_per_step`",
+            "see above; micro-batches follow from `learner.token_budget`",
+        ),
+        _set("max_grad_norm", "T", "learner.max_grad_norm"),
+        _worked("adam_beta1", "T", "`learner.betas`"),
+        _worked("adam_beta2", "T", "`learner.betas`"),
+        _only("adam_epsilon", "T", "1e-8, always", "", 1e-8),
+        _only("optim", "T", "AdamW, always", "", "adamw_torch", "adamw_torch_fused"),
+        _set("weight_decay", "T", "learner.weight_decay"),
+        _worked("warmup_steps", "T", "`learner.warmup_steps`", "below 1: a share of the steps"),
+        _set("seed", "T", "run.seed"),
+        _worked("save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only'),
+        _worked("save_steps", "T", "`learner.checkpoint_every`"),
+        _set("save_total_limit", "T", "learner.keep_checkpoints"),
+        _told("report_to", "T", "not yet", "`metrics.jsonl` and `/metrics`", None, "none", [], ["none"]),
+        _only("push_to_hub", "T", "no", "a checkpoint's `model/` folder loads with `from_pretrained`", False),
+    ),
+}
+
+_REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("eval_strategy", "there is no evaluation yet", ("no",)),
+    ("do_eval", "there is no evaluation yet", (False,)),
+    ("do_predict", "there is no evaluation", (False,)),
+    ("eval_on_start", "there is no evaluation yet", (False,)),
+    ("load_best_model_at_end", "there is no evaluation yet", (False,)),
+    ("deepspeed", "the learner is one process as yet", (None, "")),
+    ("fsdp", "the learner is one process as yet", (None, "", [], False)),
+    ("parallelism_config", "the learner is one process as yet", (None,)),
+    ("neftune_noise_alpha", "log-probs must be the server's", (None, 0)),
+    ("label_smoothing_factor", "there are no labels", (0,)),
+    ("auto_find_batch_size", "rows have one token budget: lower learner.token_budget", (False,)),
+    ("data_seed", "the order of the rows follows from seed", (None,)),
+    ("train_sampling_strategy", "rows are shuffled, or in order: shuffle_dataset", (None, "random")),
+    ("optim_args", "AdamW has the arguments that have fields of their own", (None,)),
+    ("optim_target_modules", "AdamW trains all weights", (None,)),
+    ("debug", "TRL's debugging does not reach the processes of the run", ("", [], None)),
+)
+_REST_TOLD = ("torch_compile", "tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
+_REST_IDLE = (
+    *("average_tokens_across_devices", "bf16_full_eval", "fp16_full_eval", "gradient_checkpointing_kwargs"),
+    *("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache", "logging_strategy"),
+    *("logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
+    *("log_level", "log_level_replica", "disable_tqdm", "run_name", "project", "trackio_space_id", "trackio_bucket_id"),
+    *("trackio_static_space_id", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only"),
+    *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
+    *("batch_eval_metrics", "save_on_each_node", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+    *("hub_always_push", "hub_revision", "metric_for_best_model", "greater_is_better", "resume_from_checkpoint"),
+    *("restore_callback_states_from_checkpoint", "accelerator_config", "dataloader_drop_last"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("dataloader_multiprocessing_context", "dataloader_in_order", "label_names", "length_column_name"),
+    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+    *("ddp_timeout", "fsdp_config", "skip_memory_metrics", "do_train", "local_rank"),
+)
+
+# The rest of TrainingArguments.
+REST: tuple[Field, ...] = (
+    *(Field(name, "T", "no", note, "only", fine) for name, note, fine in _REST_ONLY),
+    *(Field(name, "T", "no", "it has no meaning here", "told", (None, False)) for name in _REST_TOLD),
+    *(Field(name, "T", "no", "", "idle") for name in _REST_IDLE),
+)
+
+FIELDS: dict[str, Field] = {field.name: field for table in (*TABLES.values(), REST) for field in table}
+
+# TRL's defaults that shape what is trained: where a script leaves the field out, they hold here too. Of a field that is
+# not named, ours does.
+_COMMON: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "temperature": 1.0,
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "max_grad_norm": 1.0,
+    "warmup_steps": 0,
+    "seed": 42,
+}
+_SYNC: dict[str, Any] = {
+    **_COMMON,
+    "max_completion_length": 512,
+    "shuffle_dataset": True,
+    "mask_truncated_completions": False,
+    "num_iterations": 1,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "GRPOConfig": {
+        **_SYNC,
+        "num_generations": 8,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "importance_sampling_level": "token",
+        "max_tool_calling_iterations": None,
+    },
+    "RLOOConfig": {**_SYNC, "num_generations": 2, "beta": 0.05, "normalize_advantages": False},
+    "AsyncGRPOConfig": {
+        **_COMMON,
+        "num_generations": 8,
+        "max_completion_length": 2048,
+        "max_tool_calling_iterations": None,
+        "max_staleness": 4,
+        "weight_sync_steps": 1,
+        "lr_scheduler_type": "constant",
+    },
+}

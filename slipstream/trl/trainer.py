@@ -1,0 +1,209 @@
+"""TRL's trainers: they take TRL's arguments, and `train()` runs everything on this machine as `slipstream.train` does.
+
+The script is the task's file. Every worker imports it, and builds the trainer for its task: there, `train()` and what
+follows from it do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from protocol.config import ConfigError
+from rollout_worker.task.task import Task
+from slipstream.script import loading_a_task, run
+from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
+from slipstream.trl.translate import Translation, translate
+
+
+class TrainOutput(NamedTuple):
+    """What `train()` gives, under transformers' names. training_loss: mean over the steps; metrics: the figures of the
+    run's `summary.json`, with `train_loss` and `train_runtime` in seconds. All are 0 while a worker imports the script.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, Any]
+
+
+class _Trainer:
+    """One trainer's arguments, checked. Raises `ConfigError` for what is not supported, with its remedy."""
+
+    config: ClassVar[type[_Config]]
+    suffix: ClassVar[str]
+    # Arguments of TRL's that have to stay as they are by default, and what to do instead.
+    refused: ClassVar[dict[str, str]] = {
+        "callbacks": "metrics.jsonl has a line a step, and /metrics is for Prometheus",
+        "quantization_config": "it is not supported; leave it out",
+        "peft_config": "adapters are not supported yet; leave it out, and all weights train",
+        "rollout_func": "write what it does as tools of the task",
+        "rollout_worker": "workers are processes of the run; leave it out",
+        "weight_transfer": "weights are sent by weight_sync.transport; leave it out",
+    }
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: _Config | None = None,
+        train_dataset: Any = None,
+        *,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        rollout_worker: Any = None,
+        weight_transfer: Any = None,
+    ) -> None:
+        given = dict(locals())
+        kind = type(self).__name__
+        if not isinstance(model, str | Path):
+            raise ConfigError(
+                f"{kind}(model={type(model).__name__}): the model is loaded by the learner and by vLLM, so give its "
+                f"folder or hub name as text; save an object with save_pretrained first"
+            )
+        for name, remedy in self.refused.items():
+            if given[name]:
+                raise ConfigError(f"{kind}({name}=...) is not supported: {remedy}")
+        if any(part is not None for part in optimizers or ()):
+            raise ConfigError(
+                f"{kind}(optimizers=...) is not supported: AdamW trains, with the fields of {kind}'s args"
+            )
+        if args is None:
+            args = self.config(f"{str(model).rstrip('/').split('/')[-1]}-{self.suffix}")
+        if not isinstance(args, self.config):
+            wrong = f"{type(args).__module__}.{type(args).__qualname__}"
+            raise ConfigError(f"{kind}(args=...) is a {wrong}; import {self.config.__name__} from slipstream.trl, too")
+        self.model = str(model)
+        self.args = args
+        self._tokenizer = _name_of(processing_class, self.model, kind)
+        self._translated(None)
+        self.task = Task(
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            reward_funcs=reward_funcs,
+            tools=tools or (),
+            environment_factory=environment_factory,
+            reward_weights=args.field("reward_weights"),
+        )
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Run everything until the learner is done. `resume_from_checkpoint`: True goes on from the newest checkpoint.
+
+        Raises as `slipstream.train` does.
+        """
+        if loading_a_task() is not None:
+            return TrainOutput(0, 0.0, {"train_loss": 0.0, "train_runtime": 0.0})
+        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise ConfigError(
+                f"WORLD_SIZE = {processes}: the script starts all processes of the run itself; start it with python, "
+                f"not with accelerate launch or torchrun"
+            )
+        if isinstance(resume_from_checkpoint, str):
+            raise ConfigError(
+                f"train(resume_from_checkpoint={resume_from_checkpoint!r}): a run goes on from its newest checkpoint; "
+                f"write True, or give that checkpoint's model/ folder as the model of a new run"
+            )
+        made = self._translated(_context_of(self.model))
+        for note in made.notes:
+            print(f"slipstream: note: {note}", file=sys.stderr, flush=True)
+        summary = run(self, None, bool(resume_from_checkpoint), made.sections)
+        loss = _mean_loss(self.run_dir / "metrics.jsonl")
+        metrics = {**summary, "train_loss": loss, "train_runtime": summary.get("wall_s")}
+        return TrainOutput(int(summary.get("steps") or 0), loss, metrics)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory, from the working directory."""
+        run = self._translated(None).sections["run"]
+        return Path(run["dir"], run["name"])
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory."""
+        if loading_a_task() is not None:
+            return
+        found = sorted(self.run_dir.glob("checkpoints/step-*/model"))
+        if not found:
+            raise ConfigError(f"save_model(): {self.run_dir} holds no checkpoint; call it after train()")
+        shutil.copytree(found[-1], self.run_dir if output_dir is None else output_dir, dirs_exist_ok=True)
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Not supported: raises `ConfigError`."""
+        if loading_a_task() is None:
+            raise ConfigError(
+                f"push_to_hub() is not supported: nothing is sent anywhere; the model lies in "
+                f"{self.run_dir}/checkpoints, push its model/ folder with: hf upload"
+            )
+
+    def _translated(self, context: int | None) -> Translation:
+        made = translate(self.args, self.model, context)
+        if self._tokenizer is not None:
+            made.sections["model"].setdefault("tokenizer", self._tokenizer)
+        return made
+
+
+class GRPOTrainer(_Trainer):
+    """TRL's `GRPOTrainer`; generation and training run at once."""
+
+    config, suffix = GRPOConfig, "GRPO"
+
+
+class RLOOTrainer(_Trainer):
+    """TRL's `RLOOTrainer`: each reward against the mean of the others in its group."""
+
+    config, suffix = RLOOConfig, "RLOO"
+
+
+class AsyncGRPOTrainer(_Trainer):
+    """TRL's `AsyncGRPOTrainer`."""
+
+    config, suffix = AsyncGRPOConfig, "AsyncGRPO"
+
+
+def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
+    """The tokenizer's folder or name, where it is another than the model's."""
+    if processing_class is None:
+        return None
+    name = processing_class if isinstance(processing_class, str) else getattr(processing_class, "name_or_path", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{kind}(processing_class={type(processing_class).__name__}): servers, workers and learner load the "
+            f"tokenizer by its name, and it has none; save it with save_pretrained and give that folder as text"
+        )
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return None if path.absolute() == Path(model).expanduser().absolute() else str(path.absolute())
+    return None if name == model else name
+
+
+def _context_of(model: str) -> int | None:
+    """Tokens of a model's context; None where that cannot be told: the check before the start says what is wrong."""
+    from deploy.model_check import context_of
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # every try to reach the hub is a warning of its own
+    path = Path(model).expanduser()
+    try:
+        return context_of(str(path.absolute()) if path.is_dir() else model)
+    except ConfigError:
+        return None
+
+
+def _mean_loss(journal: Path) -> float:
+    """The mean of the steps' losses; NaN where there is none."""
+    if not journal.exists():
+        return math.nan
+    losses = [json.loads(line).get("loss") for line in journal.read_text(encoding="utf-8").splitlines()]
+    found = [loss for loss in losses if isinstance(loss, int | float)]
+    return math.fsum(found) / len(found) if found else math.nan

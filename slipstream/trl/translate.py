@@ -1,0 +1,232 @@
+"""A TRL config as sections of a run file. Pure: no files, no network, no processes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from protocol.config import ConfigError, LearnerSection, VllmSection, WorkerSection
+from slipstream.trl.configs import RLOOConfig, _Config
+from slipstream.trl.fields import FIELDS, Field
+
+Sections = dict[str, dict[str, Any]]
+
+# Of model_init_kwargs: what loads a model by transformers alone.
+_NO_MEANING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
+_DEFAULT_PORT = 8000
+
+
+@dataclass(slots=True)
+class Translation:
+    """sections: of a run file, without the task's path; notes: what a reader of the script should know, in a sentence
+    each; reward_weights: the task's."""
+
+    sections: Sections
+    notes: list[str] = field(default_factory=list)
+    reward_weights: list[float] | None = None
+
+
+def translate(config: _Config, model: str, context: int | None) -> Translation:
+    """What a trainer of `config` and `model` runs here. `context`: tokens of the model's, None where unknown. Raises
+    `ConfigError` for what is not supported; it names the field and the remedy."""
+    sections: Sections = defaultdict(dict)
+    sections["model"]["path"] = model
+    notes: list[str] = []
+    for name in config.names():
+        value = _plain(config.field(name))
+        given = name in config.given
+        known = FIELDS[name]
+        if known.how == "only" and value is not None and value not in known.fine:
+            raise ConfigError(_refusal(config, known, value, given))
+        if known.how == "told" and given and value not in known.fine:
+            notes.append(f"{name}={value!r} has no effect here: {known.note}")
+        if known.how == "set" and value is not None:
+            section, key = known.setting
+            sections[section][key] = value
+    for work in (_model, _place, _steps, _schedule, _checkpoints, _clipping, _episodes, _tokens, _servers, _logging):
+        work(config, sections, notes, context)
+    _differences(config, notes)
+    for section, settings in config.slipstream.items():
+        sections[section].update(settings)
+    return Translation(dict(sections), notes, config.field("reward_weights"))
+
+
+def _model(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    given = config.field("model_init_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"model_init_kwargs={given!r}: give a dict, such as {{'dtype': 'bfloat16'}}")
+    left = {name: value for name, value in given.items() if name not in _NO_MEANING}
+    dtype = left.pop("dtype", left.pop("torch_dtype", None)) or config.field("dtype")
+    if dtype in (None, "auto") and config.field("bf16"):
+        dtype = "bfloat16"
+    settings = {
+        "dtype": None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
+        "revision": left.pop("revision", None),
+        "trust_remote_code": left.pop("trust_remote_code", None),
+        "attention": left.pop("attn_implementation", None),
+    }
+    if settings["attention"] in ("eager", "sdpa"):  # the plain ones; ours is as plain, and packs
+        del settings["attention"]
+    sections["model"].update({key: value for key, value in settings.items() if value is not None})
+    if settings["dtype"] in ("bfloat16", "float16"):
+        sections["weight_sync"]["probe_tolerance"] = 0.1
+    if left:
+        raise ConfigError(
+            f"model_init_kwargs={left!r} is not supported; leave it out, and save the model as it is to be loaded"
+        )
+
+
+def _place(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    path = Path(config.field("output_dir") or "trainer_output").expanduser()
+    if not path.name:
+        raise ConfigError(f"output_dir={str(path)!r}: give a folder for the run, such as 'runs/mine'")
+    sections["run"] |= {"dir": str(path.parent), "name": path.name.lstrip(".") or "run"}
+
+
+def _steps(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    size = _number(config, "num_generations")
+    completions = _number(config, "per_device_train_batch_size") * _number(config, "gradient_accumulation_steps")
+    if size < 2 or completions < 1 or completions % size:
+        raise ConfigError(
+            f"per_device_train_batch_size x gradient_accumulation_steps = {completions} completions a step are not a "
+            f"multiple of num_generations = {size}, and a step is made of whole groups here; make it one, such as "
+            f"per_device_train_batch_size={size}"
+        )
+    sections["learner"]["groups_per_step"] = completions // size
+    if size > _default(WorkerSection, "episodes"):
+        sections["worker"]["episodes"] = size
+    steps = _number(config, "max_steps")
+    if steps > 0:
+        sections["learner"]["steps"] = steps
+    else:
+        sections["learner"]["epochs"] = float(_number(config, "num_train_epochs"))
+    inflight, queued = _number(config, "max_inflight_tasks"), _number(config, "queue_maxsize")
+    if inflight is not None and inflight > 0:
+        sections["worker"]["episodes"] = max(inflight, size)
+    if queued:
+        sections["queue"]["capacity_groups"] = max(math.ceil(queued / size), completions // size)
+
+
+def _schedule(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    learner = sections["learner"]
+    learner["betas"] = [_number(config, "adam_beta1"), _number(config, "adam_beta2")]
+    warmup, steps = _number(config, "warmup_steps"), learner.get("steps")
+    if 0 < warmup < 1:
+        if steps is None:
+            raise ConfigError(f"warmup_steps={warmup} is a share of the steps, and max_steps is not given; give it")
+        warmup = math.ceil(warmup * steps)
+    learner["warmup_steps"] = int(warmup)
+    kind = _plain(config.field("lr_scheduler_type"))
+    if kind is None:
+        notes.append("the learning rate stays constant after the warm-up; TRL's default lets it fall to 0")
+    elif kind not in ("constant", "constant_with_warmup"):
+        raise ConfigError(
+            f"lr_scheduler_type={kind!r} is not supported yet: the learning rate stays constant after the warm-up; "
+            f'write lr_scheduler_type="constant_with_warmup"'
+        )
+
+
+def _checkpoints(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    strategy, every = _plain(config.field("save_strategy")), _number(config, "save_steps")
+    if strategy == "no":
+        sections["learner"]["checkpoint_every"] = 0
+    elif strategy in (None, "steps"):
+        if every is not None and every < 1:
+            raise ConfigError(f"save_steps={every}: a share of the steps is not supported; give a number of steps")
+        if every is not None:
+            sections["learner"]["checkpoint_every"] = int(every)
+    else:
+        raise ConfigError(f"save_strategy={strategy!r} is not supported; write 'steps' with save_steps, or 'no'")
+
+
+def _clipping(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    high = _number(config, "epsilon_high")
+    sections["learner"]["clip_high"] = _number(config, "epsilon") if high is None else high
+    sections["learner"]["advantage"] = "rloo" if isinstance(config, RLOOConfig) else "grpo"
+
+
+def _episodes(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    calls, top_k = _number(config, "max_tool_calling_iterations"), _number(config, "top_k")
+    sections["rollout"]["max_turns"] = 0 if calls is None else calls + 1
+    if top_k is not None:
+        sections["rollout"]["top_k"] = max(top_k, 0)  # TRL's -1, vLLM's too, is ours 0: all of them
+
+
+def _tokens(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    """The context holds a prompt beside the longest completion, where the model has as much."""
+    completion, length = _number(config, "max_completion_length"), _number(config, "vllm_max_model_length")
+    if length is None:
+        length = max(_default(VllmSection, "max_model_len"), 2 * (completion or 0))
+        length = length if context is None else min(length, context)
+    budget = _number(config, "token_budget")
+    sections["vllm"]["max_model_len"] = length
+    sections["rollout"]["max_episode_tokens"] = length if completion is None else completion
+    sections["rollout"]["max_turn_tokens"] = min(length - 1, completion or length)
+    sections["learner"]["token_budget"] = (
+        budget if budget is not None and budget > 0 else max(_default(LearnerSection, "token_budget"), length)
+    )
+
+
+def _servers(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    vllm = sections["vllm"]
+    url, host, port = (config.field(f"vllm_server_{part}") for part in ("base_url", "host", "port"))
+    if url is None and (host is not None or port is not None):
+        host = "127.0.0.1" if host in (None, "0.0.0.0") else host
+        url = f"http://{host}:{_DEFAULT_PORT if port is None else port}"
+    if url is not None:
+        vllm["servers"] = [url]
+        notes.append(f"{url} must be a server that was started with: slipstream vllm")
+    arguments = {
+        "--model-impl": config.field("vllm_model_impl"),
+        "--gpu-memory-utilization": config.field("vllm_gpu_memory_utilization"),
+        "--tensor-parallel-size": config.field("vllm_tensor_parallel_size"),
+    }
+    if given := [[name, str(value)] for name, value in arguments.items() if value is not None]:
+        vllm["args"] = [part for pair in given for part in pair]
+
+
+def _logging(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    if config.field("log_completions"):
+        every = _number(config, "logging_steps") or 1
+        sections["learner"]["show_rollout_every"] = max(1, int(every))
+
+
+def _differences(config: _Config, notes: list[str]) -> None:
+    """What no field says."""
+    if config.letter in "GR":
+        notes.append(
+            "generation and training run at once: tokens may be queue.max_staleness = 4 versions old; for strict "
+            f"turns write {type(config).__name__}(slipstream={{'queue': {{'max_staleness': 0}}}})"
+        )
+    if isinstance(config, RLOOConfig):
+        notes.append("the ratio is taken and clipped for each token; TRL's RLOO takes that of the whole completion")
+
+
+def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
+    fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value is not None)
+    default = "" if given else " (TRL's default)"
+    why = f": {known.note}" if known.note else ""
+    remedy = f"write {fine}" if fine else "leave it out"
+    return f"{type(config).__name__}({known.name}={value!r}){default} is not supported{why}; {remedy}"
+
+
+def _number(config: _Config, name: str) -> Any:
+    """A field that is a number, or None where it is neither given nor has a default."""
+    value = config.field(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{type(config).__name__}({name}={value!r}): must be a number")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """transformers has enumerations for some."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def _default(section: Any, key: str) -> Any:
+    return section.model_fields[key].default

@@ -1,0 +1,346 @@
+"""`slipstream.trl`: scripts as TRL's documentation writes them run by changing the import alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.config import ConfigError, RunConfig, TaskSection
+from rollout_worker.task import Task, load_task
+from rollout_worker.task.tools import ToolBox
+from slipstream import script as script_module
+from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput
+from slipstream.trl.configs import _Config
+from slipstream.trl.translate import translate
+
+SCRIPTS = Path(__file__).parent / "trl_scripts"
+NAMES = ["functions", "async_tools"]
+ROWS = [{"prompt": "Multiply 2 by 3."}]
+
+
+def accuracy(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: Path) -> list[tuple[RunConfig, bool]]:
+    """What a script would have run, with three steps' losses and a checkpoint."""
+    runs: list[tuple[RunConfig, bool]] = []
+
+    def supervise(config: RunConfig, resume: bool) -> None:
+        runs.append((config, resume))
+        model = config.run_dir / "checkpoints" / "step-000005" / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (config.run_dir / "summary.json").write_text('{"steps": 5, "wall_s": 9.0, "reward_last10": 0.5}')
+        lines = "".join(json.dumps({"step": step, "loss": step}) + "\n" for step in (1, 2, 3))
+        (config.run_dir / "metrics.jsonl").write_text(lines)
+
+    monkeypatch.setattr(script_module, "supervise", supervise)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", str(model_folder))
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out" / "mine"))
+    return runs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_worker_loads_the_script_as_its_task_and_trains_nothing(
+    name: str, supervised: list[tuple[RunConfig, bool]], tmp_path: Path
+) -> None:
+    task = load_task(TaskSection(path=f"{SCRIPTS}/{name}.py:trainer"))
+    assert isinstance(task, Task)
+    assert len(task.dataset) == 512
+    assert "multiply" in [schema["function"]["name"] for schema in ToolBox(task.tools).schemas]
+    assert supervised == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_functions_run_with_the_settings_of_its_config(
+    supervised: list[tuple[RunConfig, bool]], capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
+) -> None:
+    runpy.run_path(f"{SCRIPTS}/functions.py", run_name="__main__")
+    ((config, resume),) = supervised
+    assert not resume
+    assert config.run_dir == tmp_path / "out" / "mine"
+    assert config.model.path == str(model_folder)
+    assert config.task.path == f"{SCRIPTS}/functions.py:trainer"
+    learner, rollout = config.learner, config.rollout
+    assert (learner.steps, learner.epochs, learner.groups_per_step, rollout.group_size) == (5, None, 4, 8)
+    assert (learner.learning_rate, learner.warmup_steps, learner.betas) == (4e-4, 2, (0.9, 0.999))
+    assert (learner.clip_low, learner.clip_high, learner.advantage) == (0.2, 0.2, "grpo")
+    assert (rollout.max_episode_tokens, rollout.max_turns, learner.show_rollout_every) == (160, 0, 1)
+    assert config.run.seed == 42
+    out, err = capsys.readouterr()
+    assert "trained 5 steps, loss 2.0" in out
+    assert "generation and training run at once" in err
+
+
+def test_async_tools_run_with_the_settings_of_its_config(supervised: list[tuple[RunConfig, bool]]) -> None:
+    runpy.run_path(f"{SCRIPTS}/async_tools.py", run_name="__main__")
+    ((config, _),) = supervised
+    assert (config.queue.max_staleness, config.weight_sync.every, config.rollout.max_turns) == (2, 1, 4)
+    assert (config.learner.groups_per_step, config.vllm.servers) == (4, [])
+    assert (config.run_dir / "config.json").is_file()  # save_model()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_script_is_one_for_trl_but_for_its_import(name: str) -> None:
+    """Every argument that it gives is one of TRL 1.16's, as its source says."""
+    fields = json.loads((SCRIPTS.parents[1] / "docs" / "trl_1_16_fields.json").read_text(encoding="utf-8"))["fields"]
+    arguments = set(dataclass_fields("transformers", "TrainingArguments"))
+    takes = {
+        "GRPOConfig": {*fields["GRPOConfig"], *arguments},
+        "AsyncGRPOConfig": {*fields["AsyncGRPOConfig"], *arguments},
+        "GRPOTrainer": parameters_of("trl/trainer/grpo_trainer.py", "GRPOTrainer"),
+        "AsyncGRPOTrainer": parameters_of("trl/experimental/async_grpo/async_grpo_trainer.py", "AsyncGRPOTrainer"),
+    }
+    tree = ast.parse((SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    given = {call.func.id: {word.arg for word in call.keywords} for call in calls if call.func.id in takes}  # type: ignore[attr-defined]
+    assert len(given) == 2
+    for what, names in given.items():
+        assert names <= takes[what]
+
+
+def parameters_of(file: str, of: str) -> set[str]:
+    """The parameters of a class of TRL's, read from its source."""
+    trl = pytest.importorskip("trl")
+    tree = ast.parse((Path(trl.__file__).parents[1] / file).read_text(encoding="utf-8"))
+    (kind,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == of)
+    (made,) = (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    return {argument.arg for argument in (*made.args.args, *made.args.kwonlyargs)}
+
+
+def dataclass_fields(module: str, name: str) -> list[str]:
+    import dataclasses
+    import importlib
+
+    return [field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))]
+
+
+def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[str, Any]]:
+    return translate(config, "org/model", context).sections
+
+
+@pytest.mark.parametrize(
+    ("config", "section", "settings"),
+    [
+        (GRPOConfig(), "learner", {"groups_per_step": 1, "epochs": 3.0, "learning_rate": 1e-6, "warmup_steps": 0}),
+        (GRPOConfig(), "rollout", {"group_size": 8, "max_episode_tokens": 512, "max_turn_tokens": 512}),
+        (GRPOConfig(), "run", {"dir": ".", "name": "trainer_output", "seed": 42}),
+        (RLOOConfig(beta=0.0), "rollout", {"group_size": 2}),
+        (RLOOConfig(beta=0.0), "learner", {"groups_per_step": 4, "advantage": "rloo"}),
+        (AsyncGRPOConfig(), "rollout", {"max_episode_tokens": 2048}),
+        (AsyncGRPOConfig(), "queue", {"max_staleness": 4}),
+        (AsyncGRPOConfig(queue_maxsize=100, max_inflight_tasks=64), "queue", {"capacity_groups": 13}),
+        (AsyncGRPOConfig(queue_maxsize=100, max_inflight_tasks=64), "worker", {"episodes": 64}),
+        (GRPOConfig("a/b/mine"), "run", {"dir": "a/b", "name": "mine"}),
+        (GRPOConfig(epsilon=0.1, epsilon_high=0.3), "learner", {"clip_low": 0.1, "clip_high": 0.3}),
+        (GRPOConfig(max_steps=100, warmup_steps=0.1), "learner", {"steps": 100, "warmup_steps": 10}),
+        (GRPOConfig(top_k=-1, top_p=0.9, min_p=0.1), "rollout", {"top_k": 0, "top_p": 0.9, "min_p": 0.1}),
+        (GRPOConfig(mask_truncated_completions=True), "rollout", {"mask_truncated": True}),
+        (GRPOConfig(shuffle_dataset=False), "task", {"shuffle": False}),
+        (GRPOConfig(save_strategy="no"), "learner", {"checkpoint_every": 0}),
+        (GRPOConfig(save_steps=20, save_total_limit=3), "learner", {"checkpoint_every": 20, "keep_checkpoints": 3}),
+        (GRPOConfig(chat_template_kwargs={"a": False}), "chat", {"chat_template_kwargs": {"a": False}}),
+        (GRPOConfig(bf16=True), "model", {"dtype": "bfloat16", "path": "org/model"}),
+        (GRPOConfig(bf16=True), "weight_sync", {"probe_tolerance": 0.1}),
+        (GRPOConfig(model_init_kwargs={"dtype": "float16"}), "model", {"dtype": "float16"}),
+        (GRPOConfig(model_init_kwargs={"revision": "a", "attn_implementation": "sdpa"}), "model", {"revision": "a"}),
+        (GRPOConfig(vllm_server_port=8001), "vllm", {"servers": ["http://127.0.0.1:8001"]}),
+        (GRPOConfig(vllm_gpu_memory_utilization=0.5), "vllm", {"args": ["--gpu-memory-utilization", "0.5"]}),
+        (GRPOConfig(max_completion_length=8192), "vllm", {"max_model_len": 16384}),
+        (GRPOConfig(max_completion_length=8192), "learner", {"token_budget": 16384}),
+        (GRPOConfig(slipstream={"queue": {"max_staleness": 0}}), "queue", {"max_staleness": 0}),
+        (GRPOConfig(epsilon=0.1, slipstream={"learner": {"clip_low": 0.3}}), "learner", {"clip_low": 0.3}),
+    ],
+    ids=str,
+)
+def test_a_field_becomes_a_setting(config: _Config, section: str, settings: dict[str, Any]) -> None:
+    made = sections_of(config)[section]
+    assert {key: made.get(key) for key in settings} == settings
+
+
+def test_what_a_config_comes_to_is_a_run_file() -> None:
+    large = GRPOConfig(num_generations=512, per_device_train_batch_size=512)
+    for config in (GRPOConfig(), RLOOConfig(beta=0), AsyncGRPOConfig(), large):
+        for context in (None, 400, 4096):
+            RunConfig.model_validate({**sections_of(config, context), "task": {"path": "task.py:trainer"}})
+
+
+def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
+    made = sections_of(GRPOConfig(), context=256)
+    assert (made["vllm"]["max_model_len"], made["rollout"]["max_turn_tokens"]) == (256, 255)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (RLOOConfig(), r"RLOOConfig\(beta=0\.05\) \(TRL's default\) is not supported: .*no reference model.* beta=0$"),
+        (GRPOConfig(beta=0.04), "GRPOConfig.beta=0.04. is not supported.*write beta=0$"),
+        (GRPOConfig(loss_type="dr_grpo"), "loss_type='dr_grpo'.*write loss_type='dapo'"),
+        (GRPOConfig(scale_rewards=False), "scale_rewards=False.*write scale_rewards='group'"),
+        (GRPOConfig(num_iterations=2), "num_iterations=2.*write num_iterations=1"),
+        (GRPOConfig(delta=2.0), r"delta=2\.0.*leave it out"),
+        (GRPOConfig(lr_scheduler_type="cosine"), "lr_scheduler_type='cosine' is not supported.*constant_with_warmup"),
+        (GRPOConfig(eval_strategy="steps"), "eval_strategy='steps'.*there is no evaluation yet.*eval_strategy='no'"),
+        (GRPOConfig(push_to_hub=True), "push_to_hub=True.*`model/` folder"),
+        (GRPOConfig(per_device_train_batch_size=4), "= 4 completions a step are not a multiple of num_generations = 8"),
+        (GRPOConfig(num_generations="8"), "num_generations='8'.: must be a number"),
+        (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch' is not supported"),
+        (GRPOConfig(warmup_steps=0.1), "max_steps is not given"),
+        (GRPOConfig(model_init_kwargs={"quantization_config": 3}), "{'quantization_config': 3} is not"),
+    ],
+    ids=str,
+)
+def test_a_field_that_cannot_be_kept_is_refused_with_its_remedy(config: _Config, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        translate(config, "org/model", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "says"),
+    [
+        (
+            GRPOConfig,
+            "num_generation",
+            r"GRPOConfig\(num_generation=...\) is not .*did you mean num_generations\?",
+        ),
+        (AsyncGRPOConfig, "beta", r"AsyncGRPOConfig\(beta=...\) is not a field of TRL 1.16's AsyncGRPOConfig"),
+        (RLOOConfig, "scale_rewards", "not a field of TRL 1.16's RLOOConfig"),
+    ],
+)
+def test_what_is_no_field_of_trl_s_is_refused(kind: type[_Config], field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        kind(**{field: 1})
+    with pytest.raises(ConfigError, match=says):
+        setattr(kind(), field, 1)
+
+
+def test_what_has_no_effect_is_said() -> None:
+    made = translate(GRPOConfig(report_to="wandb", gradient_checkpointing=True, tf32=True), "org/model", None)
+    assert [note for note in made.notes if note.startswith("report_to='wandb' has no effect here: `metrics.jsonl`")]
+    assert [note for note in made.notes if note.startswith("gradient_checkpointing=True has no effect")]
+    quiet = translate(GRPOConfig(report_to="none", gradient_checkpointing=False), "org/model", None)
+    assert len(quiet.notes) == len(made.notes) - 3
+
+
+def test_a_field_can_be_read_and_set_as_in_trl() -> None:
+    config = GRPOConfig("out", max_steps=3)
+    config.learning_rate = 2e-5
+    assert (config.output_dir, config.max_steps, config.num_generations) == ("out", 3, 8)
+    assert sections_of(config)["learner"]["learning_rate"] == 2e-5
+    with pytest.raises(AttributeError):
+        _ = config.no_such_thing
+
+
+class Model:
+    """As a transformers model is given."""
+
+
+class Tokenizer:
+    name_or_path = "org/tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text"),
+        ({"peft_config": Model()}, r"peft_config=\.\.\.\) is not supported: adapters"),
+        ({"callbacks": [Model()]}, "callbacks=.*metrics.jsonl"),
+        ({"optimizers": (Model(), None)}, "optimizers="),
+        ({"rollout_func": accuracy}, "rollout_func="),
+        ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
+        ({"environment_factory": Model}, "environment_factory.*not supported yet"),
+        ({"eval_dataset": ROWS}, "eval_dataset.*not supported yet"),
+        ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
+        ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
+        ({"args": GRPOConfig(beta=1.0)}, "beta=1.0"),
+        ({"train_dataset": None}, "is empty"),
+        ({"reward_funcs": None}, "at least one reward"),
+    ],
+)
+def test_an_argument_that_cannot_be_kept_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        GRPOTrainer(**{"model": "org/model", "reward_funcs": accuracy, "train_dataset": ROWS, **changes})
+
+
+def test_a_tokenizer_of_its_own_is_taken_by_its_name() -> None:
+    trainer = GRPOTrainer("org/model", accuracy, None, ROWS, processing_class=Tokenizer())
+    assert trainer._translated(None).sections["model"]["tokenizer"] == "org/tokenizer"
+    Tokenizer.name_or_path = "org/model"
+    trainer = GRPOTrainer("org/model", accuracy, None, ROWS, processing_class=Tokenizer())
+    assert "tokenizer" not in trainer._translated(None).sections["model"]
+
+
+trainer = RLOOTrainer(
+    "org/model",
+    accuracy,
+    RLOOConfig(
+        "rloo", beta=0.0, reward_weights=[2.0], slipstream={"task": {"reward_servers": {"org/judge": "http://j"}}}
+    ),
+    ROWS,
+)
+
+
+def test_train_resumes_and_gives_what_transformers_gives(
+    supervised: list[tuple[RunConfig, bool]], model_folder: Path
+) -> None:
+    trainer.model = str(model_folder)
+    result = trainer.train(resume_from_checkpoint=True)
+    assert result == TrainOutput(5, 2.0, result.metrics)
+    assert (result.metrics["train_loss"], result.metrics["train_runtime"]) == (2.0, 9.0)
+    assert result.metrics["reward_last10"] == 0.5
+    ((config, resume),) = supervised
+    assert resume
+    assert config.task.path == f"{__file__}:trainer"
+    assert config.task.reward_servers == {"org/judge": "http://j"}
+    assert load_task(config.task).reward_weights == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint; write True"),
+        (trainer.save_model, "holds no checkpoint; call it after train"),
+        (trainer.push_to_hub, "nothing is sent anywhere"),
+        (GRPOTrainer("./nowhere", accuracy, None, ROWS).train, "is not a global of any module"),
+    ],
+)
+def test_what_a_trainer_cannot_do_is_refused(how: Any, says: str, supervised: Any) -> None:
+    with pytest.raises(ConfigError, match=says):
+        how()
+
+
+def test_a_script_under_accelerate_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 8: .* start it with python, not with accelerate launch"):
+        trainer.train()
+
+
+def test_importing_it_loads_no_torch_and_no_trl() -> None:
+    import subprocess
+
+    code = "import sys, slipstream.trl\nassert not {'torch', 'trl'} & {*sys.modules}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_refusal_is_without_a_remedy() -> None:
+    from slipstream.trl.fields import FIELDS
+
+    for field in FIELDS.values():
+        if field.how != "only":
+            continue
+        letter = next((letter for letter in "GRA" if letter in field.of), "G")
+        kind = {"G": GRPOConfig, "R": RLOOConfig, "A": AsyncGRPOConfig}[letter]
+        given = {"beta": 0, field.name: "unheard of"} if letter == "R" else {field.name: "unheard of"}
+        with pytest.raises(ConfigError, match=rf"{re.escape(field.name)}='unheard of'.*(write|leave it out)"):
+            translate(kind(**given), "org/model", None)

@@ -19,6 +19,8 @@ from slipstream import script as script_module
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput
 from slipstream.trl.configs import _Config
 from slipstream.trl.translate import translate
+from tests.slipstream.conftest import Script
+from tests.slipstream.test_script import PATCHED, run, sections, stand_in
 
 SCRIPTS = Path(__file__).parent / "trl_scripts"
 NAMES = ["functions", "async_tools"]
@@ -344,3 +346,28 @@ def test_no_refusal_is_without_a_remedy() -> None:
         given = {"beta": 0, field.name: "unheard of"} if letter == "R" else {field.name: "unheard of"}
         with pytest.raises(ConfigError, match=rf"{re.escape(field.name)}='unheard of'.*(write|leave it out)"):
             translate(kind(**given), "org/model", None)
+
+
+HEAD = """
+import json
+from slipstream.trl import GRPOConfig, GRPOTrainer
+
+def accuracy(completions, **columns):
+    return [0.0] * len(completions)
+"""
+
+
+def test_train_at_the_top_level_runs_everything_and_its_check_imports_the_script(script: Script) -> None:
+    """The real supervisor, and the real check of the task in a process of its own; the rest is a stand-in."""
+    stand_in(script, "echo '{\"steps\": 5}' >runs/mine/summary.json; exit 0")
+    made = f"GRPOConfig('runs/mine', max_steps=5, slipstream=dict({sections()[len('model=MODEL, ') :]}))"
+    script.write(
+        PATCHED
+        + f"trainer = GRPOTrainer(MODEL['path'], accuracy, {made}, [{{'prompt': 'Multiply 2 by 3.'}}])\n"
+        + "print('trained', trainer.train().global_step)",
+        HEAD,
+    )
+    done = run(script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "trained 5"
+    assert f'path = "{script.path}:trainer"' in (script.folder / "runs" / "mine" / "run.toml").read_text()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner import checkpoint
-from learner.checkpoint import CheckpointInfo
+from learner.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
 from learner.trainer import DivergedError, Trainer
@@ -36,7 +36,7 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     _train(whole, range(4))
     half = Trainer(make_policy(), SECTION)
     _train(half, range(2))
-    checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, str(model_path), keep=2)
+    checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, Sources(ModelSection(path=str(model_path))), keep=2)
 
     found = checkpoint.latest(tmp_path)
     assert found is not None
@@ -55,7 +55,9 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
     trainer = Trainer(make_policy(), SECTION)
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
+    )
     expected = draw()
     checkpoint.restore(saved, trainer)
     assert draw() == expected
@@ -67,7 +69,9 @@ def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
     trainer = Trainer(make_policy(), SECTION)
     assert checkpoint.latest(tmp_path) is None
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, CheckpointInfo(step, step + 5), trainer, str(model_path), keep=2)
+        checkpoint.save(
+            tmp_path, CheckpointInfo(step, step + 5), trainer, Sources(ModelSection(path=str(model_path))), keep=2
+        )
     (tmp_path / "checkpoints" / ".unfinished-step-000004").mkdir()
     (tmp_path / "checkpoints" / "step-000005").mkdir()
     found = checkpoint.latest(tmp_path)
@@ -79,7 +83,13 @@ def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
 def test_a_checkpoint_s_model_folder_can_be_served(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), Trainer(make_policy(), SECTION), str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path,
+        CheckpointInfo(1, 1),
+        Trainer(make_policy(), SECTION),
+        Sources(ModelSection(path=str(model_path))),
+        keep=1,
+    )
     names = {path.name for path in saved.model_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
 
@@ -89,7 +99,9 @@ def test_i8_nothing_in_it_needs_unpickling(
 ) -> None:
     trainer = Trainer(make_policy(), SECTION)
     _train(trainer, range(1))
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
+    )
     assert set(torch.load(saved.path / "trainer.pt", weights_only=True)) == {"optimiser", "schedule", "random"}
 
 
@@ -127,12 +139,20 @@ def test_a_checkpoint_of_the_release_before_loads_and_keeps_its_settings_from_no
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
     trainer = Trainer(make_policy(), SECTION)
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 3), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path, CheckpointInfo(1, 3), trainer, Sources(ModelSection(path=str(model_path))), keep=1
+    )
     (saved.path / "state.json").write_text('{"step": 1, "version": 3}')
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.info == CheckpointInfo(1, 3, settings=None)
-    checkpoint.save(tmp_path, CheckpointInfo(2, 4, {"learner.steps": "9"}), trainer, str(model_path), keep=1)
+    checkpoint.save(
+        tmp_path,
+        CheckpointInfo(2, 4, {"learner.steps": "9"}),
+        trainer,
+        Sources(ModelSection(path=str(model_path))),
+        keep=1,
+    )
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.info.settings == {"learner.steps": "9"}
@@ -143,7 +163,7 @@ def test_a_resumed_optimiser_has_the_run_file_s_settings(
 ) -> None:
     before = Trainer(make_policy(), SECTION)
     _train(before, range(2))
-    saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, str(model_path), keep=1)
+    saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, Sources(ModelSection(path=str(model_path))), keep=1)
     changed = LearnerSection(learning_rate=4e-3, warmup_steps=5, weight_decay=0.2, betas=(0.8, 0.9))
     resumed = Trainer(make_policy(), changed)
     checkpoint.restore(saved, resumed)

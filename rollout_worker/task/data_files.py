@@ -47,9 +47,11 @@ def load(name: str, split: str | None, config: str | None, folder: Path | None) 
         raise
     except Exception as error:  # of many types, by what is missing or broken
         first = (str(error).strip().splitlines() or ["it does not say why"])[0]
+        remedy = "mend it, or say with dataset_config and dataset_split which part of it"
+        if isinstance(error, ConnectionError):
+            remedy = "give the path of a copy, or start where the hub can be reached"
         raise ConfigError(
-            f"Task(dataset={name!r}) cannot be loaded: {type(error).__name__}: {first:.400}; mend it, or say with "
-            f"dataset_config and dataset_split which part of it"
+            f"Task(dataset={name!r}) cannot be loaded: {type(error).__name__}: {first:.400}; {remedy}"
         ) from error
 
 
@@ -148,7 +150,7 @@ def _refuse_a_path(name: str, places: list[Path]) -> None:
     what = "no file matches it" if glob.has_magic(name) else "there is no such file or folder"
     beside = sorted({file.name for parent in parents if parent.is_dir() for file in parent.iterdir()})
     data = [file for file in beside if _kind(Path(file)) in _LOADERS]
-    near = get_close_matches(Path(name).name, beside, n=_MOST_NAMED) or data
+    near = get_close_matches(Path(name).name, beside, n=_MOST_NAMED, cutoff=0.5) or data
     there = f"; there is {', '.join(near[:_MOST_NAMED])}" if near else ""
     looked = " and ".join(dict.fromkeys(str(parent.absolute()) for parent in parents))
     raise ConfigError(f"Task(dataset={name!r}): {what} in {looked}{there}")

@@ -91,7 +91,7 @@ def _iteration(source: Iterable[Any], epoch: int) -> Iterator[Any]:
 
 
 def _is_table(source: Any) -> bool:
-    return hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, str)
+    return hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, str | type)
 
 
 def _is_of_datasets(source: Any) -> bool:

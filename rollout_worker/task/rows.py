@@ -106,8 +106,10 @@ class Stream:
                 place = self.place_of(index, seed, shuffle)
                 try:
                     return Row(place.epoch, place.number, self._read(place))
-                except _Ended:  # the size is known now: the index is a later epoch's
-                    continue
+                except _Ended:
+                    if self.size is None:
+                        raise ValueError("the data set gives no row at all") from None
+                    # The size is known now: the index is a later epoch's.
 
     def sample(self, most: int) -> Iterator[tuple[int, Any]]:
         for number in range(most):
@@ -142,11 +144,9 @@ class Stream:
         except StopIteration:
             self._iterator = None
             epoch, count = self._next
-            if self.size is None and count:
-                self.size = count
-                raise _Ended from None
             if self.size is None:
-                raise ValueError("the data set gives no row at all") from None
+                self.size = count or None
+                raise _Ended from None
             raise ValueError(
                 f"the data set gave {self.size} rows in its first epoch and {count} in epoch {epoch}: each iteration "
                 f"must give as many"

@@ -34,6 +34,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest ch
 
 RUN = ("run.name", "run.dir")
 QUEUE = ("queue.host", "queue.port", "queue.token")
+MODEL = ("model.path", "model.tokenizer", "model.revision", "model.trust_remote_code")
 EVERYTHING: tuple[Need, ...] = ("task", "model")
 # Stand for the settings that have no default while there is no run file.
 TO_BE_SET = {("model", "path"): "model", ("task", "path"): "task.py:task"}
@@ -101,7 +102,7 @@ def queue(context: typer.Context, run_file: RunFilePath) -> None:
     serve(load(run_file, context.args))
 
 
-@app.command(**reading("task", "worker", "rollout", "chat", "model.path", "vllm.max_model_len", "run.seed", *QUEUE))
+@app.command(**reading("task", "worker", "rollout", "chat", *MODEL, "vllm.max_model_len", "run.seed", *QUEUE))
 def worker(
     context: typer.Context,
     run_file: RunFilePath,
@@ -115,7 +116,7 @@ def worker(
 
 
 @app.command(
-    **reading("run", "model", "learner", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
+    **reading("run", "model", "task", "learner", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
 )
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
@@ -124,13 +125,16 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     from learner.trainer import DivergedError
     from weight_sync.publisher import PublishError
 
+    config = load(run_file, context.args, needs=["model"])
+    if config.learner.epochs is not None:
+        config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
     try:
-        run(load(run_file, context.args, needs=["model"]), queue, resume)
+        run(config, queue, resume)
     except (DivergedError, PublishError) as error:
         raise RunFailed(str(error)) from error
 
 
-@app.command(**reading("vllm", "model.path", "model.dtype", "weight_sync.transport", "run.seed", *QUEUE))
+@app.command(**reading("vllm", *MODEL, "model.dtype", "weight_sync.transport", "run.seed", *QUEUE))
 def vllm(
     context: typer.Context,
     run_file: RunFilePath,
@@ -215,7 +219,8 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
 
 @app.command(**reading(), hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
-    """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read."""
+    """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read; where
+    nothing is, the number of the data set's rows."""
     from deploy.preflight import check
 
     code = 0
@@ -223,13 +228,25 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
-            check(load(run_file, context.args, needs=EVERYTHING), resume)
+            rows = check(load(run_file, context.args, needs=EVERYTHING), resume)
+            answer.write("" if rows is None else str(rows))
         except ConfigError as error:
             answer.write(str(error))
             code = 2
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread that the task file started would keep the process from ending otherwise
+
+
+def _in_steps(config: RunConfig) -> RunConfig:
+    """With the steps of `learner.epochs`, for which the task is loaded."""
+    from deploy import epochs
+    from rollout_worker.task import load_task
+
+    rows = load_task(config.task).rows.size
+    counted = epochs.in_steps(config, rows)
+    typer.echo(epochs.told(config, rows or 0))
+    return counted
 
 
 def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:

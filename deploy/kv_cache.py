@@ -152,7 +152,11 @@ def _model(config: RunConfig) -> Model | None:
     from huggingface_hub import try_to_load_from_cache
 
     path = Path(config.model.path)
-    file = path / "config.json" if path.is_dir() else try_to_load_from_cache(config.model.path, "config.json")
+    file = (
+        path / "config.json"
+        if path.is_dir()
+        else try_to_load_from_cache(config.model.path, "config.json", revision=config.model.revision)
+    )
     if not isinstance(file, str | Path):
         return None
     try:

@@ -17,7 +17,7 @@ _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deep
 def check(config: RunConfig) -> None:
     """Raises `ConfigError`."""
     model = config.model
-    architecture = _architecture(model.path)
+    architecture = _architecture(model)
     if not config.vllm.servers and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         longest = longest_context(architecture)
         if longest is not None and config.vllm.max_model_len > longest:
@@ -26,7 +26,7 @@ def check(config: RunConfig) -> None:
                 f"refuse to start; lower it to at most {longest}"
             )
     if model.attention != ModelSection.model_fields["attention"].default:
-        _check_attention(architecture, model.attention)
+        _check_attention(architecture, model)
 
 
 def context_of(path: str) -> int | None:
@@ -48,28 +48,37 @@ def longest_context(architecture: Any) -> int | None:
     return max(int(length), getattr(text, "model_max_length", None) or 0)
 
 
-def _architecture(path: str) -> Any:
+def _architecture(model: ModelSection) -> Any:
     from transformers import AutoConfig
 
+    path = model.path
     if Path(path).is_absolute() and not Path(path, "config.json").is_file():
         lack = "the folder holds no config.json" if Path(path).is_dir() else "there is no such folder"
         raise ConfigError(f"model.path = {path}: {lack}; give an existing model folder or a hub name")
     try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(
+            path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model.path = {path}: not a model that can be loaded: {first}; give an existing model folder or a hub name"
-        ) from None
+        revision = f", model.revision = {model.revision}" if model.revision else ""
+        remedy = "give an existing model folder or a hub name"
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            remedy = "read that code, and if you trust it set model.trust_remote_code = true"
+        elif model.revision:
+            remedy += ", and a branch, tag or commit that it has"
+        raise ConfigError(f"model.path = {path}{revision}: not a model that can be loaded: {first}; {remedy}") from None
 
 
-def _check_attention(architecture: Any, attention: str) -> None:
+def _check_attention(architecture: Any, model: ModelSection) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):  # the class checks it, and no weight is made
-            AutoModelForCausalLM.from_config(architecture, attn_implementation=attention)
+            AutoModelForCausalLM.from_config(
+                architecture, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
+            )
     except (ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.attention = {attention}: the model cannot use it: {first}") from None
+        raise ConfigError(f"model.attention = {model.attention}: the model cannot use it: {first}") from None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 
-from deploy import extras, kv_cache, model_check, run_directory, server_check
+from deploy import epochs, extras, kv_cache, model_check, run_directory, server_check
 from deploy.ports import check_port
 from deploy.vllm_server import on_cpu
 from protocol.config import RunConfig
 
 
-def check(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError` for what would stop the run later: packages, run directory, ports, servers, task, model."""
+def check(config: RunConfig, resume: bool) -> int | None:
+    """Raises `ConfigError` for what would stop the run later: packages, run directory, ports, servers, task, model.
+
+    Returns the rows of the data set; None where their number is not known.
+    """
     extras.require("slipstream up", extras.LEARNER if config.vllm.servers else extras.LEARNER + extras.VLLM)
     run_directory.check(config, resume)
     run_file = config.run_dir.absolute() / run_directory.RUN_FILE
@@ -30,7 +33,10 @@ def check(config: RunConfig, resume: bool) -> None:
     # The task first: it is what people write themselves.
     task = load_task(config.task)
     build_rewards(config, task.rewards, task.reward_weights)
+    rows = task.rows.size
+    epochs.in_steps(config, rows)
     model_check.check(config)
     if not config.vllm.servers and on_cpu():
         kv_cache.check(config)
     task_check.check(config, task)
+    return rows

@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from deploy import epochs
 from deploy.children import Child, Children, describe_end
 from deploy.programs import Program, preflight_program, programs
 from deploy.restart import WRONG_SETTING, Again, Done, Over, RestartPolicy
@@ -51,15 +52,18 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
 
     async def work(children: Children, terminal: Terminal) -> None:
         check_unused(config)
-        await _check(config, resume, children, terminal)
+        rows = await _check(config, resume, children, terminal)
+        counted = epochs.in_steps(config, rows)
         with held_alone(config):
             if not resume and (aside := clear(config)):
                 terminal.say(f"an earlier start made no step; what it left is in {aside}")
-            run_file = write_resolved(with_cache_size(config)).absolute()
+            run_file = write_resolved(with_cache_size(counted)).absolute()
             terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
+            if rows is not None and config.learner.epochs is not None:
+                terminal.say(epochs.told(config, rows))
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
-            keeper = Keeper(config, children, policy, run_file.parent / "logs", terminal)
-            await keeper.keep(programs(config, run_file, resume))
+            keeper = Keeper(counted, children, policy, run_file.parent / "logs", terminal)
+            await keeper.keep(programs(counted, run_file, resume))
 
     under_signals(work, config.deploy.grace_s)
 
@@ -128,19 +132,20 @@ def _handlers(
                 signal.signal(number, before[number])
 
 
-async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> None:
+async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> int | None:
     """Run the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
-    do not belong here. Raises `ConfigError`."""
+    do not belong here. Returns the rows of the data set, None where they cannot be counted. Raises `ConfigError`."""
     with _scratch_file(resolved(config)) as run_file:
         child = children.start(preflight_program(config, run_file, resume), run_file.parent)
         with terminal.waiting_for("the check of run file, task and model"):
             code = await child.wait()
-        fault = "\n".join(child.tail())
+        answer = "\n".join(child.tail())
         await children.end([child])
-    if code == WRONG_SETTING and fault:
-        raise ConfigError(fault)
+    if code == WRONG_SETTING and answer:
+        raise ConfigError(answer)
     if code:
         raise RunFailed(describe_end("the check before the start", code), code)
+    return int(answer) if answer.isdigit() else None
 
 
 @contextlib.contextmanager

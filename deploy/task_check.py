@@ -1,31 +1,44 @@
-"""What is checked of the task before a run starts: its prompts become tokens, and leave room for an answer."""
+"""What is checked of the task before a run starts: its rows are alike, and their prompts become tokens and leave room
+for an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.task.columns import check_rows
 from rollout_worker.task.task import Task
 from rollout_worker.task.tools import ToolBox
 
-# Rows whose prompts are tried, spread over the data set.
+# Rows whose prompts are tried, spread over the data set; of a stream the first ones.
 SAMPLE = 64
 
 
 def check(config: RunConfig, task: Task) -> None:
-    """Raises `ConfigError` if the first prompt becomes no tokens, or if all that are tried are too long.
+    """Raises `ConfigError` if rows differ in their columns, if the first prompt becomes no tokens, or if all that are
+    tried are too long.
 
     If some are too long, or cannot be read, that is told.
     """
+    rows = task.rows
+    found = check_rows(rows)
+    if found.unusable:
+        number, why = next(iter(found.unusable.items()))
+        _warn(
+            f"{len(found.unusable)} of {found.looked_at} rows that were looked at cannot be used, and will be dropped; "
+            f"row {number}: {why:.200}"
+        )
+    if rows.size is None and config.task.shuffle:
+        _warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
     chat = build_chat_format(config, ToolBox(task.tools, config.worker.tool_timeout_s).schemas)
-    rows = len(task.dataset)
-    chosen = sorted({number * (rows - 1) // max(1, SAMPLE - 1) for number in range(SAMPLE)})
-    lengths = [_first(config, chat, task), *(length for row in chosen[1:] if (length := _tokens(chat, task, row)))]
-    if unreadable := len(chosen) - len(lengths):
-        _warn(f"{unreadable} of {len(chosen)} rows that were tried cannot be read or rendered, and will be dropped")
+    first, *others = [row for number, row in rows.sample(SAMPLE) if number not in found.unusable]
+    lengths = [_first(config, chat, first), *(length for row in others if (length := _tokens(chat, row)))]
+    if unreadable := 1 + len(others) - len(lengths):
+        _warn(f"{unreadable} of {1 + len(others)} prompts that were tried cannot be rendered, and will be dropped")
     limit, turn = config.vllm.max_model_len, config.rollout.max_turn_tokens
     too_long = sum(length >= limit for length in lengths)
     cramped = sum(length + turn > limit for length in lengths)
@@ -42,17 +55,17 @@ def check(config: RunConfig, task: Task) -> None:
         )
 
 
-def _tokens(chat: ChatFormat, task: Task, row: int) -> int | None:
+def _tokens(chat: ChatFormat, row: Any) -> int | None:
     """The length of a row's prompt; None if it cannot be read or rendered."""
     try:
-        return len(asyncio.run(chat.prompt_ids(task.dataset[row]["prompt"])))
+        return len(asyncio.run(chat.prompt_ids(row["prompt"])))
     except Exception:  # the data set is the user's
         return None
 
 
-def _first(config: RunConfig, chat: ChatFormat, task: Task) -> int:
+def _first(config: RunConfig, chat: ChatFormat, row: Any) -> int:
     try:
-        return len(asyncio.run(chat.prompt_ids(task.dataset[0]["prompt"])))
+        return len(asyncio.run(chat.prompt_ids(row["prompt"])))
     except PromptError as error:
         remedy = "mend that row, or the template"
         if "chat_template" in str(error):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deploy import extras, kv_cache
 from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, RunConfig
+from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME
 
@@ -34,7 +34,8 @@ def command(config: RunConfig, index: int) -> list[str]:
     """The command line of the server number `index`. `vllm.args` stand last, so that they override ours."""
     vllm = config.vllm
     flags = [
-        *("--model", str(Path(config.model.path).resolve()) if Path(config.model.path).exists() else config.model.path),
+        *("--model", _resolved(config.model.path)),
+        *_model_flags(config.model),
         *("--served-model-name", SERVED_MODEL_NAME),
         *("--host", vllm.host),
         *("--port", str(vllm.port + index)),
@@ -61,12 +62,30 @@ def command(config: RunConfig, index: int) -> list[str]:
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
 
 
+def _model_flags(model: ModelSection) -> list[str]:
+    flags = []
+    if model.revision:
+        flags += ["--revision", model.revision]
+    if model.trust_remote_code:
+        flags.append("--trust-remote-code")
+    if model.tokenizer is not None:
+        # Left alone, vLLM takes the model's revision for its tokenizer too (vllm 0.32, `ModelConfig`).
+        flags += ["--tokenizer", _resolved(model.tokenizer), "--tokenizer-revision", "main"]
+    return flags
+
+
+def _resolved(path: str) -> str:
+    """A local folder's absolute path; a hub name as it is."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
 def environment(config: RunConfig) -> dict[str, str]:
     """The server's environment: this process's, the RL routes switched on, and what the CPU build needs."""
+    model = config.model
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if Path(config.model.path).exists():
+    if all(Path(path).exists() for path in (model.path, model.tokenizer_path)) and not model.trust_remote_code:
         wanted |= {"HF_HUB_OFFLINE": "1"}
     token = {"SLIPSTREAM_TOKEN": config.token} if config.token else {}
     return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}

@@ -22,16 +22,20 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from learner.trainer import Trainer
+from protocol.config import ModelSection
 
-TOKENIZER_FILES = [
+TOKENIZER_FILES = (
     "tokenizer*",
+    "tokenization*",  # code of a tokenizer's own
+    "*.model",
     "chat_template*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
-    "generation_config.json",
-]
+)
+GENERATION_FILES = ("generation_config.json",)
+CHAT_TEMPLATE = "chat_template.jinja"
 
 
 class CheckpointInfo(msgspec.Struct):
@@ -41,6 +45,15 @@ class CheckpointInfo(msgspec.Struct):
     step: int
     version: int
     settings: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a server finds what is beside the weights: the tokenizer that the run uses, and the file, if any, that
+    stands in for its chat template."""
+
+    model: ModelSection
+    chat_template: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ def latest(run_dir: Path) -> Checkpoint | None:
     return Checkpoint(found[-1], info)
 
 
-def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, source_model: str, keep: int) -> Checkpoint:
+def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, sources: Sources, keep: int) -> Checkpoint:
     """Write a checkpoint, durable when this returns, and delete all but the newest `keep`.
 
     It is written aside, flushed to disk and then renamed: a crash leaves no half-written one behind. Raises `OSError`.
@@ -77,7 +90,7 @@ def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, source_model: st
     unfinished.mkdir(parents=True)
     try:
         trainer.policy.model.save_pretrained(unfinished / "model")
-        _copy_tokenizer(source_model, unfinished / "model")
+        _copy_sources(sources, unfinished / "model")
         torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
     except (SafetensorError, RuntimeError) as error:  # how these two tell of a full disk
         raise OSError(f"{unfinished} cannot be written: {error}") from error
@@ -117,13 +130,23 @@ def _complete(run_dir: Path) -> list[Path]:
     )
 
 
-def _copy_tokenizer(source: str, target: Path) -> None:
+def _copy_sources(sources: Sources, target: Path) -> None:
     """Copy what a server needs beside the weights, so that the checkpoint can be served as it is."""
-    origin = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=TOKENIZER_FILES))
-    for pattern in TOKENIZER_FILES:
-        for path in origin.glob(pattern):
-            if path.is_file() and not (target / path.name).exists():
-                shutil.copyfile(path, target / path.name)
+    model = sources.model
+    if sources.chat_template is not None:
+        shutil.copyfile(sources.chat_template, target / CHAT_TEMPLATE)
+    _copy(model.tokenizer_path, model.tokenizer_revision, TOKENIZER_FILES, target)
+    _copy(model.path, model.revision, GENERATION_FILES, target)
+
+
+def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: Path) -> None:
+    """Copy the files of a model folder or hub name; what is there already stays."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        if path.is_file() and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
 
 
 def _random_state() -> dict[str, Any]:

@@ -52,6 +52,11 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             f"WORLD_SIZE = {ranks}: the learner trains on one rank only; start it with accelerate launch "
             f"--num_processes 1, or with: slipstream learner run.toml"
         )
+    if config.learner.epochs is not None:
+        raise ConfigError(
+            f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "
+            f"its rows; start it with: slipstream learner run.toml, or give learner.steps"
+        )
     # The progress bar of each checkpoint would run through the live line.
     transformers_logging.disable_progress_bar()
     url = queue_url or config.queue.url
@@ -259,7 +264,8 @@ class Loop:
         config = self._config
         info = CheckpointInfo(self._position.step, self._position.version, start.settings(config))
         keep = config.learner.keep_checkpoints
-        checkpoints.save(config.run_dir, info, self._trainer, config.model.path, keep)
+        sources = checkpoints.Sources(config.model, config.chat.template)
+        checkpoints.save(config.run_dir, info, self._trainer, sources, keep)
         self._checkpointed, self._checkpoint_s = info.step, time.monotonic() - began
         return info
 

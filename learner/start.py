@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from learner import checkpoint as checkpoints
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
 from protocol import fingerprint
-from protocol.config import ConfigError, RunConfig
+from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import BeginSession, RunPosition
 
 # Set by who starts a learner for somebody: the command that this person typed.
@@ -72,18 +72,25 @@ def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, voca
     done = checkpoint.info if checkpoint else CheckpointInfo(step=0, version=0)
     # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
     version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
-    expected = fingerprint.of(config, _tokenizer(config.model.path))
+    expected = fingerprint.of(config, _tokenizer(config.model))
     return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary)
 
 
-def _tokenizer(path: str) -> Any:
+def _tokenizer(model: ModelSection) -> Any:
     """As the workers load it, so that the same files have the same fingerprint."""
+    path, revision = model.tokenizer_path, model.tokenizer_revision
     try:
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(path, revision=revision or "main")
+        except Exception:
+            if not model.trust_remote_code:
+                raise
+            return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=True)
     except Exception as error:  # of many types, by what is missing or broken
         first = str(error).strip().partition("\n")[0]
+        setting = "model.path" if model.tokenizer is None else "model.tokenizer"
         raise ConfigError(
-            f"model.path = {path}: no tokenizer can be loaded from it ({type(error).__name__}: {first}); save the "
+            f"{setting} = {path}: no tokenizer can be loaded from it ({type(error).__name__}: {first}); save the "
             f"tokenizer there with tokenizer.save_pretrained"
         ) from error
 

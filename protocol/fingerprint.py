@@ -42,6 +42,7 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
         rollout={
             **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),
+            "task.shuffle": str(config.task.shuffle),
         },
     )
 

@@ -84,8 +84,10 @@ class Broker:
         """Load the store, watch over deadlines, and close the store at the end."""
         try:
             contents = await self.call(self.store.load)
-            if contents.run.finished and contents.run.step < self.config.learner.steps:
-                # It is to be resumed with more steps: a worker that is up before the learner must not end.
+            learner = self.config.learner
+            if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
+                # It may be resumed with more steps (how many, epochs do not say without the data set): a worker that
+                # is up before the learner must not end.
                 contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
             self.fleet = Fleet(contents.servers)

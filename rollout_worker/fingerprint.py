@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from protocol.config import RunConfig
 from protocol.messages import Fingerprint
 from rollout_worker import user_code
 from rollout_worker.task import Task
+from rollout_worker.task.rows import Rows
 
 logger = logging.getLogger(__name__)
 
-# Rows compared: the first, the last, and others spread between them.
-_INTERVALS = 32
+# Rows compared: the first, the last, and others spread between them; of a stream the first ones.
+_ROWS = 33
 _TIMEOUT_S = 60.0
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 
@@ -36,18 +37,19 @@ async def fingerprint_of(
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     data = None
     try:
-        data = await code.call(_digest_of_rows, str, timeout_s, dataset=task.dataset)
+        data = await code.call(_digest_of_rows, str, timeout_s, rows=task.rows)
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]
-        shared, rows=len(task.dataset), data=data, task=_digest_of_text(config.task.file)
+        shared, rows=task.rows.size, data=data, task=_digest_of_text(config.task.file)
     )
 
 
-def _digest_of_rows(dataset: Sequence[Mapping[str, Any]]) -> str:
-    last = len(dataset) - 1
-    places = sorted({round(number * last / _INTERVALS) for number in range(_INTERVALS + 1)})
-    return fingerprint.digest([_plain(dataset[place]) for place in places])
+def _digest_of_rows(rows: Rows) -> str:
+    sample = [row for _, row in rows.sample(_ROWS)]
+    if failed := next((row for row in sample if isinstance(row, BaseException)), None):
+        raise failed
+    return fingerprint.digest([_plain(row) for row in sample])
 
 
 def _digest_of_text(file: Path) -> str | None:

@@ -52,6 +52,7 @@ class GroupRunner:
     counters: WorkerReport
     troubles: Troubles
     keep_messages: bool
+    shuffle: bool = True
     wall_clock: Callable[[], float] = time.time
 
     async def run(self, ticket: Ticket) -> Group:
@@ -87,12 +88,12 @@ class GroupRunner:
 
     def _row(self, ticket: Ticket) -> Row:
         try:
-            row = self.task.row_for(ticket.index, ticket.seed)
+            row = self.task.row_for(ticket.index, ticket.seed, self.shuffle)
             if not row.columns["prompt"]:
                 raise ValueError("its prompt is empty")
             return row
         except Exception as error:  # the data set is the user's
-            _, number = self.task.place_of(ticket.index, ticket.seed)
+            _, number = self.task.place_of(ticket.index, ticket.seed, self.shuffle)
             failure = user_code.failure_of(error, self.task_file)
             detail = f"row {number} of the data set: {failure}"
             self.troubles.add("row", failure.kind, detail, failure.where)

@@ -117,6 +117,7 @@ class Worker:
             counters=self.counters,
             troubles=self._troubles,
             keep_messages=config.worker.keep_messages,
+            shuffle=config.task.shuffle,
         )
         self._running: dict[str, asyncio.Task[None]] = {}
         self._failed_in_a_row = 0

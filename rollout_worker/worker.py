@@ -30,6 +30,7 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     Raises `ConfigError` and `QueueError`.
     """
     task = load_task(config.task)
+    _ = task.rows  # whatever is wrong with the data set ends the worker here
     own_name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -102,14 +102,21 @@ class Policy(torch.nn.Module):
 
 
 def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
-    """The policy with the weights at `path`; raises `ConfigError` if this learner cannot train the model."""
+    """The policy with the weights at `path`, the model's own or a checkpoint's; raises `ConfigError` if this learner
+    cannot train the model."""
+    revision = model.revision if path == model.path else None
     try:
         network = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, model.dtype), attn_implementation=model.attention
+            path,
+            dtype=getattr(torch, model.dtype),
+            attn_implementation=model.attention,
+            revision=revision or "main",
+            trust_remote_code=model.trust_remote_code,
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"model.path = {path}, model.attention = {model.attention}: the model cannot be loaded: {error}"
+            f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "
+            f"model.trust_remote_code = {model.trust_remote_code}: the model cannot be loaded: {error}"
         ) from error
     layer_types = getattr(network.config, "layer_types", None) or []
     unknown = sorted(set(layer_types) - set(ATTENTION_LAYERS))

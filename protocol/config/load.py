@@ -1,8 +1,8 @@
 """The run file: one TOML file, read with its overrides into a `RunConfig` (its settings stand in `schema`).
 
 Paths: `run.dir` is taken from the working directory; `task.path` and `model.path` from the folder of the run
-file. Any field may be given as `--section.key value` on every command; such paths are taken from the working
-directory. A loaded run file holds the task's and a local model's path as absolute ones.
+file, and so is `model.tokenizer`. Any field may be given as `--section.key value` on every command; such paths are
+taken from the working directory. A loaded run file holds the task's and a local model's path as absolute ones.
 
 Whether task and model are there is checked only where a process needs them: a queue starts without either.
 """
@@ -24,6 +24,8 @@ from protocol.config.schema import RunConfig
 Need = Literal["task", "tokenizer", "model"]
 
 OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
+# Of [learner], one of which is given: an override takes the place of the run file's other one.
+_WHEN_IT_ENDS = ("steps", "epochs")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -55,6 +57,9 @@ def resolve(
         if not isinstance(values.setdefault(section, {}), dict):
             raise ConfigError(f"{path}: {section} must be a table, written [{section}]")
         values[section].update(table)
+        if given_one := [key for key in _WHEN_IT_ENDS if section == "learner" and key in table]:
+            for key in set(_WHEN_IT_ENDS) - {*given_one}:
+                values[section].pop(key, None)
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -72,6 +77,11 @@ def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
         faults.append(f"model.path = {model}: there is no such folder; give an existing model folder or a hub name")
     elif "model" in needs and model.is_absolute() and not (model / "config.json").is_file():
         faults.append(f"model.path = {model}: the folder holds no config.json; save a model there with save_pretrained")
+    tokenizer = Path(config.model.tokenizer or "")
+    if {"model", "tokenizer"} & {*needs} and tokenizer.is_absolute() and not tokenizer.is_dir():
+        faults.append(
+            f"model.tokenizer = {tokenizer}: there is no such folder; give the folder of a tokenizer or a hub name"
+        )
     if "task" in needs and not task.is_file():
         faults.append(f"task.path = {config.task.path}: there is no file {task}; write it as path/to/file.py:name")
     return faults
@@ -120,13 +130,13 @@ def _override(section: str, key: str, text: str) -> Any:
 
 
 def _anchor(values: dict[str, Any], folder: Path) -> None:
-    """Make the task's and a local model's path absolute, taken from `folder`; a hub name stays as it is."""
-    for section in ("task", "model"):
+    """Make the paths of task, local model and tokenizer absolute, taken from `folder`; a hub name stays as it is."""
+    for section, key in (("task", "path"), ("model", "path"), ("model", "tokenizer")):
         table = values.get(section)
-        if not isinstance(table, dict) or not isinstance(table.get("path"), str):
+        if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue
-        anchored = folder / Path(table["path"]).expanduser()
+        anchored = folder / Path(table[key]).expanduser()
         # "models/tiny" could be a hub name, but not where a folder "models" lies beside the run file.
         in_known_folder = anchored.parent != folder and anchored.parent.is_dir()
-        if section == "task" or not _HUB_NAME.fullmatch(table["path"]) or anchored.exists() or in_known_folder:
-            table["path"] = str(anchored.absolute())
+        if section == "task" or not _HUB_NAME.fullmatch(table[key]) or anchored.exists() or in_known_folder:
+            table[key] = str(anchored.absolute())

@@ -102,6 +102,11 @@ class RunConfig(Section):
                 f"replaced, and the run would stand still; lower weight_sync.every to at most "
                 f"{queue.max_staleness + 1}"
             )
+        if learner.epochs is not None and "steps" in learner.model_fields_set:
+            raise ValueError(
+                f"learner.steps = {learner.steps} and learner.epochs = {learner.epochs:g} both say when the run ends: "
+                f"leave one of them out"
+            )
         if learner.token_budget < self.vllm.max_model_len:
             raise ValueError(
                 f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = "

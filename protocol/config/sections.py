@@ -64,7 +64,7 @@ class ModelSection(Section):
     )
     tokenizer: str | None = setting(
         None,
-        description="folder or hub name of the tokenizer, if it is not the model's",
+        description="folder or hub name of the tokenizer, if it is not the model's; its newest revision",
         why="a model comes with its own",
     )
     revision: str | None = setting(
@@ -83,6 +83,16 @@ class ModelSection(Section):
         "that reads cu_seq_lens, such as flash_attention_2",
         why="needs no package and no GPU; on a GPU flash_attention_2 is faster",
     )
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the tokenizer is: a folder or a hub name."""
+        return self.tokenizer or self.path
+
+    @property
+    def tokenizer_revision(self) -> str | None:
+        """`revision`, where the tokenizer is the model's: another repository has its own."""
+        return self.revision if self.tokenizer is None else None
 
 
 class TaskSection(Section):
@@ -392,7 +402,7 @@ class LearnerSection(Section):
         None,
         gt=0,
         le=10**6,
-        description="passes over the data set, in place of steps: rows x epochs / groups_per_step steps",
+        description="passes over the data set, in place of steps: rows x epochs / groups_per_step steps, rounded up",
         why="steps are the same for any data set",
     )
     groups_per_step: Count = setting(

@@ -59,7 +59,9 @@ def to_toml(
         lines = [f"[{section}]"]
         for key, value in table:
             unset = (section, key) in to_be_set
-            setting = f"# {key} =" if unset or value is None else f"{key} = {_shown(key, value)}"
+            # Of learner.steps and learner.epochs one is given.
+            replaced = (section, key) == ("learner", "steps") and table.epochs is not None
+            setting = f"# {key} =" if unset or replaced or value is None else f"{key} = {_shown(key, value)}"
             description = str(type(table).model_fields[key].description)
             lines += _commented(setting, f"to be set: {description}" if unset else description)
         tables.append("\n".join(lines) + "\n")

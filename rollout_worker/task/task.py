@@ -4,51 +4,55 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from protocol.config import ConfigError, TaskSection
+from rollout_worker.task import columns
+from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
 from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.task.rewards.base import GIVEN
+from rollout_worker.task.rows import Place, Row, Rows
 from rollout_worker.task.tools import ToolBox
 
+__all__ = ["Row", "Task", "load_task"]
+
 _NOT_GIVEN: Sequence[Any] = ()
-
-
-class Row(NamedTuple):
-    """A row of the data set, the epoch that it is drawn in, and its place in the data set."""
-
-    epoch: int
-    number: int
-    columns: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Task:
     """What the policy is to learn.
 
-    dataset: rows with a `prompt` column (messages, or text) and whatever columns the rewards read; a list of
-    mappings, a `datasets.Dataset`, or any sequence of mappings. tools: sync or async functions with type hints
-    and a Google-style docstring. rewards: `f(completions, prompts, completion_ids, **columns)` giving one float or
-    None per rollout, sync or async, or the name of a classifier that `task.reward_servers` has a server for; one or
-    several. reward_weights: one per reward, 1 by default. environment_factory and eval_dataset are refused until they
-    are supported. TRL's names may be used in place of ours: train_dataset, reward_funcs. Raises `ConfigError`.
+    dataset: rows with a `prompt` column (messages, or text) and whatever columns the rewards read. A list of mappings,
+    a `datasets.Dataset`, any sequence of mappings; an iterable that can be iterated again and again, such as a
+    `datasets.IterableDataset`, or a function that makes one; a file (.jsonl, .json, .csv, .parquet, .arrow, each also
+    with .gz), folder or glob, from the task file's folder or else the working directory; a name on the hub.
+    dataset_split, dataset_config: which part of a file, folder or hub's data set; the split is train. Files, the hub
+    and iterables are read when `rows` is used first, which a task file's import does not.
+
+    tools: sync or async functions with type hints and a Google-style docstring. rewards: `f(completions, prompts,
+    completion_ids, **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
+    `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
+    environment_factory and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
+    train_dataset, reward_funcs. Raises `ConfigError`.
     """
 
-    dataset: Sequence[Mapping[str, Any]] = _NOT_GIVEN
+    dataset: DataSource = _NOT_GIVEN
     rewards: Sequence[Callable[..., Any] | str] = _NOT_GIVEN
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Callable[..., Any] | None = None
     reward_weights: Sequence[float] | None = None
-    eval_dataset: Sequence[Mapping[str, Any]] | None = None
-    train_dataset: InitVar[Sequence[Mapping[str, Any]] | None] = None
+    eval_dataset: DataSource | None = None
+    dataset_split: str | None = None
+    dataset_config: str | None = None
+    train_dataset: InitVar[DataSource | None] = None
     reward_funcs: InitVar[Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None] = None
+    # Of the task file; `load_task` sets it.
+    folder: Path | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self, train_dataset: Any, reward_funcs: Any) -> None:
         self._take("dataset", "train_dataset", train_dataset)
@@ -60,9 +64,10 @@ class Task:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
         if self.eval_dataset is not None:
             raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
-        first = _first_row(self.dataset, bool(self.tools))
-        RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
+        RewardFunctions(self.rewards, self.reward_weights)
         ToolBox(self.tools)
+        if not is_lazy(self.dataset):
+            _ = self.rows
 
     def _take(self, name: str, trls: str, value: Any) -> None:
         """A value that was given by TRL's name."""
@@ -72,15 +77,25 @@ class Task:
             raise ConfigError(f"Task({name}=..., {trls}=...): these are two names of the same; give one of them")
         object.__setattr__(self, name, value)
 
-    def row_for(self, index: int, seed: int) -> Row:
-        """The row of a ticket's running `index`: reshuffled every epoch, the same on every worker."""
-        epoch, number = self.place_of(index, seed)
-        return Row(epoch, number, self.dataset[number])
+    @cached_property
+    def rows(self) -> Rows:
+        """The data set's rows, loaded when they are asked for first. Raises `ConfigError`, also for a first row that
+        no run could use."""
+        rows = open_rows(self.dataset, self.dataset_split, self.dataset_config, self.folder)
+        first = next((row for _, row in rows.sample(1)), None)
+        if first is None:
+            raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
+        columns.check_first(first, bool(self.tools))
+        RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
+        return rows
 
-    def place_of(self, index: int, seed: int) -> tuple[int, int]:
+    def row_for(self, index: int, seed: int, shuffle: bool = True) -> Row:
+        """The row of a ticket's running `index`, the same on every worker; `shuffle`: a new order for each epoch."""
+        return self.rows.row_for(index, seed, shuffle)
+
+    def place_of(self, index: int, seed: int, shuffle: bool = True) -> Place:
         """The epoch of a ticket's running `index`, and the row's place in the data set."""
-        epoch, position = divmod(index, len(self.dataset))
-        return epoch, int(_permutation(len(self.dataset), seed, epoch)[position])
+        return self.rows.place_of(index, seed, shuffle)
 
 
 def load_task(task_file: TaskSection) -> Task:
@@ -100,6 +115,7 @@ def load_task(task_file: TaskSection) -> Task:
             f"task.path = {task_file.path}: {task_file.object_name} is a {type(task).__name__}, not a Task; "
             f"write {task_file.object_name} = slipstream.Task(dataset=..., rewards=[...])"
         )
+    object.__setattr__(task, "folder", task_file.file.resolve().parent)
     return task
 
 
@@ -122,39 +138,3 @@ def _import(task_file: TaskSection) -> ModuleType:
             f"run it with python to see where"
         ) from error
     return module
-
-
-def _first_row(dataset: Sequence[Mapping[str, Any]], has_tools: bool) -> Mapping[str, Any]:
-    """The data set's first row, checked."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(
-            f"Task(dataset=...) is a {type(dataset).__name__}; give a sequence of rows, such as a list of dicts"
-        )
-    if len(dataset) == 0:
-        raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
-    row = dataset[0]
-    if not isinstance(row, Mapping) or "prompt" not in row:
-        columns = sorted(row) if isinstance(row, Mapping) else type(row).__name__
-        raise ConfigError(f"Task(dataset=...): the first row has no 'prompt' column, it has {columns}; add one")
-    if taken := [name for name in GIVEN if name in row]:
-        raise ConfigError(
-            f"Task(dataset=...): the column {taken[0]!r} is a name that reward functions already get; rename it"
-        )
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        if has_tools:
-            raise ConfigError(
-                "Task(tools=...): the prompts are text, and tools need a conversation; make each prompt a list of "
-                "messages: [{'role': 'user', 'content': ...}]"
-            )
-    elif not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
-        raise ConfigError(
-            f"Task(dataset=...): the first prompt is a {type(prompt).__name__}; give text or a list of messages"
-        )
-    return row
-
-
-@lru_cache(maxsize=4)
-def _permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of one epoch, int64 [rows]. PCG64 gives the same on every machine."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)

@@ -12,6 +12,7 @@ from protocol.config import ConfigError, load
 from rollout_worker import user_code
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ToolCall
+from rollout_worker.task import columns
 from rollout_worker.task.rewards import RewardBatch, RewardFunctions
 from rollout_worker.task.task import Task, load_task
 from rollout_worker.task.tools import ToolBox
@@ -32,6 +33,7 @@ def test_the_run_file_loads_and_its_model_can_talk_to_the_tools(folder: Path, ta
     config = load(folder / "run.toml", needs=("task", "model"))
     assert (config.run.name, config.model.path) == ("my-shop", str(model_folder))
     assert config.worker.keep_messages
+    assert config.chat.system_prompt is not None
     build_chat_format(config, ToolBox(task.tools).schemas)
 
 
@@ -45,24 +47,25 @@ async def test_a_sync_and_an_async_tool_answer(task: Task) -> None:
 
 
 async def test_two_rewards_tell_a_right_answer_and_a_short_one(task: Task) -> None:
-    row = task.dataset[0]
+    row = task.row_for(0, seed=0).columns
     said = [str(row["answer"]), f"That is {row['answer']} cents.", "I do not know", ""]
     completions = [[{"role": "assistant", "content": text}] for text in said]
-    columns = {name: value for name, value in row.items() if name != "prompt"}
+    others = {name: value for name, value in row.items() if name != "prompt"}
     functions = RewardFunctions(task.rewards, task.reward_weights)
-    scores = await functions.score(RewardBatch(row["prompt"], completions, [[]] * 4, columns))
+    scores = await functions.score(RewardBatch(row["prompt"], completions, [[]] * 4, others))
     assert [score.components["correct"] for score in scores] == [1.0, 1.0, 0.0, 0.0]
     rewards = [score.reward or 0.0 for score in scores]
     assert rewards[0] > rewards[1] > 1.0 > rewards[2]
 
 
 async def test_the_data_are_right(task: Task) -> None:
-    """Each row is an order of items that have a price, and its answer their sum; each begins with the system prompt."""
+    """Each row is an order of items that have a price, and its answer their sum."""
     price, total = task.tools
-    assert len(task.dataset) >= 20
-    for row in task.dataset:
-        system, user = row["prompt"]
-        assert (system["role"], user["role"]) == ("system", "user")
+    assert (task.rows.size or 0) >= 20
+    assert columns.check_rows(task.rows).unusable == {}
+    for _, row in task.rows.sample(1000):
+        (user,) = row["prompt"]
+        assert user["role"] == "user"
         order = re.findall(r"(\d+) ([a-z]+?)s?\b", user["content"])
         prices = [await user_code.UserCode().call(price, int, 5.0, item=item) for _, item in order]
         assert total([int(count) for count, _ in order], prices) == row["answer"]

@@ -64,6 +64,35 @@ def test_a_context_above_the_models_is_refused_unless_vllm_was_told_to_allow_it(
     model_check.check(load(run_file, overrides))
 
 
+REMOTE = "from transformers import PretrainedConfig\n\n\nclass Odd(PretrainedConfig):\n    model_type = 'odd'\n"
+
+
+def test_a_model_with_code_of_its_own_is_run_only_where_it_is_trusted(run_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "odd.py").write_text(REMOTE, encoding="utf-8")
+    facts = {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    settings = ["--model.path", str(folder)]
+    with pytest.raises(ConfigError, match=r"if you trust it set model.trust_remote_code = true$"):
+        model_check.check(load(run_file, settings))
+    with pytest.raises(ConfigError, match="is more than the model's 512"):
+        model_check.check(load(run_file, [*settings, "--model.trust_remote_code", "true"]))
+
+
+def test_a_revision_is_looked_up_and_named_where_there_is_none(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def from_pretrained(path: str, **options: Any) -> Any:
+        asked.append({"path": path, **options})
+        raise OSError("abc is not a valid git identifier")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(ConfigError, match=r"org/name, model.revision = abc: .*or commit that it has"):
+        model_check.check(load(run_file, ["--model.path", "org/name", "--model.revision", "abc"]))
+    assert asked == [{"path": "org/name", "revision": "abc", "trust_remote_code": False}]
+
+
 @pytest.mark.parametrize(("exists", "says"), [(False, "there is no such folder"), (True, "the folder holds no config")])
 def test_a_model_folder_that_is_not_there(run_file: Path, tmp_path: Path, exists: bool, says: str) -> None:
     config = load(run_file)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.config import load
 from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
 from tests.deploy.conftest import run_directory, save_checkpoint
 from tests.deploy.stage import ANSWERING, FAILS, LIMIT_S, STAYS, STUBBORN, WAITS_FOR_CHILDREN, Stage, until
@@ -320,6 +321,15 @@ def test_where_the_check_refuses_nothing_is_started(stage: Stage) -> None:
     assert (result.returncode, result.stderr, result.stdout) == (2, "no\nslipstream: queue.port = 1: no\n", "")
     assert not stage.calls()
     assert not stage.run_dir.exists()
+
+
+def test_epochs_are_told_and_handed_on_as_steps(stage: Stage) -> None:
+    stage.play(preflight="printf 640", learner=WAITS_FOR_CHILDREN.format(3))
+    result = stage.run("--learner.epochs", "2.0", "--learner.groups_per_step", "32")
+    assert result.returncode == 0, result.stderr
+    assert "learner.epochs = 2: 640 rows in steps of 32 groups are 40 steps" in result.stdout
+    resolved = load(stage.run_dir / "run.toml").learner
+    assert (resolved.steps, resolved.epochs) == (40, None)
 
 
 def test_where_the_check_crashes_nothing_is_started(stage: Stage) -> None:

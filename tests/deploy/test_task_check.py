@@ -41,7 +41,11 @@ def test_where_no_prompt_fits_the_start_is_refused(run_file: Path) -> None:
     [
         ([SHORT, LONG, LONG], [], "2 of 3 prompts that were tried do not fit and will be dropped: the longest has"),
         ([SHORT], ["--rollout.max_turn_tokens", "1020"], "1 of 1 prompts that were tried leave less than rollout.max_"),
-        ([SHORT, None, SHORT], [], "1 of 3 rows that were tried cannot be read or rendered"),
+        (
+            [SHORT, None, SHORT],
+            [],
+            "1 of 3 rows that were looked at cannot be used, and will be dropped; row 1: its prompt is None",
+        ),
     ],
 )
 def test_some_that_do_not_fit_are_told(

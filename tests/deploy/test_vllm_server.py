@@ -49,6 +49,39 @@ def test_a_hub_name_stays_as_it_is(run_file: Path, cpu: bool) -> None:
     assert value_of(vllm_server.command(config(run_file, "--model.path", "org/name"), 0), "--model") == "org/name"
 
 
+def test_tokenizer_revision_and_remote_code_are_passed_on(run_file: Path, cpu: bool) -> None:
+    plain = vllm_server.command(config(run_file, "--model.path", "org/name"), 0)
+    assert not {"--revision", "--trust-remote-code", "--tokenizer", "--tokenizer-revision"} & {*plain}
+    own = vllm_server.command(
+        config(run_file, "--model.path", "org/name", "--model.revision", "abc", "--model.trust_remote_code", "true"), 0
+    )
+    assert value_of(own, "--revision") == "abc"
+    assert "--trust-remote-code" in own
+    assert "--tokenizer" not in own, "the model's, at its revision"
+    hub = config(run_file, "--model.path", "org/name", "--model.revision", "abc", "--model.tokenizer", "org/other")
+    other = vllm_server.command(hub, 0)
+    assert (value_of(other, "--tokenizer"), value_of(other, "--tokenizer-revision")) == ("org/other", "main")
+    local = vllm_server.command(config(run_file, "--model.tokenizer", str(run_file.parent / "model")), 0)
+    assert Path(value_of(local, "--tokenizer")) == (run_file.parent / "model").resolve()
+
+
+def test_vllm_takes_these_flags(run_file: Path) -> None:
+    parser = pytest.importorskip("vllm.engine.arg_utils")
+    known = {name.replace("_", "-") for name in parser.EngineArgs.__dataclass_fields__}
+    assert {"revision", "trust-remote-code", "tokenizer", "tokenizer-revision"} <= known
+
+
+@pytest.mark.parametrize(
+    ("overrides", "offline"),
+    [([], True), (["--model.tokenizer", "org/name"], False), (["--model.trust_remote_code", "true"], False)],
+)
+def test_only_what_is_all_local_is_served_offline(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], offline: bool
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert ("HF_HUB_OFFLINE" in vllm_server.environment(config(run_file, *overrides))) == offline
+
+
 def test_the_users_arguments_stand_last_and_so_override_ours(run_file: Path, cpu: bool) -> None:
     command = vllm_server.command(config(run_file, "--vllm.args", '["--max-num-seqs", "1", "--swap space"]'), 0)
     assert command[-3:] == ["--max-num-seqs", "1", "--swap space"]

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from learner import checkpoint
-from learner.checkpoint import CheckpointInfo
+from learner.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
 from learner.trainer import DivergedError, Trainer
-from protocol.config import LearnerSection, ModelSection
+from protocol.config import ConfigError, LearnerSection, ModelSection
+from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.learner import sample
 
 SECTION = LearnerSection(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
@@ -36,7 +40,7 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     _train(whole, range(4))
     half = Trainer(make_policy(), SECTION)
     _train(half, range(2))
-    checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, str(model_path), keep=2)
+    checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, Sources(ModelSection(path=str(model_path))), keep=2)
 
     found = checkpoint.latest(tmp_path)
     assert found is not None
@@ -55,7 +59,9 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
     trainer = Trainer(make_policy(), SECTION)
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
+    )
     expected = draw()
     checkpoint.restore(saved, trainer)
     assert draw() == expected
@@ -67,7 +73,9 @@ def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
     trainer = Trainer(make_policy(), SECTION)
     assert checkpoint.latest(tmp_path) is None
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, CheckpointInfo(step, step + 5), trainer, str(model_path), keep=2)
+        checkpoint.save(
+            tmp_path, CheckpointInfo(step, step + 5), trainer, Sources(ModelSection(path=str(model_path))), keep=2
+        )
     (tmp_path / "checkpoints" / ".unfinished-step-000004").mkdir()
     (tmp_path / "checkpoints" / "step-000005").mkdir()
     found = checkpoint.latest(tmp_path)
@@ -79,7 +87,13 @@ def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
 def test_a_checkpoint_s_model_folder_can_be_served(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), Trainer(make_policy(), SECTION), str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path,
+        CheckpointInfo(1, 1),
+        Trainer(make_policy(), SECTION),
+        Sources(ModelSection(path=str(model_path))),
+        keep=1,
+    )
     names = {path.name for path in saved.model_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
 
@@ -89,7 +103,9 @@ def test_i8_nothing_in_it_needs_unpickling(
 ) -> None:
     trainer = Trainer(make_policy(), SECTION)
     _train(trainer, range(1))
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
+    )
     assert set(torch.load(saved.path / "trainer.pt", weights_only=True)) == {"optimiser", "schedule", "random"}
 
 
@@ -127,12 +143,20 @@ def test_a_checkpoint_of_the_release_before_loads_and_keeps_its_settings_from_no
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
     trainer = Trainer(make_policy(), SECTION)
-    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 3), trainer, str(model_path), keep=1)
+    saved = checkpoint.save(
+        tmp_path, CheckpointInfo(1, 3), trainer, Sources(ModelSection(path=str(model_path))), keep=1
+    )
     (saved.path / "state.json").write_text('{"step": 1, "version": 3}')
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.info == CheckpointInfo(1, 3, settings=None)
-    checkpoint.save(tmp_path, CheckpointInfo(2, 4, {"learner.steps": "9"}), trainer, str(model_path), keep=1)
+    checkpoint.save(
+        tmp_path,
+        CheckpointInfo(2, 4, {"learner.steps": "9"}),
+        trainer,
+        Sources(ModelSection(path=str(model_path))),
+        keep=1,
+    )
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.info.settings == {"learner.steps": "9"}
@@ -143,7 +167,7 @@ def test_a_resumed_optimiser_has_the_run_file_s_settings(
 ) -> None:
     before = Trainer(make_policy(), SECTION)
     _train(before, range(2))
-    saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, str(model_path), keep=1)
+    saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, Sources(ModelSection(path=str(model_path))), keep=1)
     changed = LearnerSection(learning_rate=4e-3, warmup_steps=5, weight_decay=0.2, betas=(0.8, 0.9))
     resumed = Trainer(make_policy(), changed)
     checkpoint.restore(saved, resumed)
@@ -154,3 +178,90 @@ def test_a_resumed_optimiser_has_the_run_file_s_settings(
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
     assert tuple(matrices["betas"]) == (0.8, 0.9)
     assert resumed.state()["optimiser"]["state"][0]["step"] == 6
+
+
+def test_a_checkpoint_holds_the_tokenizer_and_the_template_that_the_run_used(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    """Not those of the model's folder."""
+    other = tmp_path / "tokenizer"
+    build_tokenizer("a template of the tokenizer's").save_pretrained(other)
+    (other / "generation_config.json").write_text('{"top_k": 7}', encoding="utf-8")
+    (template := tmp_path / "mine.jinja").write_text("a template of the run's", encoding="utf-8")
+    model = ModelSection(path=str(model_path), tokenizer=str(other))
+    trainer = Trainer(make_policy(), SECTION)
+    for chosen, text in ((None, "a template of the tokenizer's"), (template, "a template of the run's")):
+        sources = Sources(model, chosen)
+        saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, sources, keep=1).model_path
+        assert PreTrainedTokenizerFast.from_pretrained(saved).chat_template == text
+        assert (saved / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+        assert "top_k" not in (saved / "generation_config.json").read_text()
+
+
+def test_what_is_on_the_hub_is_taken_at_the_run_s_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot_download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot_download)
+    for tokenizer in (None, "org/tokenizer"):
+        model = ModelSection(path="org/model", revision="abc", tokenizer=tokenizer)
+        checkpoint._copy_sources(Sources(model), tmp_path)
+    assert asked == [("org/model", "abc"), ("org/model", "abc"), ("org/tokenizer", None), ("org/model", "abc")]
+
+
+OWN_CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+
+
+class Own(Qwen3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_resumed_from_its_checkpoint(model_path: Path, tmp_path: Path) -> None:
+    """The checkpoint holds the code too; without model.trust_remote_code none of it is run."""
+    folder = tmp_path / "own"
+    shutil.copytree(model_path, folder)
+    (folder / "own.py").write_text(OWN_CODE, encoding="utf-8")
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    facts |= {
+        "model_type": "own",
+        "architectures": ["Own"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+    }
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"model.trust_remote_code = False: the model cannot be loaded: .*custom code"
+    ):
+        load_policy(str(folder), ModelSection(path=str(folder)), Scoring(1.0, 16))
+    model = ModelSection(path=str(folder), trust_remote_code=True)
+    trainer = Trainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION)
+    assert type(trainer.policy.model).__name__ == "Own"
+    saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, Sources(model), keep=1)
+    shutil.rmtree(folder)
+    again = load_policy(str(saved.model_path), model, Scoring(1.0, 16))
+    assert type(again.model).__name__ == "Own"
+
+
+@pytest.mark.parametrize("of_a_checkpoint", [False, True])
+def test_a_revision_is_the_model_s_and_not_a_checkpoint_s(
+    of_a_checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, bool]] = []
+
+    def from_pretrained(path: str, revision: str, trust_remote_code: bool, **_: object) -> None:
+        asked.append((path, revision, trust_remote_code))
+        raise OSError("no")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    path = str(tmp_path) if of_a_checkpoint else "org/model"
+    with pytest.raises(ConfigError):
+        load_policy(path, ModelSection(path="org/model", revision="abc", trust_remote_code=True), Scoring(1.0, 16))
+    assert asked == [(path, "main" if of_a_checkpoint else "abc", True)]

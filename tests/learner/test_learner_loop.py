@@ -23,7 +23,7 @@ from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
 from learner.blocking_client import BlockingQueueClient
 from learner.loop import Loop, build_trainer, run
 from learner.report.progress import Progress
-from learner.start import starting_point
+from learner.start import session, starting_point
 from learner.stopping import Stop
 from learner.trainer import Trainer
 from protocol import fingerprint, reasons
@@ -31,7 +31,7 @@ from protocol.client import QueueClient, Refused, Unreachable
 from protocol.config import ConfigError, RunConfig, to_toml
 from protocol.messages import Problem
 from tests.kit import LEARNER, config
-from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
+from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, status
 from tests.kit.messages import VOCABULARY
 from tests.kit.model import save_tiny_model
@@ -276,6 +276,26 @@ def test_the_session_declares_the_tokenizer_the_settings_and_the_vocabulary(mode
     train(settings, queue)
     assert queue.begun[0].fingerprint == fingerprint.of(settings, tiny_tokenizer())
     assert queue.begun[0].vocabulary == VOCABULARY
+
+
+def test_the_session_declares_the_tokenizer_that_the_run_file_names(model_path: Path, tmp_path: Path) -> None:
+    other = build_tokenizer("a template of its own")
+    other.save_pretrained(tmp_path / "tokenizer")
+    settings = config_for(model_path, tmp_path)
+    model = settings.model.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")})
+    settings = settings.model_copy(update={"model": model})
+    begin = session(settings, None, False, VOCABULARY)
+    assert begin.fingerprint == fingerprint.of(settings, other) != fingerprint.of(settings, tiny_tokenizer())
+    gone = settings.model_copy(update={"model": model.model_copy(update={"tokenizer": str(tmp_path / "gone")})})
+    with pytest.raises(ConfigError, match=f"model.tokenizer = {tmp_path}/gone: no tokenizer can be loaded from it"):
+        session(gone, None, False, VOCABULARY)
+
+
+def test_a_learner_without_the_task_refuses_epochs(model_path: Path, tmp_path: Path) -> None:
+    settings = config_for(model_path, tmp_path)
+    epochs = settings.model_copy(update={"learner": settings.learner.model_copy(update={"epochs": 2.0})})
+    with pytest.raises(ConfigError, match=r"learner.epochs = 2: .*start it with: slipstream learner run.toml"):
+        run(epochs)
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

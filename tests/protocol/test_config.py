@@ -230,6 +230,23 @@ def test_a_hub_name_stays_as_it_is(folder: Path, name: str) -> None:
     assert load_text(folder, MINIMAL.replace("./model", name)).model.path == name
 
 
+def test_a_tokenizer_of_its_own_is_a_folder_beside_the_run_file_or_a_hub_name(folder: Path) -> None:
+    (folder / "tokenizers" / "mine").mkdir(parents=True)
+
+    def tokenizer(name: str, needs: tuple[Need, ...] = ()) -> tuple[str, str | None]:
+        (folder / "run.toml").write_text(MINIMAL.replace("[task]", f'tokenizer = "{name}"\nrevision = "abc"\n[task]'))
+        model = load(folder / "run.toml", needs=needs).model
+        return model.tokenizer_path, model.tokenizer_revision
+
+    assert tokenizer("./tokenizers/mine", ("tokenizer",)) == (f"{folder}/tokenizers/mine", None)
+    assert tokenizer("tokenizers/mine") == (f"{folder}/tokenizers/mine", None)
+    assert tokenizer("org/name", ("tokenizer",)) == ("org/name", None)
+    with pytest.raises(ConfigError, match=rf"model.tokenizer = {folder}/gone: there is no such folder"):
+        tokenizer("./gone", ("tokenizer",))
+    model = load_text(folder, MINIMAL.replace("[task]", 'revision = "abc"\n[task]')).model
+    assert (model.tokenizer_path, model.tokenizer_revision) == (model.path, "abc")
+
+
 def test_a_missing_task_file_is_told(folder: Path) -> None:
     message = fault_of(folder, MINIMAL.replace("task.py", "nope.py"))
     assert message == (

@@ -1,0 +1,173 @@
+"""The rows of a data set by a ticket's running index: the same row on every worker, in whatever order tickets come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_worker.task.columns import without_none
+
+# Rows that a stream keeps: more than the tickets of the deepest queue are apart.
+KEPT_ROWS = 4096
+
+
+class Row(NamedTuple):
+    """A row of the data set, the epoch that it is drawn in, and its place in the data set."""
+
+    epoch: int
+    number: int
+    columns: Mapping[str, Any]
+
+
+class Place(NamedTuple):
+    """Where a row is: its epoch, and its number in the data set."""
+
+    epoch: int
+    number: int
+
+
+class Rows(Protocol):
+    """size: rows of one epoch; None while it is not known."""
+
+    @property
+    def size(self) -> int | None: ...
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> Place:
+        """The place of a ticket's running `index`; of a stream whose size is not known, as if its epoch did not end."""
+        ...
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        """The row of a ticket's running `index`. Raises whatever the data set does."""
+        ...
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        """At most `most` rows of one epoch in their order, each with its number; in place of a row that cannot be read
+        the error. Those of a table are spread over it, with the first and the last; of a stream they are the first."""
+        ...
+
+
+class Table:
+    """Rows that can be read by their number. With `shuffle` every epoch has an order of its own."""
+
+    def __init__(self, rows: Any, from_arrow: bool = False) -> None:
+        self.size: int = len(rows)
+        self._rows = rows
+        self._from_arrow = from_arrow
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> Place:
+        epoch, position = divmod(index, self.size)
+        return Place(epoch, int(_permutation(self.size, seed, epoch)[position]) if shuffle else position)
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        place = self.place_of(index, seed, shuffle)
+        return Row(place.epoch, place.number, self._read(place.number))
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        for number in spread(self.size, most):
+            try:
+                yield number, self._read(number)
+            except (Exception, SystemExit) as error:  # the data set is the user's
+                yield number, error
+
+    def _read(self, number: int) -> Any:
+        return without_none(self._rows[number], deep=self._from_arrow)
+
+
+class Stream:
+    """Rows that come one after another, read ahead in their own order; each epoch is one iteration.
+
+    A row whose place is behind, and not among the last `keep`, has the epoch iterated again from its start. Safe to be
+    read from several threads. `begin(epoch)` starts an iteration; each must give the same rows on every worker.
+    """
+
+    size: int | None = None
+
+    def __init__(self, begin: Callable[[int], Iterator[Any]], from_arrow: bool = False, keep: int = KEPT_ROWS) -> None:
+        self._begin = begin
+        self._from_arrow = from_arrow
+        self._keep = keep
+        self._kept: dict[Place, Any] = {}
+        self._iterator: Iterator[Any] | None = None
+        self._next = Place(0, 0)
+        self._lock = threading.Lock()
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> Place:
+        size = self.size
+        return Place(0, index) if size is None else Place(*divmod(index, size))
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        with self._lock:
+            while True:
+                place = self.place_of(index, seed, shuffle)
+                try:
+                    return Row(place.epoch, place.number, self._read(place))
+                except _Ended:
+                    if self.size is None:
+                        raise ValueError("the data set gives no row at all") from None
+                    # The size is known now: the index is a later epoch's.
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        for number in range(most):
+            try:
+                with self._lock:
+                    row = self._read(Place(0, number))
+            except _Ended:
+                return
+            except (Exception, SystemExit) as error:  # the data set is the user's
+                yield number, error
+                return
+            yield number, row
+
+    def _read(self, place: Place) -> Any:
+        """Raises `_Ended` where the first epoch turns out to end before the row."""
+        if place in self._kept:
+            return self._kept[place]
+        if self._iterator is None or self._next.epoch != place.epoch or self._next > place:
+            self._iterator, self._next = None, Place(place.epoch, 0)
+            self._iterator = self._begin(place.epoch)
+        while self._next <= place:
+            row = self._advance(self._iterator)
+            self._kept[self._next] = row
+            while len(self._kept) > self._keep:
+                del self._kept[next(iter(self._kept))]
+            self._next = Place(self._next.epoch, self._next.number + 1)
+        return row
+
+    def _advance(self, iterator: Iterator[Any]) -> Any:
+        try:
+            return without_none(next(iterator), deep=self._from_arrow)
+        except StopIteration:
+            self._iterator = None
+            epoch, count = self._next
+            if self.size is None:
+                self.size = count or None
+                raise _Ended from None
+            raise ValueError(
+                f"the data set gave {self.size} rows in its first epoch and {count} in epoch {epoch}: each iteration "
+                f"must give as many"
+            ) from None
+        except BaseException:
+            self._iterator = None  # a generator that raised gives no more
+            raise
+
+
+class _Ended(Exception):
+    """The first epoch ended."""
+
+
+def spread(size: int, most: int) -> list[int]:
+    """At most `most` numbers of range(size) at equal distances, with the first and the last."""
+    if size <= most or most < 2:
+        return list(range(min(size, most)))
+    return [round(place * (size - 1) / (most - 1)) for place in range(most)]
+
+
+@lru_cache(maxsize=4)
+def _permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of one epoch, int64 [rows]. PCG64 gives the same on every machine."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)

@@ -7,7 +7,7 @@ that the policy or a tool only wrote as text is no call.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,12 +65,14 @@ class RendererFormat:
         """Messages through the renderer; text as it is, with the tokenizer's special tokens."""
         if isinstance(prompt, str):
             return await self._run(len(prompt), partial(self._ids.encode, prompt, add_special_tokens=True))
-        continued = bool(prompt) and prompt[-1].get("role") == "assistant"
-        render = partial(self._continued, prompt) if continued else partial(self._render, prompt, True)
-        return await self._run(self._tools_size + _size(prompt), render)
+        messages = _checked(prompt)
+        continued = bool(messages) and messages[-1].get("role") == "assistant"
+        render = partial(self._continued, messages) if continued else partial(self._render, messages, True)
+        return await self._run(self._tools_size + _size(messages), render)
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        return await self._run(self._tools_size + _size(messages), partial(self._render, messages, generation_prompt))
+        given = _checked(messages)
+        return await self._run(self._tools_size + _size(given), partial(self._render, given, generation_prompt))
 
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
@@ -132,7 +134,6 @@ class RendererFormat:
         return result
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        _check(messages)
         try:
             ids = self._renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=generation_prompt)
         except Exception as error:  # of many types, by what the messages hold
@@ -203,13 +204,19 @@ def _arguments(arguments: Any) -> dict[str, Any] | str:
     return arguments if isinstance(arguments, dict | str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _check(messages: Sequence[Message]) -> None:
-    """Raises `PromptError` for what is not text: a worker sends ids alone."""
+def _checked(messages: Sequence[Message]) -> list[Message]:
+    """Without the empty fields that a data set's columns give each message. Raises `PromptError` for what is not text:
+    a worker sends ids alone."""
+    checked = []
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise PromptError(f"{message!r:.80} is no message; give a dict with role and content")
         content = message.get("content")
-        kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
         if others := [kind for kind in kinds if kind not in _TEXT_PARTS]:
             raise PromptError(f"a message holds a part of type {others[0]!r}; only text can be rendered")
+        checked.append({"content": "", **{key: value for key, value in message.items() if value is not None}})
+    return checked
 
 
 def _text(content: Any) -> str:

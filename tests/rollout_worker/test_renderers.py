@@ -5,6 +5,7 @@ What the library cannot do stands in the tables below: a newer one that can make
 
 import asyncio
 import re
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -52,14 +53,29 @@ REASONS = ("on", "always")
 FORMATS = {f"{case.how.removeprefix('renderer ')}, thinking {case.thinking}": case for case in CASES}
 
 
+EXACT = [key for key, case in FORMATS.items() if case.how.removeprefix("renderer ") not in NEVER_EXACT]
+THINKING = [key for key in FORMATS if key.endswith(("thinking on", "thinking always"))]
+THINKING_IN_TAGS = [key for key in THINKING if key in EXACT and key.partition(",")[0] not in THINKS_IN_CHANNELS]
+SPEAKING_BESIDE_CALLS = [key for key in EXACT if key.partition(",")[0] not in ANSWERED_INSIDE | ONE_CALL]
+
+
+def over(keys):
+    return pytest.mark.parametrize("case", keys, indirect=True)
+
+
 @pytest.fixture(params=FORMATS)
 def case(request):
     return FORMATS[request.param]
 
 
+@cache
+def built(case):
+    return case.build(SCHEMAS)
+
+
 @pytest.fixture
 def chat(case):
-    return case.build(SCHEMAS)
+    return built(case)
 
 
 @pytest.fixture
@@ -125,11 +141,10 @@ def test_d2_the_schemas_are_shown(chat, name):
     assert shown == (name not in WITHOUT_SCHEMAS)
 
 
+@over(EXACT)
 def test_f18_a_rendered_call_is_read_back_and_what_follows_is_the_whole_rendering_through_three_rounds(
     case, chat, name
 ):
-    if name in NEVER_EXACT:
-        pytest.skip("see NEVER_EXACT")
     ids, messages = prompt_of(chat), []
     for number in range(3):
         turn, answers = calling(case, first=number)
@@ -144,9 +159,8 @@ def test_f18_a_rendered_call_is_read_back_and_what_follows_is_the_whole_renderin
         assert ids == whole
 
 
+@over(EXACT)
 def test_f18_two_calls_in_one_turn_and_two_answers(case, chat, name):
-    if name in NEVER_EXACT:
-        pytest.skip("see NEVER_EXACT")
     turn, answers = calling(case, calls=2)
     ids = prompt_of(chat)
     try:
@@ -165,9 +179,8 @@ def test_f18_two_calls_in_one_turn_and_two_answers(case, chat, name):
     assert suffix is None or ids + turn_ids + suffix == whole
 
 
+@over(SPEAKING_BESIDE_CALLS)
 def test_the_content_is_told_from_reasoning_and_calls(case, chat, name):
-    if name in NEVER_EXACT | ANSWERED_INSIDE | ONE_CALL:  # these two have no text beside a call
-        pytest.skip("see the tables above")
     turn, answers = calling(case, said="I will look.")
     ids = prompt_of(chat)
     turn_ids = sampled(chat, ids, prompt_of(chat, turn, *answers))
@@ -190,10 +203,9 @@ def test_f18_a_call_that_was_cut_off_before_its_end_is_closed_and_keeps_its_ids(
     assert suffix is None or "7 of functions.search:0" in text_of(chat, suffix)
 
 
+@over(THINKING)
 def test_a_stop_inside_the_reasoning_is_refused(case, chat, name):
     """Nothing can be appended that the model would read as the end of its thoughts."""
-    if case.thinking not in REASONS:
-        pytest.skip("does not think")
     ids = prompt_of(chat)
     opened = text_of(chat, ids[-12:])
     thought = "It may be" if "think" in opened or "analysis" in opened else _opening(name) + "It may be"
@@ -241,9 +253,8 @@ def test_an_empty_last_turn_is_begun(chat):
     assert prompt_of(chat, {"role": "assistant", "content": ""}) == prompt_of(chat)
 
 
+@over(EXACT)
 def test_without_tools_nothing_is_a_call_and_its_text_stays(case, chat, name):
-    if name in NEVER_EXACT:
-        pytest.skip("see NEVER_EXACT")
     ids, (turn, answers) = prompt_of(chat), calling(case)
     turn_ids = sampled(chat, ids, prompt_of(chat, turn, *answers))
     parsed = case.build([]).parse(ids, turn_ids)
@@ -256,16 +267,28 @@ def test_a_picture_is_refused(chat):
         prompt_of(chat, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x.png"}}]})
 
 
-def test_a_text_part_is_text(chat, name):
-    if name == "prime-qwen3":  # takes strings alone, and says so
-        pytest.skip("takes no parts")
+@over([key for key in FORMATS if not key.startswith("prime-qwen3")])  # takes strings alone, and says so
+def test_a_text_part_is_text(chat):
     ids = asyncio.run(chat.prompt_ids([{"role": "user", "content": [{"type": "text", "text": "Find it."}]}]))
     assert text_of(chat, ids) == text_of(chat, prompt_of(chat))
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "\ud800"}], [{"content": "x"}]])
-def test_a_prompt_that_cannot_be_rendered_says_so(messages):
-    with pytest.raises(PromptError, match="Error"):
+def test_a_data_sets_empty_fields_are_none(chat):
+    empty = {"name": None, "tool_calls": None, "reasoning_content": None, "tool_call_id": None}
+    assert asyncio.run(chat.prompt_ids([{**USER, **empty}])) == prompt_of(chat)
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([], "No messages"),
+        ([{"role": "user", "content": "\ud800"}], "Error"),
+        ([{"content": "x"}], "role"),
+        (["Find it."], "'Find it.' is no message"),
+    ],
+)
+def test_a_prompt_that_cannot_be_rendered_says_so(messages, told):
+    with pytest.raises(PromptError, match=told):
         asyncio.run(FORMATS["qwen3, thinking on"].build(SCHEMAS).prompt_ids(messages))
 
 
@@ -357,18 +380,16 @@ def in_thought(case, chat, name, said_after):
     return ids, [*ids_of(chat, f"{thought}{call}{said_after.format(close=close)}"), chat.stop_token_ids[0]]
 
 
+@over(THINKING_IN_TAGS)
 def test_i9_a_call_that_the_policy_only_thinks_of_is_no_call(case, chat, name):
-    if case.thinking not in REASONS or name in THINKS_IN_CHANNELS | NEVER_EXACT:
-        pytest.skip("does not think in tags")
     parsed = chat.parse(*in_thought(case, chat, name, "{close}\nI will not."))
     assert parsed.calls == []
     assert "I will not." in parsed.text
     assert "I will not." in parsed.content or name in NOTHING_AFTER_A_CALL
 
 
+@over(THINKING_IN_TAGS)
 def test_i9_a_call_inside_reasoning_that_is_never_closed_is_not_run_and_the_policy_is_told(case, chat, name):
-    if case.thinking not in REASONS or name in THINKS_IN_CHANNELS | NEVER_EXACT:
-        pytest.skip("does not think in tags")
     parsed = chat.parse(*in_thought(case, chat, name, ""))
     assert all(isinstance(call, MalformedCall) for call in parsed.calls)
     assert "It is in there." in parsed.reasoning
@@ -404,5 +425,5 @@ def test_i9_any_ids_can_be_parsed_and_bridged(built_ones, data):
 
 @pytest.fixture(scope="module")
 def built_ones():
-    chats = [case.build(SCHEMAS) for case in CASES]
+    chats = [built(case) for case in CASES]
     return [(chat, prompt_of(chat)) for chat in chats]

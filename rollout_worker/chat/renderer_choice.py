@@ -53,7 +53,7 @@ def load(config: RunConfig, name: str, tools: Sequence[dict[str, Any]]) -> Rende
     except Exception as error:  # of many types, by what the tokenizer lacks, or cannot be fetched
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"model.path = {path}: the renderer {name!r} does not go with its tokenizer ({type(error).__name__}: "
+            f"model.path = {path}: the renderer {name!r} cannot be made with its tokenizer ({type(error).__name__}: "
             f'{first}); name another with chat.renderer, or set chat.format = "template"'
         ) from error
 

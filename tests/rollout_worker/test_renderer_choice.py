@@ -132,7 +132,7 @@ def test_d13_thinking_is_switched_in_the_run_file(qwen3, setting):
 
 
 def test_a_tokenizer_that_lacks_the_renderers_tokens_is_refused(plain):
-    told = r"'qwen3' does not go with its tokenizer .*</think>.*chat.renderer, or set chat.format = \"template\""
+    told = r"'qwen3' cannot be made with its tokenizer .*</think>.*chat.renderer, or set chat.format = \"template\""
     with pytest.raises(ConfigError, match=told):
         build_chat_format(run_file(plain, renderer="qwen3"), [])
 

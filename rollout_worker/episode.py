@@ -2,7 +2,9 @@
 
 A turn enters the episode whole, with the tool messages before it, once it is sampled; so whatever ends an episode
 leaves only what the policy saw. The ids of turn k + 1's request are those of turn k's request, its sampled ids, and the
-suffix with the tool messages: nothing else, and nothing twice (I4).
+suffix with the tool messages: nothing else, and nothing twice (I4). Where the chat format knows no such suffix, turn
+k + 1 opens a new segment: its prompt is the whole conversation rendered anew, and what was sampled before stays as it
+was, in the segment before.
 """
 
 from __future__ import annotations
@@ -14,68 +16,83 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from protocol import reasons
-from protocol.messages import FinishReason, Rollout, Segment, VersionSpan
+from protocol.messages import FinishReason, Rollout, Segment
+from rollout_worker import user_code
 from rollout_worker.budget import Limits
-from rollout_worker.chat.base import ChatFormat, Message
+from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
+from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.tools import ToolBox, ToolResult
 from rollout_worker.troubles import Troubles
+
+NEW_SEGMENTS = "chat/new_segments"
+# As many as the queue takes.
+MOST_SEGMENTS = 1024
+# Longer turns are read in a thread.
+_INLINE_TOKENS = 256
 
 
 @dataclass(slots=True)
 class Episode:
-    """What one episode has come to. `ids` begins with the prompt's; `messages` are those after it; `text`: the last
-    turn's. `rollout` gets its segments when the group is put together, and its reward before that."""
+    """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
+    segments when the group is put together, and its reward before that."""
 
-    prompt_size: int
-    ids: list[int]
-    mask: list[bool]
-    logprobs: list[float]
+    drafts: list[SegmentDraft]
     rollout: Rollout
-    spans: list[SampledSpan] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     text: str = ""
     sampled_tokens: int = 0
 
     @classmethod
     def begin(cls, prompt_ids: list[int]) -> Episode:
-        size = len(prompt_ids)
         timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
-        rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
-        return cls(size, list(prompt_ids), [False] * size, [0.0] * size, rollout)
+        return cls([SegmentDraft(prompt_ids)], Rollout([], reward=math.nan, finish_reason="stop", timings=timings))
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the segment that the episode is in."""
+        return self.drafts[-1].ids
+
+    @property
+    def spans(self) -> list[SampledSpan]:
+        """Of all segments, each counted from its own segment's start."""
+        return [span for draft in self.drafts for span in draft.spans]
 
     @property
     def completion_ids(self) -> list[int]:
-        return self.ids[self.prompt_size :]
+        """Everything after the first prompt, segment by segment: turns and the tool messages between them. The prompt
+        of a later segment repeats the conversation, and is left out."""
+        return [token for draft in self.drafts for token in draft.ids[draft.prompt_size :]]
 
     def add_turn(self, suffix: list[int], turn: Sampled) -> None:
         """Append the tool messages' ids and what was sampled after them."""
-        self.ids += suffix
-        self.mask += [False] * len(suffix)
-        self.logprobs += [0.0] * len(suffix)
-        self.spans += [span.moved(len(self.ids)) for span in turn.spans]
-        self.ids += turn.token_ids
-        self.mask += [True] * len(turn.token_ids)
-        self.logprobs += turn.logprobs
+        self.drafts[-1].add(suffix, turn)
         self.sampled_tokens += len(turn.token_ids)
         self.rollout.turns += 1
 
-    def segment(self, server_names: Sequence[str]) -> Segment:
+    def open_segment(self, prompt_ids: list[int]) -> None:
+        """What is sampled from here on is a new segment's."""
+        self.drafts.append(SegmentDraft(prompt_ids))
+        self.rollout.metrics[NEW_SEGMENTS] = self.rollout.metrics.get(NEW_SEGMENTS, 0.0) + 1.0
+
+    def segments(self, server_names: Sequence[str]) -> list[Segment]:
         """The tokens so far; spans name their servers by place in `server_names`."""
-        return Segment(
-            token_ids=np.array(self.ids, dtype=np.int32),
-            loss_mask=np.array(self.mask, dtype=np.bool_),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            version_spans=[
-                VersionSpan(span.version, span.start, span.end, server_names.index(span.server)) for span in self.spans
-            ],
-        )
+        return [draft.segment(server_names) for draft in self.drafts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What the next turn is sampled after: the segment so far and `suffix`, or a new segment's `prompt`."""
+
+    suffix: list[int] = field(default_factory=list)
+    prompt: list[int] | None = None
+
+    def prompt_ids(self, episode: Episode) -> list[int]:
+        return episode.ids + self.suffix if self.prompt is None else self.prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +106,22 @@ class EpisodeRunner:
     troubles: Troubles = field(default_factory=Troubles)
 
     async def run(
-        self, prompt_ids: list[int], chat: ChatFormat, tools: ToolBox, affinity: Affinity, pending: PendingChoice | None
+        self,
+        prompt_ids: list[int],
+        chat: ChatFormat,
+        tools: ToolBox,
+        affinity: Affinity,
+        pending: PendingChoice | None,
+        prompt: str | Sequence[Message] = "",
     ) -> Episode:
-        """An episode from its prompt to its end; `pending`, if given, is its first turn. Raises `EpisodeFailed`."""
+        """An episode from its prompt to its end; `pending`, if given, is its first turn. Raises `EpisodeFailed`.
+
+        prompt: what `prompt_ids` were made of; a new segment is rendered from its messages, and needs some."""
         episode = Episode.begin(prompt_ids)
         try:
             with self._timed(episode, "total"):
                 async with asyncio.timeout(self.timeout_s):
-                    episode.rollout.finish_reason = await self._turns(episode, chat, tools, affinity, pending)
+                    episode.rollout.finish_reason = await self._turns(episode, chat, tools, affinity, pending, prompt)
         except TimeoutError:
             if not episode.rollout.turns:
                 detail = f"no turn was done in {self.timeout_s:g} s"
@@ -107,21 +132,29 @@ class EpisodeRunner:
         return episode
 
     async def _turns(
-        self, episode: Episode, chat: ChatFormat, tools: ToolBox, affinity: Affinity, pending: PendingChoice | None
+        self,
+        episode: Episode,
+        chat: ChatFormat,
+        tools: ToolBox,
+        affinity: Affinity,
+        pending: PendingChoice | None,
+        prompt: str | Sequence[Message],
     ) -> FinishReason:
         rollout = episode.rollout
-        suffix: list[int] | None = []
+        following: _Next | None = _Next()
         answers: list[Message] = []
-        while suffix is not None:
-            prompt_ids = episode.ids + suffix
+        while following is not None:
+            prompt_ids = following.prompt_ids(episode)
             budget = self.limits.turn(episode.sampled_tokens, len(prompt_ids))
             if budget.tokens <= 0:
                 return budget.ends_as
             with self._timed(episode, "generate"):
                 turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending)
             pending = None
-            episode.add_turn(suffix, turn)
-            parsed = chat.parse(prompt_ids, turn.token_ids)
+            if following.prompt is not None:
+                episode.open_segment(following.prompt)
+            episode.add_turn(following.suffix, turn)
+            parsed = await self._parsed(chat, prompt_ids, turn.token_ids)
             episode.text = parsed.text
             episode.messages += [*answers, parsed.message()]
             if turn.finish_reason == "length":
@@ -137,7 +170,32 @@ class EpisodeRunner:
             self._count(results, rollout)
             answers = [result.message() for result in results]
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
+            following = _Next(suffix) if suffix is not None else await self._anew(episode, chat, prompt, answers)
         return "aborted"
+
+    async def _anew(
+        self, episode: Episode, chat: ChatFormat, prompt: str | Sequence[Message], answers: Sequence[Message]
+    ) -> _Next | None:
+        """A new segment's prompt: the whole conversation, rendered. None where that cannot be had."""
+        if isinstance(prompt, str):
+            why = "its prompt is text, and no messages that could be rendered anew"
+        elif len(episode.drafts) == MOST_SEGMENTS:
+            why = f"it has {MOST_SEGMENTS} segments, the most that a rollout may have"
+        else:
+            try:
+                return _Next(prompt=await chat.prompt_ids(whole_conversation(prompt, [*episode.messages, *answers])))
+            except PromptError as error:
+                why = f"its conversation cannot be rendered: {error}"
+        detail = f"an episode ended early: the chat format cannot tell what follows a turn, and {why}"
+        self.troubles.add("episode", "segment", detail)
+        return None
+
+    async def _parsed(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
+        """A long turn is read in a thread: it would stop the loop."""
+        if len(turn_ids) < _INLINE_TOKENS:
+            return chat.parse(prompt_ids, turn_ids)
+        parsed: ParsedTurn = await user_code.in_thread(chat.parse, prompt_ids=prompt_ids, turn_ids=turn_ids)
+        return parsed
 
     def _count(self, results: Sequence[ToolResult], rollout: Rollout) -> None:
         """Calls and failures, in all and by tool; what the tools' own code raised is a trouble."""

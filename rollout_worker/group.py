@@ -64,7 +64,7 @@ class GroupRunner:
         started_at = self.wall_clock()
         row = self._row(ticket)
         prompt_ids = await self._prompt_ids(row)
-        outcomes = await self._run_episodes(prompt_ids, ticket.group_size)
+        outcomes = await self._run_episodes(row, prompt_ids, ticket.group_size)
         episodes = self._counted(outcomes)
         if self.keep_messages:
             # Before the rewards get to see the messages: they may put objects of their own into them.
@@ -74,7 +74,7 @@ class GroupRunner:
         rewarded = await self._rewarded(ticket, row, episodes)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
-            episode.rollout.segments = [episode.segment(server_names)]
+            episode.rollout.segments = episode.segments(server_names)
         return Group(
             ticket_id=ticket.id,
             index=ticket.index,
@@ -115,7 +115,7 @@ class GroupRunner:
         self.troubles.add("prompt", key, detail)
         return TicketFailed(reasons.PROMPT, detail, retryable=False)
 
-    async def _run_episodes(self, prompt_ids: list[int], count: int) -> list[Episode | EpisodeFailed]:
+    async def _run_episodes(self, row: Row, prompt_ids: list[int], count: int) -> list[Episode | EpisodeFailed]:
         sampler, limits = self.episodes.sampler, self.episodes.limits
         affinities = [Affinity() for _ in range(count)]
         first = sampler.first_turn(affinities, prompt_ids, limits.turn(0, len(prompt_ids)).tokens)
@@ -123,7 +123,7 @@ class GroupRunner:
             async with asyncio.TaskGroup() as tasks:
                 fills = [tasks.create_task(fill) for fill in first.fills]
                 runs = [
-                    tasks.create_task(self._run_episode(prompt_ids, affinity, pending))
+                    tasks.create_task(self._run_episode(row, prompt_ids, affinity, pending))
                     for affinity, pending in zip(affinities, first.pending, strict=True)
                 ]
                 await asyncio.wait(runs)
@@ -134,11 +134,12 @@ class GroupRunner:
         return [run.result() for run in runs]
 
     async def _run_episode(
-        self, prompt_ids: list[int], affinity: Affinity, pending: PendingChoice
+        self, row: Row, prompt_ids: list[int], affinity: Affinity, pending: PendingChoice
     ) -> Episode | EpisodeFailed:
         """A failure is returned, not raised: it must not end the siblings."""
         try:
-            return await self.episodes.run(prompt_ids, self.chat, self.tools, affinity, pending)
+            prompt = row.columns["prompt"]
+            return await self.episodes.run(prompt_ids, self.chat, self.tools, affinity, pending, prompt)
         except EpisodeFailed as failure:
             return failure
         except Exception as error:

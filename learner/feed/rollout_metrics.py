@@ -17,6 +17,8 @@ CUT_OFF = ("length", "context")
 
 # A worker's counts of one tool, among the figures that a rollout carries; the other figures are the task's own.
 TOOL_COUNT = re.compile(r"tools/(?P<tool>.+)/(?P<what>calls|failures)")
+# A worker's count of the segments after a rollout's first.
+NEW_SEGMENTS = "chat/new_segments"
 
 
 class Running:
@@ -57,6 +59,7 @@ class RolloutMetrics:
         self._turns = Running()
         self._calls = 0
         self._failures = 0
+        self._new_segments = 0
         self._tools: dict[str, Counter[str]] = {"calls": Counter(), "failures": Counter()}
         self._finished: Counter[str] = Counter()
         self._own: defaultdict[str, Running] = defaultdict(Running)
@@ -84,6 +87,8 @@ class RolloutMetrics:
         for name, value in rollout.metrics.items():
             if count := TOOL_COUNT.fullmatch(name):
                 self._tools[count["what"]][count["tool"]] += int(value)
+            elif name == NEW_SEGMENTS:
+                self._new_segments += int(value)
             else:
                 self._own[name].add(value)
 
@@ -91,8 +96,9 @@ class RolloutMetrics:
         """One line a metric; one that nothing was measured for is left out.
 
         Lengths are in sampled tokens. `tools/call_frequency`: calls a rollout; `tools/failure_frequency`: failures a
-        call; `_total`: their sums. `frac_reward_zero_std`: share of rollouts whose group has equal rewards;
-        `finish/<reason>`: share of rollouts that ended so.
+        call; `_total`: their sums. `chat/new_segments`: new segments a rollout, where there were any.
+        `frac_reward_zero_std`: share of rollouts whose group has equal rewards; `finish/<reason>`: share of rollouts
+        that ended so.
         """
         rollouts, calls_of, failures_of = self.rewards.count, self._tools["calls"], self._tools["failures"]
         metrics = {
@@ -108,6 +114,7 @@ class RolloutMetrics:
             "completions/max_terminated_length": self._whole.max,
             "rollout/turns_mean": self._turns.mean,
             "rollout/turns_max": self._turns.max,
+            NEW_SEGMENTS: _ratio(self._new_segments, rollouts) if self._new_segments else None,
             "tools/call_frequency": _ratio(self._calls, rollouts),
             "tools/failure_frequency": _ratio(self._failures, self._calls),
             **{f"tools/{tool}/call_frequency": _ratio(count, rollouts) for tool, count in calls_of.items()},
@@ -124,11 +131,9 @@ class RolloutMetrics:
 
 
 def _prompt_tokens(rollout: Rollout) -> int:
-    """Tokens before the first sampled one."""
-    if not rollout.segments:
-        return 0
-    sampled = rollout.segments[0].loss_mask
-    return int(sampled.argmax()) if sampled.any() else len(sampled)
+    """Tokens before the first sampled one, of every segment: a later one's prompt is read by the model too."""
+    masks = [segment.loss_mask for segment in rollout.segments]
+    return sum(int(sampled.argmax()) if sampled.any() else len(sampled) for sampled in masks)
 
 
 def _ratio(part: float, whole: float) -> float | None:

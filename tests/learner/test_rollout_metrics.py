@@ -113,6 +113,18 @@ def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
     assert found.prompt_tokens == 7
 
 
+def test_every_segment_s_prompt_is_read_and_counts() -> None:
+    rewritten = Rollout([segment([None, 0, 0, None, 0]), segment([None, None, 0])], 0.0, "stop")
+    assert counted([rewritten]).prompt_tokens == 3
+
+
+def test_new_segments_are_counted_over_all_rollouts_and_are_not_the_task_s_figure() -> None:
+    found = counted([outcome(metrics={"chat/new_segments": 2.0}), outcome(), outcome(), outcome()])
+    assert found.ours()["chat/new_segments"] == 0.5
+    assert found.the_task_s() == {}
+    assert "chat/new_segments" not in metrics(outcome())
+
+
 def test_deviations_are_the_sample_s_however_far_from_zero_and_over_however_many_groups() -> None:
     random = np.random.default_rng(0)
     rewards = 1e8 + random.normal(size=60)

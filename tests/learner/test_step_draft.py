@@ -53,6 +53,25 @@ def test_keep_trains_groups_without_variance_at_advantage_zero() -> None:
     assert not batch.rows[0].advantages.any()
 
 
+def test_every_segment_of_a_rollout_gets_its_advantage() -> None:
+    arrived = group("a", [0, 1])
+    for number, rollout in enumerate(arrived.rollouts):
+        rollout.segments.append(segment((None, None, None, 0, 0), seed=7 + number))
+    draft = _draft(groups_per_step=1)
+    draft.add([LeasedGroup(arrived, 0)])
+    batch = draft.finish()
+    given: dict[float, list[int]] = {-1.0: [], 1.0: []}
+    for row in batch.rows:
+        for token, advantage in zip(row.targets.tolist(), row.advantages.tolist(), strict=True):
+            given[np.sign(advantage)].append(token)
+    wanted = [
+        sorted(int(token) for of in rollout.segments for token in of.token_ids[of.loss_mask])
+        for rollout in arrived.rollouts
+    ]
+    assert [sorted(given[sign]) for sign in (-1.0, 1.0)] == wanted
+    assert batch.tally.tokens_trained == 2 * (3 + 2)
+
+
 def test_a_group_that_is_too_old_is_dropped_as_overage_even_without_variance() -> None:
     draft = _draft(version=9)
     assert draft.add([LeasedGroup(group("old", [1, 1]), 0), LeasedGroup(group("older", [0, 1]), 0)]) == {

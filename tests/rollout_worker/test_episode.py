@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_queue.ledger import validation
 from rollout_worker.budget import Limits
-from rollout_worker.episode import EpisodeRunner
+from rollout_worker.chat.base import PromptError
+from rollout_worker.episode import MOST_SEGMENTS, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
+from rollout_worker.segment import whole_conversation
 from rollout_worker.task.tools import ToolBox
+from rollout_worker.troubles import Troubles
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -62,10 +67,10 @@ class ScriptedSampler:
         )
 
 
-async def play(*turns, limits=ROOMY, chat=CHAT, tools=TOOLS, timeout_s=30.0):
+async def play(*turns, limits=ROOMY, chat=CHAT, tools=TOOLS, timeout_s=30.0, prompt="", troubles=None):
     sampler = ScriptedSampler(*turns)
-    runner = EpisodeRunner(sampler, limits, timeout_s)
-    return await runner.run(list(PROMPT), chat, tools, Affinity(), None), sampler
+    runner = EpisodeRunner(sampler, limits, timeout_s, troubles=troubles or Troubles())
+    return await runner.run(list(PROMPT), chat, tools, Affinity(), None, prompt), sampler
 
 
 async def test_i4_f18_each_request_is_the_last_one_its_sample_and_the_tools_answer():
@@ -83,7 +88,7 @@ async def test_i4_f18_each_request_is_the_last_one_its_sample_and_the_tools_answ
 
 async def test_i4_what_is_trained_is_what_was_sampled():
     episode, sampler = await play(CALL, CALL, "6")
-    segment = episode.segment(["b", "a"])
+    (segment,) = episode.segments(["b", "a"])
     sampled = [token for turn in sampler.sampled for token in turn]
     assert segment.token_ids[segment.loss_mask].tolist() == sampled
     assert segment.token_versions()[segment.loss_mask].tolist() == [
@@ -119,22 +124,138 @@ async def test_a_malformed_call_is_answered_and_counted_and_the_episode_goes_on(
     assert rollout.finish_reason == "stop"
 
 
+QUESTION = [{"role": "user", "content": "Multiply 2 by 3."}]
+ANSWER = {"role": "tool", "name": "multiply", "content": "6"}
+
+
 class NoSuffix:
-    """A format that can say of no turn what follows it."""
+    """A format that can say of no turn what follows it; `anew`: ids of a conversation that is rendered again, or why it
+    cannot be."""
 
     parse = staticmethod(CHAT.parse)
 
+    def __init__(self, anew=(7, 8, 9)):
+        self.anew = anew
+        self.asked = []
+        self.rendered = []
+
     async def suffix_ids(self, prompt_ids, turn_ids, messages):
-        self.asked = (prompt_ids, turn_ids, messages)
+        self.asked.append((list(prompt_ids), list(turn_ids), messages))
+
+    async def prompt_ids(self, messages):
+        self.rendered.append(messages)
+        if isinstance(self.anew, Exception):
+            raise self.anew
+        return [*self.anew, len(self.rendered)]
 
 
-async def test_an_episode_whose_format_cannot_go_on_ends_with_what_the_policy_saw():
+async def test_a_refused_suffix_opens_a_new_segment_with_the_whole_conversation_as_its_prompt():
     chat = NoSuffix()
-    episode, sampler = await play(CALL, "6", chat=chat)
+    episode, sampler = await play(CALL, MALFORMED, "6", chat=chat, prompt=QUESTION)
+    first, second, third = sampler.sampled
+    assert [ids for ids, _ in sampler.requests] == [PROMPT, [7, 8, 9, 1], [7, 8, 9, 2]]
+    assert chat.asked[1][:2] == ([7, 8, 9, 1], second)
+    assert chat.rendered[0] == [*QUESTION, episode.messages[0], ANSWER]
+    assert chat.rendered[1] == [*QUESTION, *episode.messages[:4]]
+    rollout = episode.rollout
+    assert (rollout.finish_reason, rollout.turns, rollout.metrics["chat/new_segments"]) == ("stop", 3, 2.0)
+    segments = episode.segments(["b", "a"])
+    assert [segment.token_ids.tolist() for segment in segments] == [
+        PROMPT + first,
+        [7, 8, 9, 1, *second],
+        [7, 8, 9, 2, *third],
+    ]
+
+
+async def test_i4_a_new_segments_prompt_trains_nothing_and_what_was_sampled_trains_once():
+    episode, sampler = await play(CALL, CALL, "6", chat=NoSuffix(), prompt=QUESTION)
+    segments = episode.segments(["b", "a"])
+    trained = [segment.token_ids[segment.loss_mask].tolist() for segment in segments]
+    assert trained == sampler.sampled
+    assert [segment.token_versions()[segment.loss_mask].tolist() for segment in segments] == [
+        [number] * len(turn) for number, turn in enumerate(sampler.sampled, start=1)
+    ]
+    assert [span.server for segment in segments for span in segment.version_spans] == [0, 1, 0]
+    for segment in segments:
+        assert (segment.logprobs[segment.loss_mask] < 0).all()
+        assert not segment.logprobs[~segment.loss_mask].any()
+    assert episode.sampled_tokens == sum(map(len, sampler.sampled))
+    assert {span.server for span in episode.spans} == {"a", "b"}
+
+
+async def test_completion_ids_hold_each_turn_once_and_no_prompt():
+    episode, sampler = await play(CALL, "6", chat=NoSuffix(), prompt=QUESTION)
+    assert episode.completion_ids == [token for turn in sampler.sampled for token in turn]
+
+
+async def test_the_context_is_counted_by_segment_and_the_sampled_tokens_by_episode():
+    size = len(letter_by_letter(CALL))
+    limits = Limits(1000, 2 * size + 3, len(PROMPT) + size + 8, 8)
+    episode, sampler = await play(CALL, chat=NoSuffix(), prompt=QUESTION, limits=limits)
+    assert [max_tokens for _, max_tokens in sampler.requests] == [size + 8, size + 3, 3]
+    assert (episode.rollout.finish_reason, len(episode.drafts)) == ("length", 3)
+
+
+async def test_a_new_segment_that_does_not_fit_the_context_is_not_opened():
+    limits = Limits(1000, 1000, len(PROMPT) + CALL_SIZE + 8, 8)
+    chat = NoSuffix(anew=[7] * limits.max_model_len)
+    episode, _ = await play(CALL, "6", chat=chat, prompt=QUESTION, limits=limits)
+    assert (episode.rollout.finish_reason, len(episode.drafts)) == ("context", 1)
+    assert "chat/new_segments" not in episode.rollout.metrics
+    assert [message["role"] for message in episode.messages] == ["assistant"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "told"),
+    [
+        ("Multiply 2 by 3.", NoSuffix(), "its prompt is text"),
+        (QUESTION, NoSuffix(PromptError("no role named tool")), "cannot be rendered: no role named tool"),
+    ],
+)
+async def test_an_episode_whose_format_cannot_go_on_ends_with_what_the_policy_saw(prompt, chat, told):
+    troubles = Troubles()
+    episode, sampler = await play(CALL, "6", chat=chat, prompt=prompt, troubles=troubles)
     assert (episode.rollout.finish_reason, episode.rollout.turns) == ("aborted", 1)
-    assert chat.asked == (PROMPT, sampler.sampled[0], [{"role": "tool", "name": "multiply", "content": "6"}])
+    assert chat.asked == [(PROMPT, sampler.sampled[0], [ANSWER])]
     assert episode.ids == PROMPT + sampler.sampled[0]
     assert [message["role"] for message in episode.messages] == ["assistant"]
+    assert told in troubles.found[0].text
+
+
+async def test_an_episode_has_no_more_segments_than_the_queue_takes(monkeypatch):
+    monkeypatch.setattr("rollout_worker.episode.MOST_SEGMENTS", 3)
+    troubles = Troubles()
+    episode, _ = await play(CALL, chat=NoSuffix(), prompt=QUESTION, troubles=troubles)
+    assert (episode.rollout.finish_reason, len(episode.drafts)) == ("aborted", 3)
+    assert "3 segments, the most" in troubles.found[0].text
+
+
+def test_the_queue_takes_as_many_segments_as_an_episode_may_have():
+    assert MOST_SEGMENTS <= validation._MOST_SEGMENTS
+
+
+def test_a_message_that_the_policy_continued_is_one_with_its_continuation():
+    begun = {"role": "assistant", "content": "The product"}
+    called = {"role": "assistant", "content": " is", "tool_calls": [{"function": {}}]}
+    assert whole_conversation([*QUESTION, begun], [called, ANSWER]) == [
+        *QUESTION,
+        {"role": "assistant", "content": "The product is", "tool_calls": [{"function": {}}]},
+        ANSWER,
+    ]
+    assert whole_conversation(QUESTION, [begun, ANSWER]) == [*QUESTION, begun, ANSWER]
+
+
+async def test_i9_a_long_turn_is_read_in_a_thread_and_a_short_one_at_once():
+    in_main = []
+
+    class Reading(NoSuffix):
+        def parse(self, prompt_ids, turn_ids):
+            in_main.append(threading.current_thread() is threading.main_thread())
+            return CHAT.parse(prompt_ids, turn_ids)
+
+    await play("6", chat=Reading())
+    await play("6" * 900, chat=Reading())
+    assert in_main == [True, False]
 
 
 async def test_each_episode_has_tools_of_its_own():
@@ -181,7 +302,7 @@ async def test_how_an_episode_ends_that_goes_on_calling(limits, reason, turns):
 
 async def test_a_tools_answer_that_does_not_fit_is_left_off():
     episode, _ = await play(CALL, limits=Limits(1000, 1000, len(PROMPT) + CALL_SIZE + 3, 8))
-    assert episode.mask[-1], "the segment ends with a sampled token"
+    assert episode.drafts[-1].mask[-1], "the segment ends with a sampled token"
     assert [message["role"] for message in episode.messages] == ["assistant"]
     assert episode.rollout.tool_calls == 1
 
@@ -200,9 +321,9 @@ def test_no_request_exceeds_the_context_and_no_episode_its_budget(turn, whole, c
         assert 0 < max_tokens <= turn
         assert len(ids) + max_tokens <= context
     assert episode.sampled_tokens == sum(map(len, sampler.sampled)) <= whole
-    assert len(episode.ids) == len(episode.mask) == len(episode.logprobs) <= context
+    assert len(episode.ids) == len(episode.drafts[0].mask) == len(episode.drafts[0].logprobs) <= context
     assert 1 <= episode.rollout.turns <= turns
-    assert [t for t, sampled in zip(episode.ids, episode.mask, strict=True) if sampled] == [
+    assert [t for t, sampled in zip(episode.ids, episode.drafts[0].mask, strict=True) if sampled] == [
         token for turn_ids in sampler.sampled for token in turn_ids
     ]
     assert episode.rollout.finish_reason in ("stop", "length", "context", "turn_limit")

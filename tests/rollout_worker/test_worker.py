@@ -8,6 +8,7 @@ import pytest
 
 from protocol.client import Refused, Unreachable
 from protocol.messages import Problem, Server, ServerState, TicketReply
+from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.task import Task
 from rollout_worker.worker import work
 from tests.kit import WORKER, config
@@ -68,6 +69,27 @@ async def test_a_rollout_holds_what_the_server_sampled():
         assert rollout.reward_components == {"accuracy": 1.0}
         assert set(rollout.timings) == {"generate", "tools", "reward", "total"}
         assert rollout.metrics == {"tools/multiply/calls": 1.0, "tools/multiply/failures": 0.0}
+
+
+async def test_a_refused_suffix_becomes_a_second_segment_of_the_rollout(monkeypatch):
+    async def refused(chat, prompt_ids, turn_ids, messages):
+        return None
+
+    monkeypatch.setattr(TemplateFormat, "suffix_ids", refused)
+    run = await roll(task(), fake(), fake())
+    for group in run.queue.groups:
+        for rollout in group.rollouts:
+            first, second = (TOKENIZER.decode(of.token_ids, skip_special_tokens=False) for of in rollout.segments)
+            assert first.endswith('"arguments": {"a": 12, "b": 34}}</tool_call><|im_end|>')
+            assert second.startswith(first.partition("<|im_start|>assistant")[0])
+            assert second.endswith("\n</tool_response><|im_end|>\n<|im_start|>assistant\n408<|im_end|>")
+            sampled = [TOKENIZER.decode(of.token_ids[of.loss_mask]) for of in rollout.segments]
+            assert sampled[1] == "408<|im_end|>"
+            assert {span.server for of in rollout.segments for span in of.version_spans} <= {0, 1}
+            assert (rollout.reward, rollout.metrics["chat/new_segments"]) == (1.0, 1.0)
+            messages = json.loads(rollout.messages.decode("utf-8"))
+            assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert run.queue.failures == {}
 
 
 async def test_the_conversation_is_kept_with_its_prompt():

@@ -1,0 +1,230 @@
+"""The `renderers` library as a chat format: it knows a model family's notation on the level of ids.
+
+What was sampled is never rendered: the library appends to it, or refuses. A special token is told by its id, so a tag
+that the policy or a tool only wrote as text is no call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollout_worker import user_code
+from rollout_worker.chat.base import MalformedCall, Message, ParsedTurn, PromptError, ToolCall
+from rollout_worker.chat.renderer_tokenizer import INLINE_CHARACTERS, RendererTokenizer
+
+if TYPE_CHECKING:
+    from renderers import ParsedResponse, ParsedToolCall
+
+_Result = TypeVar("_Result")
+
+# What a template may put behind a message's text, in tokens: the ids that close it.
+_MOST_CLOSING = 16
+
+# Renderers of renderers 0.1.12 that leave out the line end after a sampled </assistant>; where the turn's close is left
+# to them, they write both.
+_CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
+
+_TEXT_PARTS = ("text", "thinking")
+_REASONS = {
+    "invalid_json": "the tool call is not valid JSON",
+    "unclosed_block": "the tool call is not closed",
+    "missing_name": "the tool call names no function",
+    "malformed_structure": "the tool call is not written as tool calls are written here",
+}
+_RAW_CHARACTERS = 80
+_PROBE = "So"
+_QUESTION = {"role": "user", "content": _PROBE}
+_END_OF_THOUGHT = "</think"
+_UNCLOSED_THOUGHT = "the tool call stands inside reasoning that is not closed"
+
+
+class RendererFormat:
+    """One renderer, for one tokenizer and tools with these JSON schemas. Raises what the library raises where they do
+    not go together.
+
+    renderer_config: one of `renderers.RendererConfig`; name: the model's, which tells variants of a family apart.
+    """
+
+    def __init__(self, tokenizer: Any, renderer_config: Any, tools: Sequence[dict[str, Any]], name: str = "") -> None:
+        from renderers import create_renderer
+
+        self.tokenizer = tokenizer
+        self._ids = RendererTokenizer(tokenizer, name)
+        self._renderer = create_renderer(self._ids, renderer_config)
+        self._tools: Any = list(tools) or None
+        self._tools_size = len(json.dumps(self._tools))
+        self.stop_token_ids = sorted(self._renderer.get_stop_token_ids())
+        self._stops = frozenset(self.stop_token_ids)
+        self._closes_itself = renderer_config.name in _CLOSES_ITSELF
+        self._tags = self._thinks_in_tags()
+
+    async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Messages through the renderer; text as it is, with the tokenizer's special tokens."""
+        if isinstance(prompt, str):
+            return await self._run(len(prompt), partial(self._ids.encode, prompt, add_special_tokens=True))
+        messages = _checked(prompt)
+        continued = bool(messages) and messages[-1].get("role") == "assistant"
+        render = partial(self._continued, messages) if continued else partial(self._render, messages, True)
+        return await self._run(self._tools_size + _size(messages), render)
+
+    async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
+        given = _checked(messages)
+        return await self._run(self._tools_size + _size(given), partial(self._render, given, generation_prompt))
+
+    async def suffix_ids(
+        self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
+    ) -> list[int] | None:
+        """None where the library cannot prove what would follow: a turn that stopped inside its reasoning, say."""
+        bridge = partial(self._bridge, list(prompt_ids), list(turn_ids), list(messages))
+        return await self._run(_size(messages), bridge)
+
+    def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
+        """The prompt tells reasoning that it opened from content. A call that cannot be read stays in the content, and
+        without tools none can; one inside the reasoning is none."""
+        ids = list(turn_ids)
+        text = self._ids.decode(ids[:-1] if ids and ids[-1] in self._stops else ids)
+        try:
+            turn = self._renderer.parse_response(ids, tools=self._tools, prompt_ids=list(prompt_ids))
+            thought = self._thought(ids, turn) if self._tags and turn.reasoning_content is not None else []
+        except Exception as error:  # on hostile text it raises whatever the JSON parser does
+            reason = f"the turn cannot be read ({type(error).__name__})"
+            return ParsedTurn(text, text, [MalformedCall(reason)] if self._tools else [])
+        spoken = turn.tool_calls[len(thought) :]
+        calls = [*thought, *(_read(call) for call in spoken)]
+        unread = [
+            self._written(ids, call)
+            for call, read in zip(spoken, calls[len(thought) :], strict=True)
+            if not self._tools or isinstance(read, MalformedCall)
+        ]
+        said = turn.content.strip() if turn.tool_calls else turn.content
+        content = "\n".join(piece for piece in (said, *unread) if piece)
+        reasoning = None if turn.reasoning_content is None else turn.reasoning_content.strip("\n")
+        attempts = [call for call in calls if call is not None] if self._tools else []
+        return ParsedTurn(text, content, attempts, reasoning)
+
+    def _thought(self, ids: list[int], turn: ParsedResponse) -> list[MalformedCall | None]:
+        """What becomes of the first calls, those inside the reasoning, which some renderers let a call end. None: the
+        reasoning went on, so the policy only thought of it."""
+        fates: list[MalformedCall | None] = []
+        for call in turn.tool_calls:
+            if call.token_span is None:
+                break
+            start, end = call.token_span
+            if _END_OF_THOUGHT in self._ids.decode(ids[:start]):
+                break
+            went_on = _END_OF_THOUGHT in self._ids.decode(ids[end:])
+            fates.append(None if went_on else MalformedCall(_UNCLOSED_THOUGHT))
+        return fates
+
+    def _thinks_in_tags(self) -> bool:
+        thoughtful = {"role": "assistant", "content": _PROBE, "reasoning_content": _PROBE}
+        try:
+            return _END_OF_THOUGHT in self._ids.decode(self._render([_QUESTION, thoughtful], False))
+        except PromptError:
+            return False
+
+    async def _run(self, characters: int, work: Callable[[], _Result]) -> _Result:
+        """In a thread, if it is of many characters: it would stop the loop (F19). Raises what `work` raises."""
+        if characters < INLINE_CHARACTERS:
+            return work()
+        result: _Result = await user_code.in_thread(work)
+        return result
+
+    def _render(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
+        try:
+            ids = self._renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=generation_prompt)
+        except Exception as error:  # of many types, by what the messages hold
+            raise PromptError(f"{type(error).__name__}: {error}") from error
+        return list(ids)
+
+    def _continued(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation that ends inside its last message, an assistant's: without the ids that close that."""
+        begun = _text(messages[-1].get("content"))
+        if messages[-1].get("tool_calls"):
+            raise PromptError("it ends in an assistant's message with tool calls, which cannot be continued")
+        if not begun.strip():
+            return self._render(messages[:-1], True)
+        ids = self._render(messages, False)
+        window = len(begun.encode("utf-8", "replace")) + _MOST_CLOSING
+        for said in (begun, begun.rstrip()):  # many templates strip it
+            for end in range(len(ids), max(0, len(ids) - _MOST_CLOSING), -1):
+                if self._ids.decode(ids[max(0, end - window) : end]).endswith(said):
+                    return self._going_on(ids[:end], said)
+        raise PromptError(f"{_cannot_continue(begun)} in a way that cannot be cut where the message ends")
+
+    def _going_on(self, ids: list[int], said: str) -> list[int]:
+        """`ids`, if what is sampled after them is read as the message's content. Raises `PromptError`."""
+        turn = self.parse(ids, [*self._ids.encode(_PROBE), self.stop_token_ids[0]])
+        if turn.content.strip() != _PROBE:
+            raise PromptError(f"{_cannot_continue(said)}, and would read on as reasoning; switch thinking off")
+        return ids
+
+    def _bridge(self, prompt_ids: list[int], turn_ids: list[int], messages: list[Message]) -> list[int] | None:
+        before = prompt_ids + turn_ids
+        turns = [turn_ids]
+        if self._closes_itself and turn_ids[-1:] and turn_ids[-1] in self._stops:
+            turns.insert(0, turn_ids[:-1])
+        for turn in turns:
+            try:
+                bridged: Any = self._renderer.bridge_to_next_turn(prompt_ids, turn, messages, tools=self._tools)
+            except Exception:  # of many types, by what was sampled: what would follow is not known then
+                return None
+            if bridged is not None and bridged.token_ids[: len(before)] == before:
+                return bridged.token_ids[len(before) :]  # type: ignore[no-any-return]
+        return None
+
+    def _written(self, ids: list[int], call: ParsedToolCall) -> str:
+        """A call as the policy wrote it, tags included where the library says where they are."""
+        if call.token_span is None:
+            return str(call.raw)
+        start, end = call.token_span
+        return self._ids.decode(ids[start:end])
+
+
+def _cannot_continue(said: str) -> str:
+    return f"it ends in an assistant's message ({said[:_RAW_CHARACTERS]!r}), which the renderer writes"
+
+
+def _read(call: ParsedToolCall) -> ToolCall | MalformedCall:
+    """Arguments that are no JSON go on as text: the tools read what can be read. A name that is not known does too:
+    the tools say which there are."""
+    readable = call.status in ("ok", "unknown_tool") or (call.status == "invalid_json" and call.arguments)
+    if readable and call.name and isinstance(call.name, str):
+        return ToolCall(call.name, _arguments(call.arguments), call.id)
+    reason = _REASONS.get(call.status, _REASONS["missing_name"])
+    return MalformedCall(f"{reason}: {call.raw.strip()[:_RAW_CHARACTERS]}")
+
+
+def _arguments(arguments: Any) -> dict[str, Any] | str:
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict | str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _checked(messages: Sequence[Message]) -> list[Message]:
+    """Without the empty fields that a data set's columns give each message. Raises `PromptError` for what is not text:
+    a worker sends ids alone."""
+    checked = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise PromptError(f"{message!r:.80} is no message; give a dict with role and content")
+        content = message.get("content")
+        kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        if others := [kind for kind in kinds if kind not in _TEXT_PARTS]:
+            raise PromptError(f"a message holds a part of type {others[0]!r}; only text can be rendered")
+        checked.append({"content": "", **{key: value for key, value in message.items() if value is not None}})
+    return checked
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """About how many characters there are to tokenise."""
+    return sum(len(str(message.get("content", ""))) + len(str(message.get("tool_calls", ""))) for message in messages)

@@ -1,0 +1,134 @@
+"""Which renderer the run file asks for, and its options: read off `chat.*` and the library's own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from protocol.config import ChatSection, ConfigError, RunConfig
+from rollout_worker.chat.renderer import RendererFormat
+from rollout_worker.chat.template import load_tokenizer
+
+# Of the library's configurations those that are no notation: the choice by name, and the tokenizer's own template,
+# which `chat.format = "template"` does better.
+_NOT_NAMED = ("auto", "default")
+# Options that are the library's own business.
+_HIDDEN_FIELDS = ("name",)
+
+
+def renderer_name(config: RunConfig) -> str | None:
+    """The renderer that `chat.renderer` names, or the one that the library knows for `model.path`; None: a template is
+    to be used. Raises `ConfigError` for settings of both kinds side by side, and for a name that is not known."""
+    chat, path = config.chat, config.model.path
+    if chat.format == "template":
+        _refuse(_renderer_settings(chat), 'a renderer\'s, and chat.format = "template" uses none')
+        return None
+    if chat.renderer is not None:
+        _refuse(_template_settings(chat), f"a template's, and chat.renderer = {chat.renderer!r} needs none")
+        return _checked(chat.renderer)
+    if chat.format == "auto" and any(_template_settings(chat).values()):
+        # Whoever gives a template or a parser does not want the notation that the model came with.
+        _refuse(_renderer_settings(chat), "a renderer's, and a template's settings stand beside it")
+        return None
+    known = _known(path)
+    if known is not None:
+        _refuse(_template_settings(chat), f"a template's, and the renderer {known!r} needs none")
+    elif chat.format == "renderer":
+        raise ConfigError(
+            f'chat.format = "renderer": no renderer is known for model.path = {path}; set chat.renderer to that of its '
+            f"family: {', '.join(_configurations())}"
+        )
+    else:
+        _refuse(_renderer_settings(chat), f"a renderer's, and none is known for model.path = {path}: set chat.renderer")
+    return known
+
+
+def load(config: RunConfig, name: str, tools: Sequence[dict[str, Any]]) -> RendererFormat:
+    """The renderer `name` for the run's tokenizer, with its options. Raises `ConfigError`."""
+    options = renderer_config(config.chat, name)
+    path = config.model.path
+    tokenizer = load_tokenizer(path)
+    try:
+        return RendererFormat(tokenizer, options, tools, path)
+    except Exception as error:  # of many types, by what the tokenizer lacks, or cannot be fetched
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model.path = {path}: the renderer {name!r} cannot be made with its tokenizer ({type(error).__name__}: "
+            f'{first}); name another with chat.renderer, or set chat.format = "template"'
+        ) from error
+
+
+def renderer_config(chat: ChatSection, name: str) -> Any:
+    """The library's configuration `name`, with `chat.renderer_options` and those of `chat.chat_template_kwargs` that it
+    has a field for. Raises `ConfigError`."""
+    from pydantic import ValidationError
+    from renderers import template_field_names
+
+    kind = _configurations()[name]
+    try:
+        options = kind.model_validate({"name": name, **chat.renderer_options})
+        fields = template_field_names(options)
+        for key in chat.chat_template_kwargs:
+            if key not in fields:
+                raise ConfigError(
+                    f"chat.chat_template_kwargs: {key!r} is no variable of the renderer {name!r}, which has "
+                    f'{_listed(fields)}; leave it out, or set chat.format = "template"'
+                )
+            if key in chat.renderer_options:
+                raise ConfigError(
+                    f"chat.chat_template_kwargs and chat.renderer_options both set {key!r}; leave out one"
+                )
+        return kind.model_validate({"name": name, **chat.renderer_options, **chat.chat_template_kwargs})
+    except ValidationError as error:
+        first = error.errors()[0]
+        setting = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"chat.renderer_options or chat.chat_template_kwargs: {setting} = {first['input']!r}: {first['msg']}; the "
+            f"fields of the renderer {name!r} are {_listed(set(kind.model_fields).difference(_HIDDEN_FIELDS))}"
+        ) from None
+    except (ImportError, OSError, TypeError, ValueError, AttributeError) as error:  # a renderer of the user's own
+        raise ConfigError(f"chat.renderer_options: the renderer {name!r} cannot be made ({error})") from error
+
+
+def _known(path: str) -> str | None:
+    from renderers.base import MODEL_RENDERER_MAP
+
+    name: str | None = MODEL_RENDERER_MAP.get(path)
+    return name
+
+
+def _configurations() -> dict[str, Any]:
+    """The classes of the library's configurations by name."""
+    from renderers import RendererConfig
+
+    classes = get_args(get_args(RendererConfig)[0])
+    names = {kind.model_fields["name"].default: kind for kind in classes}
+    return {name: kind for name, kind in sorted(names.items()) if name not in _NOT_NAMED}
+
+
+def _checked(name: str) -> str:
+    if name not in _configurations():
+        raise ConfigError(
+            f"chat.renderer = {name!r}: there is none of that name, the names are {', '.join(_configurations())}; for "
+            f'the tokenizer\'s own template set chat.format = "template"'
+        )
+    return name
+
+
+def _renderer_settings(chat: ChatSection) -> dict[str, Any]:
+    return {"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options}
+
+
+def _template_settings(chat: ChatSection) -> dict[str, Any]:
+    return {"chat.template": chat.template, "chat.parser": chat.parser if chat.parser != "auto" else None}
+
+
+def _refuse(settings: dict[str, Any], why: str) -> None:
+    """Raises `ConfigError` for the first of the settings that is given."""
+    for name, value in settings.items():
+        if value:
+            raise ConfigError(f"{name} = {value}: this setting is {why}; leave one of them out")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"

@@ -34,13 +34,14 @@ async def fingerprint_of(
 ) -> Fingerprint:
     """This worker's fingerprint. `data` is None where the rows cannot be read in time: they are not compared then."""
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
-    data = None
+    rows, data = None, None
     try:
-        data = await code.call(_digest_of_rows, str, timeout_s, dataset=task.dataset)
+        rows = await code.call(lambda: len(task.dataset), int, timeout_s)
+        data = await code.call(lambda: _digest_of_rows(task.dataset), str, timeout_s)
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]
-        shared, rows=len(task.dataset), data=data, task=_digest_of_text(config.task.file)
+        shared, rows=rows, data=data, task=_digest_of_text(config.task.file)
     )
 
 

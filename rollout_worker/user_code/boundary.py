@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +23,9 @@ from rollout_worker.user_code.failures import is_async
 from rollout_worker.user_code.loops import Loops
 from rollout_worker.user_code.processes import Processes
 from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
+
+# What ends a process that does not expect them.
+_TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
 Alarm = Callable[[str, str, str | None], None]
 
@@ -38,6 +43,7 @@ class UserCode:
         self.alarm: Alarm = lambda key, text, where: None
         self._threads = Threads(threads, self._a_call_hangs, self._no_thread_was_free)
         self._loops = Loops(self._a_call_hangs, self._a_loop_is_blocked, look_s)
+        self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated)
 
     @property
@@ -46,11 +52,18 @@ class UserCode:
         return self._threads.hung + self._loops.hung
 
     async def __aenter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _TIMERS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    asyncio.get_running_loop().add_signal_handler(number, self._a_timer_went_off, number)
+                    self._expected.append(number)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for number in self._expected:
+            asyncio.get_running_loop().remove_signal_handler(number)
         self._threads.close()
         self._loops.close()
         if self._processes is not None:
@@ -99,6 +112,13 @@ class UserCode:
     def _a_loop_is_blocked(self, name: str, where: str | None) -> None:
         text = f"{name} blocks the event loop of async code: await in it, or write it as a plain def"
         self.alarm(f"blocked {name}", text, where)
+
+    def _a_timer_went_off(self, number: int) -> None:
+        text = (
+            f"user code set a timer that sent {signal.Signals(number).name} to the whole worker, which ignored it: use "
+            f'worker.tool_timeout_s instead, or worker.tool_isolation = "process", where signals work in tools'
+        )
+        self.alarm("timer", text, None)
 
 
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_worker.user_code.copies import ATOMS
@@ -37,7 +37,8 @@ class AsyncCall:
     """A call of async code. start: makes the awaitable, or the async generator; plain: what the result becomes.
 
     `outcome`: the plain result of a simple value, else the value itself, `Held`; `error`: what went wrong. `came_back`
-    is called on the caller's `loop` when the coroutine has ended.
+    is called on the caller's `loop` when the coroutine has ended. `home`: the loop that has begun it; it may be offered
+    to several, and the one that takes its `only` entry does.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -46,7 +47,9 @@ class AsyncCall:
     start: Callable[[], Any] | None
     plain: Callable[[Any], Any]
     came_back: Callable[[AsyncCall], None]
-    task: asyncio.Task[None] | None = None
+    only: list[None] = field(default_factory=lambda: [None])
+    home: EventLoop | None = None
+    task: asyncio.Task[Any] | None = None
     given_up: bool = False
     hung: bool = False
     ended: bool = False
@@ -76,6 +79,7 @@ class EventLoop:
     def __init__(self) -> None:
         self.told = False
         self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[asyncio.Task[Any], AsyncCall] = {}
         self._closing = False
         # Each is written by one thread only.
@@ -98,6 +102,7 @@ class EventLoop:
             self._looks += 1
 
     def begin(self, call: AsyncCall) -> None:
+        """Run it, unless another loop has begun it by then."""
         self._soon(self._start, call)
 
     def cancel(self, call: AsyncCall) -> None:
@@ -151,23 +156,29 @@ class EventLoop:
         self._answered = number
 
     def _start(self, call: AsyncCall) -> None:
-        if call.given_up:
-            self._ended(call)
+        task = self._loop.create_task(self._run(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, call: AsyncCall) -> None:
+        try:
+            call.only.pop()
+        except IndexError:
             return
-        call.task = self._loop.create_task(call.run())
+        call.home, call.task = self, asyncio.current_task()
+        assert call.task is not None
         self._calls[call.task] = call
-        call.task.add_done_callback(self._task_ended)
+        try:
+            if not call.given_up:
+                await call.run()
+        finally:
+            del self._calls[call.task]
+            call.task = None
+            self._ended(call)
 
     def _cancel(self, call: AsyncCall) -> None:
         if call.task is not None:
             call.task.cancel()
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        call = self._calls.pop(task)
-        call.task = None
-        if task.cancelled() and call.error is None:  # by its first step, which is before its own try
-            call.error = UserCodeError("it was cancelled", "CancelledError", defined_at(call.function))
-        self._ended(call)
 
     def _ended(self, call: AsyncCall) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop may be gone by now

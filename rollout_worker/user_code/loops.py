@@ -1,8 +1,8 @@
 """Where async user code runs, and what becomes of a call that is late or blocks the others.
 
 All async code shares one event loop, so that what is bound to a loop (a session, a lock) works from call to call. While
-a function blocks that loop, new calls go to a spare one, and an alarm names the function; once it lets go, the first
-loop is used again. Decisions are taken on the event loop of the caller.
+a function blocks that loop, calls that have not begun go to a spare one, and an alarm names the function; once it lets
+go, the first loop is used again. Decisions are taken on the event loop of the caller.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Loops:
         if self._watch is None:
             self._watch = loop.call_later(self.look_s, self._look, loop)
         home.begin(call)
-        timer = loop.call_later(timeout_s, self._too_late, call, home, timeout_s)
+        timer = loop.call_later(timeout_s, self._too_late, call, timeout_s)
         try:
             await call.future
         finally:
             timer.cancel()
             if not call.ended:
-                self._give_up(call, home)
+                self._give_up(call)
         if call.error is not None:
             raise call.error
         return call.outcome
@@ -87,18 +87,19 @@ class Loops:
         if not call.future.done():
             call.future.set_result(None)
 
-    def _too_late(self, call: AsyncCall, home: EventLoop, timeout_s: float) -> None:
+    def _too_late(self, call: AsyncCall, timeout_s: float) -> None:
         text = f"no answer within {timeout_s:g} s"
-        culprit = home.culprit() if home.blocked else None
+        culprit = call.home.culprit() if call.home is not None and call.home.blocked else None
         if culprit is not None and culprit[0] is not call.function:
             text += f": {name_of(culprit[0])} blocked its event loop at {culprit[1]}"
         if not call.future.done():
             error = UserCodeError(text, reasons.TIMEOUT, defined_at(call.function))
             call.future.set_exception(error)
 
-    def _give_up(self, call: AsyncCall, home: EventLoop) -> None:
+    def _give_up(self, call: AsyncCall) -> None:
         call.given_up = True
-        home.cancel(call)
+        if call.home is not None:
+            call.home.cancel(call)
         call.loop.call_later(self.look_s * LOOKS, self._count_if_hung, call)
 
     def _count_if_hung(self, call: AsyncCall) -> None:
@@ -110,12 +111,20 @@ class Loops:
     def _look(self, caller: asyncio.AbstractEventLoop) -> None:
         """At each loop, while there are calls; a blocked one is told once."""
         self._watch = None
-        for loop in self._loops:
+        for loop in list(self._loops):
             loop.look()
             if loop.blocked and not loop.told:
                 loop.told = True
                 if (culprit := loop.culprit()) is not None:
                     function, where = culprit
                     self.on_blocked(name_of(function), where)
+                self._move_on()
         if self._in_flight:
             self._watch = caller.call_later(self.look_s, partial(self._look, caller))
+
+    def _move_on(self) -> None:
+        """Calls that no loop has begun go to one that can."""
+        home = self._responsive()
+        for call in self._in_flight:
+            if home is not None and call.home is None:
+                home.begin(call)

@@ -106,7 +106,7 @@ def _workers(status: Status) -> Table:
             f"{w.episodes_in_flight}/{w.capacity}",
             f"{w.episodes_done}/{w.episodes_failed}",
             _short(w.tokens_sampled),
-            f"{w.tool_calls}/{w.tool_failures}",
+            f"{w.tool_calls}/{w.tool_failures}" + (f", {w.hung_calls} hung" if w.hung_calls else ""),
             _percent(w.wait_share),
             _ago(w.seen_s_ago),
         )

@@ -58,7 +58,8 @@ class LearnerStatus(msgspec.Struct):
 
 
 class WorkerStatus(msgspec.Struct):
-    """`wait_share`: part of its capacity that was idle because there were no tickets, since its start."""
+    """`wait_share`: part of its capacity that was idle because there were no tickets, since its start; `hung_calls`:
+    calls of user code that were given up and have not come back."""
 
     worker_id: str
     host: str
@@ -75,6 +76,7 @@ class WorkerStatus(msgspec.Struct):
     cpu_ms_per_episode: float | None
     seen_s_ago: float
     failures: dict[str, int] = {}
+    hung_calls: int = 0
 
 
 class Wait(msgspec.Struct):

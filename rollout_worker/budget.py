@@ -19,17 +19,27 @@ class TurnBudget:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All but the last in tokens; a turn and an episode count what they sample, the context counts everything."""
+    """All but the turns in tokens; a turn and an episode count what they sample, the context counts everything.
+    `max_tool_result_tokens`: None is half the context."""
 
     max_turn_tokens: int
     max_episode_tokens: int
     max_model_len: int
     max_turns: int
+    max_tool_result_tokens: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         rollout = config.rollout
-        return cls(rollout.max_turn_tokens, rollout.max_episode_tokens, config.vllm.max_model_len, rollout.max_turns)
+        result = None if rollout.max_tool_result_tokens == "auto" else rollout.max_tool_result_tokens
+        return cls(
+            rollout.max_turn_tokens, rollout.max_episode_tokens, config.vllm.max_model_len, rollout.max_turns, result
+        )
+
+    @property
+    def tool_result_tokens(self) -> int:
+        """Tokens that one tool result may have."""
+        return self.max_model_len // 2 if self.max_tool_result_tokens is None else self.max_tool_result_tokens
 
     def turn(self, sampled: int, context: int) -> TurnBudget:
         """The next turn's budget, with `sampled` tokens of the episode and `context` tokens in all so far."""

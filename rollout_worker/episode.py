@@ -27,6 +27,7 @@ from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.tools import ToolBox, ToolResult
+from rollout_worker.tool_results import cut_results
 from rollout_worker.troubles import Troubles
 
 NEW_SEGMENTS = "chat/new_segments"
@@ -167,6 +168,7 @@ class EpisodeRunner:
                 return left.ends_as
             with self._timed(episode, "tools"):
                 results = await tools.run(parsed.calls)
+                results = await cut_results(results, self.limits.tool_result_tokens, chat)
             self._count(results, rollout)
             answers = [result.message() for result in results]
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)

@@ -35,14 +35,19 @@ async def fingerprint_of(
 ) -> Fingerprint:
     """This worker's fingerprint. `data` is None where the rows cannot be read in time: they are not compared then."""
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
-    data = None
+    rows, data = None, None
     try:
-        data = await code.call(_digest_of_rows, str, timeout_s, rows=task.rows)
+        rows = await code.call(lambda: task.rows.size, _as_is, timeout_s)
+        data = await code.call(lambda: _digest_of_rows(task.rows), str, timeout_s)
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]
-        shared, rows=task.rows.size, data=data, task=_digest_of_text(config.task.file)
+        shared, rows=rows, data=data, task=_digest_of_text(config.task.file)
     )
+
+
+def _as_is(value: int | None) -> int | None:
+    return value
 
 
 def _digest_of_rows(rows: Rows) -> str:

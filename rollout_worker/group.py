@@ -17,8 +17,9 @@ from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import Affinity
 from rollout_worker.inference.sampler import PendingChoice
+from rollout_worker.row_reader import RowReader
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
-from rollout_worker.task.task import Row, Task
+from rollout_worker.task.task import Row
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.transcript import of_prompt, transcript
 from rollout_worker.troubles import Troubles
@@ -41,10 +42,9 @@ class TicketFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
     """Makes groups of tickets, counts episodes into `counters` and keeps first failures in `troubles`. `wall_clock`
-    gives seconds since the epoch; `task_file`: absolute."""
+    gives seconds since the epoch."""
 
-    task: Task
-    task_file: str
+    rows: RowReader
     rewards: RewardFunctions
     chat: ChatFormat
     tools: ToolBox
@@ -52,7 +52,6 @@ class GroupRunner:
     counters: WorkerReport
     troubles: Troubles
     keep_messages: bool
-    shuffle: bool = True
     wall_clock: Callable[[], float] = time.time
 
     async def run(self, ticket: Ticket) -> Group:
@@ -62,12 +61,11 @@ class GroupRunner:
             self.troubles.add("ticket", reasons.TICKET_KIND, detail)
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at = self.wall_clock()
-        row = self._row(ticket)
+        row = await self._row(ticket)
         prompt_ids = await self._prompt_ids(row)
         outcomes = await self._run_episodes(row, prompt_ids, ticket.group_size)
         episodes = self._counted(outcomes)
         if self.keep_messages:
-            # Before the rewards get to see the messages: they may put objects of their own into them.
             prompt = of_prompt(row.columns["prompt"])
             for episode in episodes:
                 episode.rollout.messages = transcript(prompt, episode.messages)
@@ -86,18 +84,14 @@ class GroupRunner:
             finished_at=self.wall_clock(),
         )
 
-    def _row(self, ticket: Ticket) -> Row:
+    async def _row(self, ticket: Ticket) -> Row:
         try:
-            row = self.task.row_for(ticket.index, ticket.seed, self.shuffle)
-            if not row.columns["prompt"]:
-                raise ValueError("its prompt is empty")
-            return row
-        except Exception as error:  # the data set is the user's
-            _, number = self.task.place_of(ticket.index, ticket.seed, self.shuffle)
-            failure = user_code.failure_of(error, self.task_file)
-            detail = f"row {number} of the data set: {failure}"
+            return await self.rows.read(ticket.index, ticket.seed)
+        except user_code.UserCodeError as failure:
+            detail = str(failure)
             self.troubles.add("row", failure.kind, detail, failure.where)
-            raise TicketFailed(reasons.ROW, detail, retryable=False) from error
+            late = failure.kind == reasons.TIMEOUT
+            raise TicketFailed(reasons.ROW, detail, retryable=late) from None
 
     async def _prompt_ids(self, row: Row) -> list[int]:
         try:

@@ -37,6 +37,7 @@ from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
+from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
@@ -103,11 +104,11 @@ class Worker:
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
         self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep)
         self._troubles = Troubles(self._heartbeat.now)
+        code.alarm = partial(self._troubles.add, "code")
         self._pool = ServerPool(self._report_server)
         self._sampler = Sampler(client, self._pool, config, chat.stop_token_ids, stream_first_turn, sleep=sleep)
         self._groups = GroupRunner(
-            task=task,
-            task_file=str(config.task.file.resolve()),
+            rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
             rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep),
             chat=chat,
             tools=tools,
@@ -117,7 +118,6 @@ class Worker:
             counters=self.counters,
             troubles=self._troubles,
             keep_messages=config.worker.keep_messages,
-            shuffle=config.task.shuffle,
         )
         self._running: dict[str, asyncio.Task[None]] = {}
         self._failed_in_a_row = 0

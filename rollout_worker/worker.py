@@ -42,8 +42,9 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
 
 async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> WorkerReport:
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its last report."""
+    isolated = config.task if config.worker.tool_isolation == "process" else None
     async with (
-        UserCode(config.worker.user_threads) as code,
+        UserCode(config.worker.user_threads, isolated) as code,
         InferenceClient(config.worker.request_timeout_s, config.token) as client,
     ):
         tools = ToolBox(task.tools, config.worker.tool_timeout_s, code)

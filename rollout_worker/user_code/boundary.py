@@ -1,165 +1,141 @@
-"""Calling the user's functions: sync ones in a thread, async ones on the loop, each with a time-out.
+"""The one place where the user's functions are called.
 
-Every call gets a daemon thread of its own rather than one of a pool, so that a function that never returns neither
-takes a slot from others nor keeps the process from ending. What a function returns or raises may hold objects of the
-user's, whose methods may fail or hang too: it is turned into plain data, and an error into text, in such a thread.
+Sync code runs in threads, async code on an event loop of its own, and never on the caller's: its arguments are copied,
+its result is turned into plain data, and its errors into text, where it runs. Tools may run in child processes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
+import signal
 import threading
-import traceback
+import time
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from protocol import reasons
+from protocol.config import TaskSection
+from rollout_worker.user_code.copies import copied
+from rollout_worker.user_code.event_loop import Held
+from rollout_worker.user_code.failures import is_async
+from rollout_worker.user_code.loops import Loops
+from rollout_worker.user_code.processes import Processes
+from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
 
+# What ends a process that does not expect them.
+_TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
-class UserCodeError(Exception):
-    """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
-    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none."""
-
-    def __init__(self, text: str, kind: str, where: str | None) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.where = where
+Alarm = Callable[[str, str, str | None], None]
 
 
 class UserCode:
-    """Where user code runs. `threads`: the most sync calls at one time; `hung`: calls that were given up and have not
-    come back. Use it as a context manager, on one event loop."""
+    """Where user code runs. `threads`: the most sync calls at one time, and the most child processes; `isolated`: the
+    task file whose tools `call_isolated` runs; `look_s`: seconds between two looks at the loop of async code.
 
-    def __init__(self, threads: int = 64) -> None:
+    `alarm(key, text, where)` is told of what a person should mend: calls that do not come back, a blocked event loop.
+    Use it as a context manager, on one event loop.
+    """
+
+    def __init__(self, threads: int = 64, isolated: TaskSection | None = None, look_s: float = 0.25) -> None:
         self.threads = threads
-        self.hung = 0
+        self.alarm: Alarm = lambda key, text, where: None
+        self._threads = Threads(threads, self._a_call_hangs, self._no_thread_was_free)
+        self._loops = Loops(self._a_call_hangs, self._a_loop_is_blocked, look_s)
+        self._expected: list[int] = []
+        self._processes = None if isolated is None else Processes(threads, isolated)
+
+    @property
+    def hung(self) -> int:
+        """Calls that were given up and have not come back."""
+        return self._threads.hung + self._loops.hung
 
     async def __aenter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _TIMERS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    asyncio.get_running_loop().add_signal_handler(number, self._a_timer_went_off, number)
+                    self._expected.append(number)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        for number in self._expected:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        self._threads.close()
+        self._loops.close()
+        if self._processes is not None:
+            self._processes.close()
 
     async def call(
         self, function: Callable[..., Any], plain: Callable[[Any], Any], timeout_s: float, /, **arguments: Any
     ) -> Any:
-        """`plain(function(**arguments))`. Raises `UserCodeError` if either raises anything, or it is not done in
-        time."""
-        task = asyncio.ensure_future(_run(function, plain, arguments))
-        try:
-            # Not asyncio.timeout: it would wait for a coroutine that swallows its cancellation.
-            await asyncio.wait({task}, timeout=timeout_s)
-        finally:
-            if not task.done():
-                task.cancel()
-                task.add_done_callback(_taken_note_of)
-        if not task.done():
-            raise UserCodeError(f"no answer within {timeout_s:g} s", reasons.TIMEOUT, defined_at(function))
-        if task.cancelled():
-            raise UserCodeError("it cancelled itself", "CancelledError", defined_at(function))
-        return task.result()
+        """`plain(function(**arguments))`, awaited where it is awaitable. Raises `UserCodeError` if either raises
+        anything, or it is not done in time."""
+        start = partial(_started, function, arguments)
+        if is_async(function):
+            result = await self._loops.run(function, start, plain, timeout_s)
+        else:
+            began = time.monotonic()
+            result = await self._threads.run(function, partial(_done, start, plain), timeout_s)
+            if isinstance(result, Held):
+                left_s = max(0.0, timeout_s - (time.monotonic() - began))
+                result = await self._loops.run(function, result.take, plain, left_s)
+        if isinstance(result, Held):
+            # Its text may take as long as it likes, or never end.
+            result = await self._threads.run(function, partial(_plain, result, plain), timeout_s)
+        return result
 
+    async def call_isolated(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
+        """What the task file's tool of that name gives, as text, in a child process, which is killed if it is not done
+        in time. Raises `UserCodeError`, and `ValueError` if this was not made for isolated tools."""
+        if self._processes is None:
+            raise ValueError('UserCode was made without a task file: worker.tool_isolation is not "process"')
+        return await self._processes.call(tool, arguments, timeout_s)
 
-def _taken_note_of(task: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more: what it raises is nobody's."""
-    if not task.cancelled():
-        task.exception()
+    def _a_call_hangs(self) -> None:
+        """Told at the first, when as many hang as there are threads, and when no more threads are given."""
+        stages = {1: "", self.threads: "", HUNG_PER_THREAD * self.threads: "; no more threads are given"}
+        if (more := stages.get(self.hung)) is not None:
+            calls = "1 call has" if self.hung == 1 else f"{self.hung} calls have"
+            text = (
+                f"{calls} not come back after the time-out{more}: give what waits a time-out of its own, or set "
+                f'worker.tool_isolation = "process"'
+            )
+            self.alarm(f"hung {self.hung}", text, None)
+
+    def _no_thread_was_free(self, text: str) -> None:
+        self.alarm("threads", text, None)
+
+    def _a_loop_is_blocked(self, name: str, where: str | None) -> None:
+        text = f"{name} blocks the event loop of async code: await in it, or write it as a plain def"
+        self.alarm(f"blocked {name}", text, where)
+
+    def _a_timer_went_off(self, number: int) -> None:
+        text = (
+            f"user code set a timer that sent {signal.Signals(number).name} to the whole worker, which ignored it: use "
+            f'worker.tool_timeout_s instead, or worker.tool_isolation = "process", where signals work in tools'
+        )
+        self.alarm("timer", text, None)
 
 
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """What `function(**arguments)` returns or raises, run in a thread. If cancelled, the thread goes on alone."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def body() -> None:
-        result, error = None, None
-        try:
-            result = function(**arguments)
-        except BaseException as caught:
-            error = _as_exception(caught)
-        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
-            loop.call_soon_threadsafe(_settle, future, result, error)
-
-    threading.Thread(target=body, daemon=True, name="user code").start()
-    return await future
+    """What `function(**arguments)` returns or raises, run in a thread: for code of our own that takes a while. If
+    cancelled, the thread goes on alone."""
+    return await asyncio.get_running_loop().run_in_executor(None, partial(function, **arguments))
 
 
-def failure_of(error: BaseException, file: str | None, otherwise: str | None = None) -> UserCodeError:
-    """`error` as text, raised at the innermost line of the user's `file`; `otherwise`, if it was not raised there."""
-    kind = type(error).__name__
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
-    try:
-        text = f"{kind}({error})" if isinstance(error, SystemExit) else f"{kind}: {error}"
-    except BaseException as another:
-        text = f"{kind}, whose text fails with {type(another).__name__}"
-    return UserCodeError(text, kind, f"{file}:{lines[-1]}" if lines else otherwise)
+def _started(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    return function(**{name: copied(value) for name, value in arguments.items()})
 
 
-def defined_at(function: Callable[..., Any]) -> str | None:
-    """file:line of a function, method, partial or callable object; None of one that is not written in Python."""
-    code = _code(function)
-    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+def _done(start: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
+    """In a thread. What must be awaited comes back `Held`."""
+    result = start()
+    return Held(result) if inspect.isawaitable(result) or inspect.isasyncgen(result) else plain(result)
 
 
-async def _run(function: Callable[..., Any], plain: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
-    """As `call`, without the time-out."""
-
-    def begin() -> Any:
-        result = function(**arguments)
-        return result if inspect.isawaitable(result) else plain(result)
-
-    if inspect.iscoroutinefunction(function):
-        result = _guarded(function, begin)
-    else:
-        result = await in_thread(_guarded, function=function, step=begin)
-    if not inspect.isawaitable(result):
-        return result
-    try:
-        value = await result
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # asyncio lets the latter two end the whole loop
-        raise _failure(function, error) from error
-    return await in_thread(_guarded, function=function, step=partial(plain, value))
-
-
-def _guarded(function: Callable[..., Any], step: Callable[[], Any]) -> Any:
-    try:
-        return step()
-    except UserCodeError:
-        raise
-    except BaseException as error:
-        raise _failure(function, error) from error
-
-
-def _failure(function: Callable[..., Any], error: BaseException) -> UserCodeError:
-    code = _code(function)
-    return failure_of(error, None if code is None else code.co_filename, defined_at(function))
-
-
-def _code(function: Callable[..., Any]) -> Any:
-    while isinstance(function, partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-
-
-def _as_exception(error: BaseException) -> Exception:
-    """`error` as one that a task may hold: asyncio lets SystemExit and the like end the whole loop."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    return RuntimeError(f"{type(error).__name__}({error})")
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+def _plain(held: Held, plain: Callable[[Any], Any]) -> Any:
+    return plain(held.take())

@@ -91,11 +91,12 @@ async def roll(
     version: int = 7,
     queue: StandInQueue | None = None,
     stop_when: Callable[[Worker], bool] | None = None,
+    look_s: float = 0.25,
     **options: Any,
 ) -> Run:
     """Run a worker until it is done with `tickets`, or is told to stop because `stop_when` holds of it.
 
-    `options` are the worker's.
+    `look_s` is user code's, `options` are the worker's.
     """
     config = config or kit.config(kit.WORKER)
     async with AsyncExitStack() as stack:
@@ -103,7 +104,7 @@ async def roll(
         queue = queue or StandInQueue(tickets_for(tickets, config.rollout.group_size, version))
         queue.servers = queue.servers or serving_at(*urls, version=version)
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
-        code = await stack.enter_async_context(UserCode(config.worker.user_threads))
+        code = await stack.enter_async_context(UserCode(config.worker.user_threads, look_s=look_s))
         tools = ToolBox(the_task.tools, config.worker.tool_timeout_s, code)
         worker = Worker(config, the_task, queue, "w0", chat_format(tools.schemas), tools, client, code, **options)
         stop = asyncio.Event()

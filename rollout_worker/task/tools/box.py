@@ -93,7 +93,7 @@ class ToolBox:
             where = "".join(f"{part}: " for part in problem.absolute_path)
             return _failure(call.name, f"bad arguments: {where}{problem.message}", tool.counted_as)
         try:
-            content = await self._code.call(tool.function, _as_text, self._timeout_s, **call.arguments)
+            content = await self._code.call(tool.function, as_text, self._timeout_s, **call.arguments)
             return ToolResult(call.name, content, failed=False, counted_as=tool.counted_as)
         except UserCodeError as error:
             return _failure(call.name, str(error), tool.counted_as, error)
@@ -104,7 +104,7 @@ def _failure(name: str, reason: str, counted_as: str = UNKNOWN, error: UserCodeE
     return ToolResult(name, content, failed=True, counted_as=counted_as, error=error)
 
 
-def _as_text(result: object) -> str:
+def as_text(result: object) -> str:
     """Text as it is, lists and dicts as JSON where possible, all else as Python writes it."""
     if isinstance(result, dict | list):
         try:

@@ -1,0 +1,88 @@
+"""Reading a ticket's row: the data set is the user's, so it is read behind the boundary, and comes back as plain data.
+
+A row that was read belongs to its ticket: nothing that is done to it is seen by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout_worker.task.task import Row, Task
+from rollout_worker.user_code import UserCode, UserCodeError, failure_of
+from rollout_worker.user_code.copies import copied
+
+TIMEOUT_S = 60.0
+
+
+class RowReader:
+    """Reads rows of a task, whose file is `task_file`, absolute; `shuffle`: in a new order each epoch."""
+
+    def __init__(self, task: Task, task_file: str, code: UserCode, shuffle: bool, timeout_s: float = TIMEOUT_S) -> None:
+        self._task = task
+        self._task_file = task_file
+        self._code = code
+        self._shuffle = shuffle
+        self._timeout_s = timeout_s
+
+    async def read(self, index: int, seed: int) -> Row:
+        """The row of a ticket's running `index`. Raises `UserCodeError`, whose text names the row."""
+        try:
+            return await self._code.call(self._read, _same, self._timeout_s, index=index, seed=seed)  # type: ignore[no-any-return]
+        except UserCodeError as error:
+            if str(error).startswith("row "):
+                raise
+            raise UserCodeError(f"the row of index {index} of the data set: {error}", error.kind, None) from None
+
+    def _read(self, index: int, seed: int) -> Row:
+        _, number = self._task.place_of(index, seed, self._shuffle)
+        try:
+            row = self._task.row_for(index, seed, self._shuffle)
+            return row._replace(columns=plain_columns(row.columns))
+        except BaseException as error:
+            failure = failure_of(error, self._task_file)
+            raise UserCodeError(f"row {number} of the data set: {failure}", failure.kind, failure.where) from None
+
+
+def plain_columns(row: Any) -> dict[str, Any]:
+    """A row's columns: a copy, its prompt as text or as messages of plain data. Raises `ValueError`."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is a {type(row).__name__}; give a mapping of columns, such as a dict")
+    columns = {str(name): value for name, value in row.items()}
+    if "prompt" not in columns:
+        raise ValueError(f"it has no column 'prompt', it has {sorted(columns)}"[:500])
+    prompt = columns.pop("prompt")
+    is_messages = isinstance(prompt, list | tuple | np.ndarray) and all(isinstance(said, Mapping) for said in prompt)
+    if not is_messages and not isinstance(prompt, str):
+        raise ValueError(f"its prompt is a {type(prompt).__name__}; give text or a list of messages")
+    plain = _plain(prompt, "prompt")
+    if not plain:
+        raise ValueError("its prompt is empty")
+    return {"prompt": plain, **{name: copied(value) for name, value in columns.items()}}
+
+
+def _plain(value: Any, place: str) -> Any:
+    """`value`, all the way down, as JSON has it: a chat template and the transcript meet no object of the user's."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist(), place)
+    if isinstance(value, str):  # of a class of the user's, such as an enum
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry, f"{place}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, f"{place}[{number}]") for number, entry in enumerate(value)]
+    raise ValueError(
+        f"{place} is a {type(value).__name__}; messages hold text, numbers, lists and dicts: write it as text"
+    )
+
+
+def _same(row: Row) -> Row:
+    return row

@@ -1,0 +1,120 @@
+"""The program of a child process that tools run in: `python -m rollout_worker.user_code.child path/to/file.py:task`.
+
+It reads requests and writes replies as lines of JSON, over what were its standard input and output; what the user's
+code prints goes to standard error. Tools run in the main thread, one at a time, so that signals work in them. It ends,
+with all that it has started, when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+from protocol.config import ConfigError, TaskSection
+from rollout_worker.user_code.failures import defined_at, failure_in
+
+# Of a result; the worker cuts it further.
+MAX_CHARACTERS = 1024 * 1024
+_PR_SET_PDEATHSIG = 1
+
+
+def main(task_path: str) -> None:
+    requests, replies = _pipes()
+    _die_with_the_parent()
+    lines: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
+    try:
+        tools = _tools(task_path)
+    except ConfigError as error:
+        _write(replies, {"refused": str(error)})
+        return
+    _write(replies, {"places": {name: defined_at(tool) for name, tool in tools.items()}})
+    with asyncio.Runner() as runner:
+        while True:
+            request = json.loads(lines.get())
+            reply = _reply(tools, request["tool"], request["arguments"], runner)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the tool left is not the next one's
+            _write(replies, reply)
+
+
+def _reply(
+    tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner
+) -> dict[str, str | None]:
+    from rollout_worker.task.tools.box import as_text
+
+    function = tools.get(name)
+    if function is None:
+        text = f"the task file, imported anew, has no tool {name!r}: {', '.join(tools)}"
+        return {"error": text, "kind": "LookupError", "where": None}
+    try:
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            result = runner.run(_awaited(result))
+        return {"result": _bounded(as_text(result))}
+    except BaseException as error:
+        failure = failure_in(function, error)
+        return {"error": str(failure), "kind": failure.kind, "where": failure.where}
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}... ({len(text) - 2 * half} characters left out) ...{text[-half:]}"
+
+
+def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
+    """The task's functions by the names that the policy knows them by. Raises `ConfigError`."""
+    from rollout_worker.task import load_task
+
+    functions = [getattr(tool, "function", tool) for tool in load_task(TaskSection(path=task_path)).tools]
+    return {getattr(function, "__name__", type(function).__name__): function for function in functions}
+
+
+def _pipes() -> tuple[TextIO, TextIO]:
+    """Standard input and output under other numbers, so that neither `input()` nor `print()` reaches them."""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with_the_parent() -> None:
+    """On Linux even while a tool holds the interpreter lock, so that no thread sees the end of the input."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read(requests: TextIO, lines: SimpleQueue[str]) -> None:
+    for line in requests:
+        lines.put(line)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _write(replies: TextIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

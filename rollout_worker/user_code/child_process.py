@@ -1,0 +1,110 @@
+"""One child process that tools run in, as its parent sees it: start, ask, kill.
+
+Requests and replies are lines of JSON over pipes, nothing else (I8). The child has a process group of its own, which is
+killed as a whole; it ends by itself when its parent is gone (`child.py`). All but `kill` may block: call them in a
+thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from rollout_worker.user_code.failures import UserCodeError
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+# A reply is longer than its text by what JSON escapes: up to twelve times.
+_MOST_REPLY_BYTES = 16 * 1024 * 1024
+
+DIED = "died"
+
+
+class ChildProcess:
+    """A child for the task file `task_path`. `ready`: it waits for a request; `places`: file:line of its tools."""
+
+    def __init__(self, task_path: str) -> None:
+        self.ready = False
+        self.places: dict[str, str | None] = {}
+        self._task_path = task_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Returns when the child has imported the task file. Raises `UserCodeError`."""
+        path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+        with self._lock:
+            if self._killed:
+                raise UserCodeError("its process was killed", DIED, None)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollout_worker.user_code.child", self._task_path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        hello = self._read()
+        if "refused" in hello:
+            self.kill()
+            raise UserCodeError(f"its process cannot load the task: {hello['refused']}", DIED, None)
+        self.places = hello["places"]
+        self.ready = True
+
+    def ask(self, tool: str, arguments: dict[str, Any]) -> str:
+        """The tool's result as text. Raises `UserCodeError`; if the child is not `ready` then, it is of no more use."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            line = json.dumps({"tool": tool, "arguments": arguments}).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            text = f"its arguments cannot be sent to a process as JSON: {error}"
+            raise UserCodeError(text, type(error).__name__, self.places.get(tool)) from None
+        self.ready = False
+        with contextlib.suppress(OSError):  # it died: reading says how
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        reply = self._read(self.places.get(tool))
+        self.ready = True
+        if "error" in reply:
+            raise UserCodeError(reply["error"], reply["kind"], reply["where"])
+        return str(reply["result"])
+
+    def kill(self) -> None:
+        """End it, and what it has started."""
+        with self._lock:
+            self.ready, self._killed = False, True
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait until it has ended, after `kill`."""
+        if self._process is not None:
+            self._process.wait()
+
+    def _read(self, where: str | None = None) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline(_MOST_REPLY_BYTES)
+        if not line.endswith(b"\n"):
+            # Before it is reaped: what it has started is in its group, whose number is free after that.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            raise UserCodeError(f"its process ended {_how(self._process.wait())}", DIED, where)
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"with exit status {status}"
+    with contextlib.suppress(ValueError):
+        return f"by {signal.Signals(-status).name}"
+    return f"by signal {-status}"

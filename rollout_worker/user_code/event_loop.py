@@ -1,0 +1,194 @@
+"""One event loop for async user code, in a daemon thread of its own. Nothing that runs on it ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_worker.user_code.copies import ATOMS
+from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in, file_of
+
+# Items of an async generator that are collected.
+MOST_ITEMS = 100_000
+# Looks at a loop without a sign of life, after which it counts as blocked. Looks, not seconds: a process that was
+# stopped for a while has blocked nothing.
+LOOKS = 8
+_CLOSE_S = 1.0
+
+
+class Held:
+    """A value of the user's on its way from thread to thread: it is taken out where it is used, and so freed there."""
+
+    def __init__(self, value: Any) -> None:
+        self._values = [value]
+
+    def take(self) -> Any:
+        return self._values.pop()
+
+
+@dataclass(slots=True, eq=False)
+class AsyncCall:
+    """A call of async code. start: makes the awaitable, or the async generator; plain: what the result becomes.
+
+    `outcome`: the plain result of a simple value, else the value itself, `Held`; `error`: what went wrong. `came_back`
+    is called on the caller's `loop` when the coroutine has ended. `home`: the loop that has begun it; it may be offered
+    to several, and the one that takes its `only` entry does.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
+    function: Callable[..., Any]
+    start: Callable[[], Any] | None
+    plain: Callable[[Any], Any]
+    came_back: Callable[[AsyncCall], None]
+    only: list[None] = field(default_factory=lambda: [None])
+    home: EventLoop | None = None
+    task: asyncio.Task[Any] | None = None
+    given_up: bool = False
+    hung: bool = False
+    ended: bool = False
+    outcome: Any = None
+    error: UserCodeError | None = None
+
+    async def run(self) -> None:
+        """On the loop of user code, where asyncio lets a SystemExit or KeyboardInterrupt end the whole loop."""
+        assert self.start is not None
+        try:
+            result = self.start()
+            self.start = None
+            if inspect.isasyncgen(result):
+                result = await _collected(result)
+            while inspect.isawaitable(result):
+                result = await result
+            self.outcome = self.plain(result) if type(result) in ATOMS else Held(result)
+        except asyncio.CancelledError:
+            self.error = UserCodeError("it cancelled itself", "CancelledError", defined_at(self.function))
+        except BaseException as error:
+            self.error = failure_in(self.function, error)
+
+
+class EventLoop:
+    """The loop and its thread. Methods are for the caller's thread."""
+
+    def __init__(self) -> None:
+        self.told = False
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[asyncio.Task[Any], AsyncCall] = {}
+        self._closing = False
+        # Each is written by one thread only.
+        self._asked = self._answered = self._looks = 0
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="async user code")
+        self._thread.start()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something runs on it that does not let go."""
+        return self._looks >= LOOKS
+
+    def look(self) -> None:
+        """Ask for a sign of life, and count how often none came."""
+        if self._answered == self._asked:
+            self._looks, self.told = 0, False
+            self._asked += 1
+            self._soon(self._answer, self._asked)
+        else:
+            self._looks += 1
+
+    def begin(self, call: AsyncCall) -> None:
+        """Run it, unless another loop has begun it by then."""
+        self._soon(self._start, call)
+
+    def cancel(self, call: AsyncCall) -> None:
+        """Cancel the coroutine, as soon as the loop can."""
+        self._soon(self._cancel, call)
+
+    def culprit(self) -> tuple[Callable[..., Any], str | None] | None:
+        """The function that runs at this moment, and the line of its file that it is at; None if none does."""
+        task = asyncio.current_task(self._loop)
+        call = None if task is None else self._calls.get(task)
+        if call is None:
+            return None
+        file, frame = file_of(call.function), sys._current_frames().get(self._thread.ident or 0)
+        while frame is not None and frame.f_code.co_filename != file:
+            frame = frame.f_back
+        return call.function, defined_at(call.function) if frame is None else f"{file}:{frame.f_lineno}"
+
+    def close(self) -> None:
+        """Cancel what runs, and end; what blocks it ends with the process."""
+        self._soon(self._end)
+
+    def _soon(self, callback: Callable[..., Any], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # What follows runs in the loop's own thread.
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while not self._closing:
+            # A SystemExit in a task that the user's code began ends run_forever, and so does its loop.stop().
+            with contextlib.suppress(BaseException):
+                self._loop.run_forever()
+        with contextlib.suppress(BaseException):
+            self._loop.run_until_complete(self._finish())
+        self._loop.close()
+
+    async def _finish(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_S)
+        await self._loop.shutdown_asyncgens()
+
+    def _end(self) -> None:
+        self._closing = True
+        self._loop.stop()
+
+    def _answer(self, number: int) -> None:
+        self._answered = number
+
+    def _start(self, call: AsyncCall) -> None:
+        task = self._loop.create_task(self._run(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, call: AsyncCall) -> None:
+        try:
+            call.only.pop()
+        except IndexError:
+            return
+        call.home, call.task = self, asyncio.current_task()
+        assert call.task is not None
+        self._calls[call.task] = call
+        try:
+            if not call.given_up:
+                await call.run()
+        finally:
+            del self._calls[call.task]
+            call.task = None
+            self._ended(call)
+
+    def _cancel(self, call: AsyncCall) -> None:
+        if call.task is not None:
+            call.task.cancel()
+
+    def _ended(self, call: AsyncCall) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop may be gone by now
+            call.loop.call_soon_threadsafe(call.came_back, call)
+
+
+async def _collected(items: Any) -> list[Any]:
+    collected: list[Any] = []
+    async for item in items:
+        if len(collected) == MOST_ITEMS:
+            raise ValueError(f"an async generator gave more than {MOST_ITEMS} items; give a list")
+        collected.append(item)
+    return collected

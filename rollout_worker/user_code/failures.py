@@ -1,0 +1,93 @@
+"""What user code did wrong, as text: the error, the line in the user's file, and what to do where that is known."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+# Of one error's text: an exception may hold a whole page.
+MAX_CHARACTERS = 2000
+
+
+class UserCodeError(Exception):
+    """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
+    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none."""
+
+    def __init__(self, text: str, kind: str, where: str | None) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.where = where
+
+
+def failure_of(error: BaseException, file: str | None, otherwise: str | None = None) -> UserCodeError:
+    """`error` as text, raised at the innermost line of the user's `file`; `otherwise`, if it was not raised there."""
+    kind = type(error).__name__
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    try:
+        text = f"{kind}({error})" if isinstance(error, SystemExit) else f"{kind}: {error}"
+    except BaseException as another:
+        text = f"{kind}, whose text fails with {type(another).__name__}"
+    if len(text) > MAX_CHARACTERS:
+        text = f"{text[:MAX_CHARACTERS]}... ({len(text) - MAX_CHARACTERS} characters left out)"
+    return UserCodeError(text + _remedy(kind, text), kind, f"{file}:{lines[-1]}" if lines else otherwise)
+
+
+def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeError:
+    """`error`, raised by `function` or by what works on its result. A `UserCodeError` is given back as it is, without
+    the frames that would keep the user's objects alive."""
+    if isinstance(error, UserCodeError):
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    code = _code(function)
+    return failure_of(error, None if code is None else code.co_filename, defined_at(function))
+
+
+def defined_at(function: Callable[..., Any]) -> str | None:
+    """file:line of a function, method, partial or callable object; None of one that is not written in Python."""
+    code = _code(function)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def file_of(function: Callable[..., Any]) -> str | None:
+    """The file that it is defined in, as `defined_at`."""
+    code = _code(function)
+    return None if code is None else code.co_filename
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Its name, as a person wrote it."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine or an async generator: functions, methods, partials, callable objects."""
+    while isinstance(function, partial):
+        function = function.func
+    called = function if inspect.isroutine(function) else type(function).__call__
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+
+
+def _remedy(kind: str, text: str) -> str:
+    if kind == "ValueError" and "signal only works in main thread" in text:
+        return (
+            "; user code runs in threads, where signals cannot be handled: set worker.tool_timeout_s instead of an "
+            'alarm, or worker.tool_isolation = "process", where tools run in a main thread of their own'
+        )
+    if kind == "RuntimeError" and "different loop" in text:
+        return (
+            "; async code moves to another event loop while one function blocks the usual one: see the trouble that "
+            "names it"
+        )
+    return ""
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)

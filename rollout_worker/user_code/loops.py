@@ -1,0 +1,130 @@
+"""Where async user code runs, and what becomes of a call that is late or blocks the others.
+
+All async code shares one event loop, so that what is bound to a loop (a session, a lock) works from call to call. While
+a function blocks that loop, calls that have not begun go to a spare one, and an alarm names the function; once it lets
+go, the first loop is used again. Decisions are taken on the event loop of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from protocol import reasons
+from rollout_worker.user_code.event_loop import LOOKS, AsyncCall, EventLoop
+from rollout_worker.user_code.failures import UserCodeError, defined_at, name_of
+
+MOST_LOOPS = 4
+
+
+@dataclass(eq=False)
+class Loops:
+    """`hung`: calls given up that have not come back; `on_hung` is called at each new one. `on_blocked` gets the name
+    of a function that blocks its loop, and the file:line that it is at. `look_s`: seconds between two looks at a loop;
+    `LOOKS` of them without a sign of life, and it is blocked; as long after its cancellation, a coroutine is hung."""
+
+    on_hung: Callable[[], None] = lambda: None
+    on_blocked: Callable[[str, str | None], None] = lambda name, where: None
+    look_s: float = 0.25
+    hung: int = 0
+    _loops: list[EventLoop] = field(default_factory=list)
+    _in_flight: set[AsyncCall] = field(default_factory=set)
+    _watch: asyncio.TimerHandle | None = None
+
+    async def run(
+        self, function: Callable[..., Any], start: Callable[[], Any], plain: Callable[[Any], Any], timeout_s: float
+    ) -> Any:
+        """`plain` of what `start()` gives, awaited, or collected where it is an async generator; `Held`, where it is
+        not a simple value, as `plain` may block then. `function` is the user's, for the errors. Raises
+        `UserCodeError`."""
+        home = self._responsive()
+        if home is None:
+            text = (
+                f"not called: all {MOST_LOOPS} event loops are blocked; await in async code, or write it as plain def"
+            )
+            raise UserCodeError(text, reasons.TIMEOUT, defined_at(function))
+        loop = asyncio.get_running_loop()
+        call = AsyncCall(loop, loop.create_future(), function, start, plain, self._came_back)
+        self._in_flight.add(call)
+        if self._watch is None:
+            self._watch = loop.call_later(self.look_s, self._look, loop)
+        home.begin(call)
+        timer = loop.call_later(timeout_s, self._too_late, call, timeout_s)
+        try:
+            await call.future
+        finally:
+            timer.cancel()
+            if not call.ended:
+                self._give_up(call)
+        if call.error is not None:
+            raise call.error
+        return call.outcome
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        while self._loops:
+            self._loops.pop().close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _responsive(self) -> EventLoop | None:
+        """The first loop that is not blocked; a new one where all are; None where there are enough."""
+        found = next((loop for loop in self._loops if not loop.blocked), None)
+        if found is None and len(self._loops) < MOST_LOOPS:
+            found = EventLoop()
+            self._loops.append(found)
+        return found
+
+    def _came_back(self, call: AsyncCall) -> None:
+        call.ended = True
+        self._in_flight.discard(call)
+        self.hung -= call.hung
+        if not call.future.done():
+            call.future.set_result(None)
+
+    def _too_late(self, call: AsyncCall, timeout_s: float) -> None:
+        text = f"no answer within {timeout_s:g} s"
+        culprit = call.home.culprit() if call.home is not None and call.home.blocked else None
+        if culprit is not None and culprit[0] is not call.function:
+            text += f": {name_of(culprit[0])} blocked its event loop at {culprit[1]}"
+        if not call.future.done():
+            error = UserCodeError(text, reasons.TIMEOUT, defined_at(call.function))
+            call.future.set_exception(error)
+
+    def _give_up(self, call: AsyncCall) -> None:
+        call.given_up = True
+        if call.home is not None:
+            call.home.cancel(call)
+        call.loop.call_later(self.look_s * LOOKS, self._count_if_hung, call)
+
+    def _count_if_hung(self, call: AsyncCall) -> None:
+        if not call.ended:
+            call.hung = True
+            self.hung += 1
+            self.on_hung()
+
+    def _look(self, caller: asyncio.AbstractEventLoop) -> None:
+        """At each loop, while there are calls; a blocked one is told once."""
+        self._watch = None
+        for loop in list(self._loops):
+            loop.look()
+            if loop.blocked and not loop.told:
+                loop.told = True
+                if (culprit := loop.culprit()) is not None:
+                    function, where = culprit
+                    self.on_blocked(name_of(function), where)
+                self._move_on()
+        if self._in_flight:
+            self._watch = caller.call_later(self.look_s, partial(self._look, caller))
+
+    def _move_on(self) -> None:
+        """Calls that no loop has begun go to one that can."""
+        home = self._responsive()
+        for call in self._in_flight:
+            if home is not None and call.home is None:
+                home.begin(call)

@@ -1,0 +1,174 @@
+"""Threads for sync code: at most so many at work, each call given up after its time-out.
+
+Every decision is taken on the event loop of the caller; a thread only works and reports back. A thread whose call was
+given up is counted in `hung` until it comes back, and another takes its place, so that calls that never return take no
+room from others: up to `HUNG_PER_THREAD` times as many, after which calls fail at once. The threads are daemons: none
+keeps the process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from protocol import reasons
+from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in
+
+HUNG_PER_THREAD = 4
+
+_Jobs: TypeAlias = "SimpleQueue[_Call | None]"
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """`step` is what the thread does; it is dropped there, so that what it holds is not freed on the loop. `came_back`
+    is called on the loop afterwards."""
+
+    came_back: Callable[[_Jobs, _Call], None]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    function: Callable[..., Any]
+    step: Callable[[], Any] | None
+    timeout_s: float
+    timer: asyncio.TimerHandle | None = None
+    given_up: bool = False
+    failed: bool = False
+    outcome: Any = None
+
+    def work(self) -> None:
+        assert self.step is not None
+        try:
+            self.outcome = self.step()
+        except BaseException as error:
+            self.failed, self.outcome = True, failure_in(self.function, error)
+        self.step = None
+
+    def settle(self, error: UserCodeError | None = None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.future.done():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        elif self.failed:
+            self.future.set_exception(self.outcome)
+        else:
+            self.future.set_result(self.outcome)
+
+
+class Threads:
+    """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `on_hung` is called at each
+    new one, `on_full` with the text where a call found no thread in time. Any event loop may call, one at a time."""
+
+    def __init__(
+        self,
+        limit: int,
+        on_hung: Callable[[], None] = lambda: None,
+        on_full: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.limit = limit
+        self.hung = 0
+        self._on_hung = on_hung
+        self._on_full = on_full
+        self._working = 0
+        self._idle: list[_Jobs] = []
+        self._waiting: deque[_Call] = deque()
+
+    async def run(self, function: Callable[..., Any], step: Callable[[], Any], timeout_s: float) -> Any:
+        """What `step()` gives, in a thread; `function` is the user's, for the errors. Its time-out counts from when it
+        has a thread; it waits for one as long at most. Raises `UserCodeError`."""
+        loop = asyncio.get_running_loop()
+        call = _Call(self._came_back, loop, loop.create_future(), function, step, timeout_s)
+        if self.hung >= HUNG_PER_THREAD * self.limit:
+            raise UserCodeError(
+                f"not called: {self.hung} calls have not come back, and no more threads are given; mend what hangs, "
+                f'or set worker.tool_isolation = "process"',
+                reasons.TIMEOUT,
+                defined_at(function),
+            )
+        if self._working < self.limit:
+            self._begin(call)
+        else:
+            call.timer = loop.call_later(timeout_s, self._waited_too_long, call)
+            self._waiting.append(call)
+        return await call.future
+
+    def close(self) -> None:
+        """Let idle threads end; those at work end with their calls."""
+        self.limit = 0
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _begin(self, call: _Call) -> None:
+        jobs: _Jobs
+        if self._idle:
+            jobs = self._idle.pop()
+        else:
+            jobs = SimpleQueue()
+            thread = threading.Thread(target=_serve, args=(jobs,), daemon=True, name="user code")
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine gives no more
+                text = f"not called: {error}; lower worker.user_threads, or raise the limit of processes (ulimit -u)"
+                call.settle(UserCodeError(text, "RuntimeError", defined_at(call.function)))
+                return
+        self._working += 1
+        call.timer = call.loop.call_later(call.timeout_s, self._give_up, call)
+        jobs.put(call)
+
+    def _came_back(self, jobs: _Jobs, call: _Call) -> None:
+        if call.given_up:
+            self.hung -= 1
+        else:
+            self._working -= 1
+            call.settle()
+        if self.limit == 0:
+            jobs.put(None)
+            return
+        self._idle.append(jobs)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and self._working < self.limit:
+            call = self._waiting.popleft()
+            if call.timer is not None:
+                call.timer.cancel()
+            if not call.future.done():  # who asked for it may be gone
+                self._begin(call)
+
+    def _give_up(self, call: _Call) -> None:
+        call.given_up = True
+        self._working -= 1
+        self.hung += 1
+        text = f"no answer within {call.timeout_s:g} s"
+        call.settle(UserCodeError(text, reasons.TIMEOUT, defined_at(call.function)))
+        self._on_hung()
+        self._begin_waiting()
+
+    def _waited_too_long(self, call: _Call) -> None:
+        if call.future.done():
+            return
+        text = (
+            f"no thread was free within {call.timeout_s:g} s: all {self.limit} are at work; raise worker.user_threads, "
+            f"or make slow code async"
+        )
+        call.settle(UserCodeError(text, reasons.TIMEOUT, defined_at(call.function)))
+        self._on_full(text)
+
+
+def _serve(jobs: _Jobs) -> None:
+    """A thread's life. While it is idle it holds nothing but its queue, so that forgotten threads can be ended."""
+    while (call := jobs.get()) is not None:
+        call.work()
+        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+            call.loop.call_soon_threadsafe(call.came_back, jobs, call)
+        del call

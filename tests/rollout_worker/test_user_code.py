@@ -1,0 +1,619 @@
+"""The boundary around user code: whatever runs behind it, its caller's event loop goes on (I9)."""
+
+import asyncio
+import contextlib
+import copy
+import functools
+import gc
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from protocol import reasons
+from rollout_worker.user_code import UserCode, UserCodeError, threads
+from tests.kit.worker import until
+
+HERE = f"{__file__}:"
+
+
+def as_it_is(value):
+    return value
+
+
+async def call(code, function, timeout_s=30.0, plain=as_it_is, **arguments):
+    return await code.call(function, plain, timeout_s, **arguments)
+
+
+def threads_now():
+    return sum(thread.name == "user code" for thread in threading.enumerate())
+
+
+class Alarms(list):
+    """What a boundary's alarms say."""
+
+    def __init__(self, code):
+        code.alarm = lambda key, text, where: self.append((key, text, where))
+
+    @property
+    def keys(self):
+        return [key for key, _, _ in self]
+
+
+# Sync code: threads.
+
+
+async def test_i9_threads_are_used_again_and_end_with_the_boundary():
+    before = threads_now()
+    async with UserCode(threads=4) as code:
+        idents = {await call(code, threading.get_ident) for _ in range(50)}
+        assert len(idents) == 1
+        assert threading.get_ident() not in idents
+        barrier = threading.Barrier(4, timeout=30)
+        await asyncio.gather(*(call(code, barrier.wait) for _ in range(4)))
+        assert threads_now() == before + 4
+    await until(lambda: threads_now() == before)
+
+
+async def test_i9_threads_of_a_boundary_that_nobody_closed_end_too():
+    before = threads_now()
+    await call(UserCode(), threading.get_ident)
+    await until(lambda: gc.collect() >= 0 and threads_now() == before)
+
+
+async def test_i9_no_more_sync_calls_run_than_there_are_threads():
+    at_work, most = 0, 0
+    lock = threading.Lock()
+
+    def work():
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        threading.Event().wait(0.001)
+        with lock:
+            at_work -= 1
+
+    async with UserCode(threads=3) as code:
+        await asyncio.gather(*(call(code, work) for _ in range(60)))
+    assert most == 3
+
+
+async def test_i9_hung_sync_calls_are_replaced_counted_told_and_bounded():
+    """A leaked thread a call was what it cost."""
+    release = threading.Event()
+    before = threads_now()
+    async with UserCode(threads=2) as code:
+        alarms = Alarms(code)
+        for hung in range(1, 9):
+            with pytest.raises(UserCodeError, match=r"no answer within 0.01 s") as late:
+                await call(code, release.wait, timeout_s=0.01)
+            assert late.value.kind == reasons.TIMEOUT
+            assert code.hung == hung
+            if hung < 2 * threads.HUNG_PER_THREAD:
+                assert await call(code, lambda: 1) == 1, "another thread takes the place"
+        for _ in range(20):
+            with pytest.raises(UserCodeError, match=r"not called: 8 calls have not come back.*tool_isolation"):
+                await call(code, release.wait)
+        assert threads_now() <= before + 9
+        assert alarms.keys == ["hung 1", "hung 2", "hung 8"]
+        assert [text.partition(" not come back")[0] for _, text, _ in alarms] == [
+            "1 call has",
+            "2 calls have",
+            "8 calls have",
+        ]
+        release.set()
+        await until(lambda: code.hung == 0)
+        assert await call(code, lambda: 2) == 2
+    await until(lambda: threads_now() == before)
+
+
+async def test_i9_a_call_that_nobody_waits_for_is_hung_only_after_its_own_time_out(monkeypatch):
+    """Episodes of a lost ticket are cancelled while their tools run."""
+    release, began = threading.Event(), threading.Event()
+    clock = Clock(monkeypatch)
+
+    def work():
+        began.set()
+        release.wait()
+
+    async with UserCode(threads=1) as code:
+        gone = asyncio.create_task(call(code, work, timeout_s=1000.0))
+        await until(began.is_set)
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert code.hung == 0
+        clock.jump(1001.0)
+        await until(lambda: code.hung == 1)
+        release.set()
+        await until(lambda: code.hung == 0)
+
+
+class Clock:
+    """The event loop's, which can jump."""
+
+    def __init__(self, monkeypatch):
+        loop = asyncio.get_running_loop()
+        self.ahead, original = 0.0, loop.time
+        monkeypatch.setattr(loop, "time", lambda: original() + self.ahead)
+        self.loop = loop
+
+    def jump(self, seconds):
+        self.ahead += seconds
+
+
+async def test_i9_a_time_out_counts_from_when_a_call_has_a_thread(monkeypatch):
+    first, second = threading.Event(), threading.Event()
+    began = threading.Event()
+    clock = Clock(monkeypatch)
+
+    def work():
+        began.set()
+        return second.wait()
+
+    async with UserCode(threads=1) as code:
+        busy = asyncio.create_task(call(code, first.wait, timeout_s=100_000.0))
+        waiting = asyncio.create_task(call(code, work, timeout_s=1000.0))
+        await asyncio.sleep(0)
+        clock.jump(900.0)
+        first.set()
+        await busy
+        await until(began.is_set)
+        clock.jump(900.0)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        second.set()
+        assert await waiting is True
+
+
+async def test_i9_a_call_that_finds_no_thread_says_so(monkeypatch):
+    release = threading.Event()
+    clock = Clock(monkeypatch)
+    async with UserCode(threads=1) as code:
+        alarms = Alarms(code)
+        busy = asyncio.create_task(call(code, release.wait, timeout_s=100_000.0))
+        waiting = asyncio.create_task(call(code, lambda: 1, timeout_s=1000.0))
+        await asyncio.sleep(0)
+        clock.jump(1001.0)
+        with pytest.raises(UserCodeError, match=r"no thread was free within 1000 s: all 1 are at work.*user_threads"):
+            await waiting
+        assert alarms.keys == ["threads"]
+        release.set()
+        await busy
+        assert await call(code, lambda: 2) == 2
+
+
+async def test_i9_signal_handlers_are_explained():
+    async with UserCode() as code:
+        with pytest.raises(
+            UserCodeError, match=r'ValueError: signal only works.*tool_timeout_s.*tool_isolation = "proc'
+        ):
+            await call(code, signal.signal, signalnum=signal.SIGALRM, handler=as_it_is)
+
+
+@pytest.mark.parametrize("number", [signal.SIGVTALRM, signal.SIGPROF])
+async def test_i9_a_timer_without_a_handler_does_not_end_the_worker(number):
+    """As signal.alarm sets one; pytest-timeout has its SIGALRM."""
+    async with UserCode() as code:
+        alarms = Alarms(code)
+        await call(code, lambda: os.kill(os.getpid(), number))
+        await until(lambda: bool(alarms))
+        assert f"{number.name} to the whole worker" in alarms[0][1]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+# Async code: a loop of its own.
+
+
+async def test_i9_async_code_shares_one_loop_which_is_not_the_callers():
+    async def where():
+        return id(asyncio.get_running_loop()), threading.get_ident()
+
+    async with UserCode() as code:
+        seen = {await call(code, where) for _ in range(5)} | set(
+            await asyncio.gather(*(call(code, where) for _ in range(5)))
+        )
+        ((loop, thread),) = seen
+        assert loop != id(asyncio.get_running_loop())
+        assert thread != threading.get_ident()
+
+
+async def test_i9_what_is_bound_to_a_loop_works_from_call_to_call():
+    """As a client session does, or a lock that is made when the file is imported."""
+    lock, made = asyncio.Lock(), {}
+
+    async def first():
+        made["queue"] = asyncio.Queue(1)
+        await made["queue"].put(7)
+        async with lock:
+            await asyncio.sleep(0)
+
+    async def second():
+        async with lock:
+            made["waiter"] = asyncio.get_running_loop().create_future()
+            return await made["queue"].get()
+
+    async with UserCode() as code:
+        await asyncio.gather(*(call(code, first) for _ in range(1)))
+        assert await asyncio.gather(call(code, second)) == [7]
+
+        async def third():
+            made["waiter"].set_result(1)
+            return await made["waiter"]
+
+        assert await call(code, third) == 1
+
+
+async def test_i9_a_blocking_coroutine_stops_neither_the_caller_nor_others_and_is_named():
+    """It stopped the worker's loop for 18 s."""
+    release, blocking = threading.Event(), threading.Event()
+    homes = []
+
+    async def blocks():
+        homes.append(asyncio.get_running_loop())
+        blocking.set()
+        release.wait()
+        return "came back"
+
+    async def lets_go():
+        homes.append(asyncio.get_running_loop())
+        release.set()
+
+    async with UserCode(look_s=0.002) as code:
+        alarms = Alarms(code)
+        blocked = asyncio.create_task(call(code, blocks))
+        await until(blocking.is_set)
+        await until(lambda: bool(alarms))
+        await call(code, lets_go)
+        assert await blocked == "came back"
+        assert homes[0] is not homes[1]
+        ((key, text, where),) = alarms
+        assert key.endswith("blocks")
+        assert "blocks the event loop of async code: await in it, or write it as a plain def" in text
+        line = blocks.__code__.co_firstlineno + 3
+        assert where == f"{__file__}:{line}"
+
+        async def is_home():
+            return asyncio.get_running_loop() is homes[0]
+
+        for _ in range(1000):
+            if await call(code, is_home):
+                break
+            await asyncio.sleep(0.001)
+        else:
+            pytest.fail("the first loop is not used again")
+
+
+async def test_i9_a_call_that_another_blocks_says_which(monkeypatch):
+    clock = Clock(monkeypatch)
+    release, blocking = threading.Event(), threading.Event()
+
+    async def culprit():
+        blocking.set()
+        release.wait()
+
+    async def innocent():
+        await asyncio.sleep(3600)
+
+    async with UserCode(look_s=0.002) as code:
+        alarms = Alarms(code)
+        late = asyncio.create_task(call(code, innocent, timeout_s=1000.0))
+        await asyncio.sleep(0.01)
+        blocked = asyncio.create_task(call(code, culprit, timeout_s=9000.0))
+        await until(lambda: bool(alarms))
+        clock.jump(1001.0)
+        with pytest.raises(
+            UserCodeError, match=r"no answer within 1000 s: .*culprit blocked its event loop at .*\.py:"
+        ):
+            await late
+        release.set()
+        await blocked
+
+
+async def test_i9_where_every_loop_is_blocked_calls_fail_at_once():
+    release, begun = threading.Event(), 0
+
+    async def blocks():
+        nonlocal begun
+        begun += 1
+        release.wait()
+
+    async with UserCode(look_s=0.001) as code:
+        calls = [asyncio.create_task(call(code, blocks)) for _ in range(4)]
+        await until(lambda: begun == 4)
+        calls.append(asyncio.create_task(call(code, blocks)))
+        while not calls[-1].done():
+            calls.append(asyncio.create_task(call(code, blocks)))
+            await asyncio.sleep(0.01)
+        with pytest.raises(UserCodeError, match="not called: all 4 event loops are blocked"):
+            await calls[-1]
+        release.set()
+        await asyncio.wait(calls)
+
+
+async def test_i9_a_coroutine_that_is_given_up_is_cancelled():
+    ended = threading.Event()
+
+    async def wait():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    async with UserCode(look_s=0.001) as code:
+        with pytest.raises(UserCodeError, match=r"no answer within 0.01 s"):
+            await call(code, wait, timeout_s=0.01)
+        await until(ended.is_set)
+        ended.clear()
+        unwanted = asyncio.create_task(call(code, wait))
+        await asyncio.sleep(0.01)
+        unwanted.cancel()
+        await until(ended.is_set)
+        assert code.hung == 0
+
+
+async def test_i9_a_coroutine_that_swallows_its_cancellation_is_counted_until_it_ends():
+    over = threading.Event()
+
+    async def stubborn():
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async with UserCode(look_s=0.001) as code:
+        alarms = Alarms(code)
+        with pytest.raises(UserCodeError, match=r"no answer within 0.01 s"):
+            await call(code, stubborn, timeout_s=0.01)
+        await until(lambda: code.hung == 1)
+        assert alarms.keys == ["hung 1"]
+        over.set()
+        await until(lambda: code.hung == 0)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+async def interrupt_async():
+    raise KeyboardInterrupt
+
+
+async def interrupt_in_a_task():
+    await asyncio.create_task(interrupt_async())
+
+
+async def interrupt_in_a_callback():
+    asyncio.get_running_loop().call_soon(interrupt)
+    await asyncio.sleep(0.01)
+    raise KeyError("went on")
+
+
+async def stop_the_loop():
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.01)
+    raise KeyError("went on")
+
+
+async def close_the_loop():
+    asyncio.get_running_loop().close()
+
+
+class Group(BaseExceptionGroup):
+    pass
+
+
+def raise_a_group():
+    raise Group("odd", [SystemExit(1)])
+
+
+async def exit_generator():
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (interrupt, "KeyboardInterrupt"),
+        (interrupt_async, "KeyboardInterrupt"),
+        (interrupt_in_a_task, "KeyboardInterrupt"),
+        (interrupt_in_a_callback, "KeyError"),
+        (stop_the_loop, "KeyError"),
+        (close_the_loop, "RuntimeError"),
+        (functools.partial(sys.exit, 3), "SystemExit"),
+        (raise_a_group, "Group"),
+        (exit_generator, "GeneratorExit"),
+        (lambda: next(iter([])), "StopIteration"),
+        (lambda: [].append(1, 2), "TypeError"),
+        (lambda wrong: wrong, "TypeError"),
+    ],
+)
+async def test_i9_whatever_is_raised_becomes_one_error_and_the_next_call_works(function, kind):
+    async def well():
+        return 1
+
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError) as failure:
+            await call(code, function)
+        assert failure.value.kind == kind
+        assert failure.value.__cause__ is failure.value.__context__ is None
+        assert await call(code, well) == await call(code, lambda: 1) == 1
+
+
+async def test_i9_an_error_as_long_as_a_page_is_told_in_short():
+    def fail():
+        raise ValueError("x" * 5_000_000)
+
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError) as failure:
+            await call(code, fail)
+    assert len(str(failure.value)) < 3000
+    assert failure.value.where == f"{HERE}{fail.__code__.co_firstlineno + 1}"
+
+
+class Callable:
+    async def __call__(self, n):
+        return [n, id(asyncio.get_running_loop())]
+
+    async def method(self, n):
+        return [n, id(asyncio.get_running_loop())]
+
+
+async def add(n, m):
+    return [n + m, id(asyncio.get_running_loop())]
+
+
+async def items(n):
+    yield n
+    yield id(asyncio.get_running_loop())
+
+
+class AsyncItems:
+    async def __call__(self, n):
+        yield n
+        yield id(asyncio.get_running_loop())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Callable(),
+        Callable().method,
+        functools.partial(add, m=0),
+        functools.partial(functools.partial(Callable()), n=1),
+        lambda n: add(n, 0),
+        items,
+        AsyncItems(),
+        lambda n: items(n),
+    ],
+    ids=["object", "method", "partial", "partial of object", "lambda", "generator", "generator object", "lambda of it"],
+)
+async def test_i9_everything_that_is_async_runs_on_the_loop_of_user_code(function):
+    async def loop():
+        return id(asyncio.get_running_loop())
+
+    async with UserCode() as code:
+        assert await call(code, function, n=1, plain=list) == [1, await call(code, loop)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: map(as_it_is, [threading.get_ident]),
+        lambda: (ident for ident in [threading.get_ident]),
+        functools.partial(map, lambda _: threading.get_ident, [1]),
+    ],
+    ids=["map", "generator", "partial of map"],
+)
+async def test_i9_a_lazy_result_is_worked_out_where_the_function_ran(function):
+    async with UserCode() as code:
+        (ident,) = await call(code, function, plain=lambda values: [value() for value in values])
+    assert ident != threading.get_ident()
+
+
+class Loud:
+    """Its text, and its end, tell where they ran."""
+
+    def __init__(self, places):
+        self.places = places
+
+    def __str__(self):
+        self.places.append(threading.get_ident())
+        return "loud"
+
+    def __del__(self):
+        self.places.append(threading.get_ident())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_i9_results_become_text_and_are_freed_behind_the_boundary(is_async):
+    places = []
+
+    async def loud_async():
+        return Loud(places)
+
+    async with UserCode() as code:
+        assert await call(code, loud_async if is_async else lambda: Loud(places), plain=str) == "loud"
+        await until(lambda: len(places) == 2)
+    assert threading.get_ident() not in places
+
+
+async def test_i9_a_result_without_end_is_given_up():
+    async def endless():
+        while True:
+            yield 1
+
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError, match="an async generator gave more than 100000 items"):
+            await call(code, endless)
+
+
+# Nothing by reference.
+
+
+class Odd:
+    def __init__(self):
+        self.seen = []
+
+
+class Uncopyable(Odd):
+    def __deepcopy__(self, memo):
+        raise TypeError("no")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_i9_arguments_are_copies(is_async):
+    message = {"role": "user", "content": "x", "parts": [("a", {"b": [1]})]}
+    mine = {
+        "prompts": [[message]] * 2,
+        "ids": [1, 2],
+        "kinds": {1, 2},
+        "odd": [odd := Odd()] * 2,
+        "fixed": [fixed := Uncopyable()],
+        "log": (log := []).append,
+    }
+    before = copy.deepcopy(message)
+
+    def meddle(prompts, ids, kinds, odd, fixed, log):
+        assert prompts[0] is not prompts[1]
+        assert odd[0] is odd[1]
+        prompts.append(1)
+        prompts[0].append(1)
+        prompts[0][0]["parts"][0][1]["b"].append(2)
+        prompts[1][0]["content"] = "y"
+        ids.clear()
+        kinds.add(3)
+        odd[0].seen.append(1)
+        fixed[0].seen.append(1)
+        log("called")
+
+    async def meddle_async(**arguments):
+        meddle(**arguments)
+
+    async with UserCode() as code:
+        await call(code, meddle_async if is_async else meddle, **mine)
+    assert message == before
+    assert mine["prompts"] == [[message], [message]]
+    assert (mine["ids"], mine["kinds"], odd.seen) == ([1, 2], {1, 2}, [])
+    assert fixed.seen == [1], "what cannot be copied is handed out as it is"
+    assert log == ["called"], "functions are not copied"
+
+
+async def test_i9_an_argument_that_holds_itself_is_copied():
+    ring = [1]
+    ring.append(ring)
+
+    def look(ring):
+        ring[1].append(2)
+        return ring[1] is ring
+
+    async with UserCode() as code:
+        assert await call(code, look, ring=ring)
+    assert len(ring) == 2
+
+
+async def test_i9_tools_are_not_isolated_unless_asked():
+    async with UserCode() as code:
+        with pytest.raises(ValueError, match="made without a task file"):
+            await code.call_isolated("tool", {}, 1.0)

@@ -21,7 +21,7 @@ from protocol.messages import FinishReason, Rollout, Segment, VersionSpan
 from rollout_worker.budget import Limits
 from rollout_worker.chat.base import ChatFormat, Message
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.pool import Affinity
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.task.tools import ToolBox, ToolResult
@@ -31,13 +31,15 @@ from rollout_worker.troubles import Troubles
 @dataclass(slots=True)
 class Episode:
     """What one episode has come to. `ids` begins with the prompt's; `messages` are those after it; `text`: the last
-    turn's. `rollout` gets its segments when the group is put together, and its reward before that."""
+    turn's. `rollout` gets its segments when the group is put together, and its reward before that. `affinity`: what
+    sampled it."""
 
     prompt_size: int
     ids: list[int]
     mask: list[bool]
     logprobs: list[float]
     rollout: Rollout
+    affinity: Affinity = field(default_factory=Affinity)
     spans: list[SampledSpan] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     text: str = ""
@@ -93,6 +95,7 @@ class EpisodeRunner:
     ) -> Episode:
         """An episode from its prompt to its end; `pending`, if given, is its first turn. Raises `EpisodeFailed`."""
         episode = Episode.begin(prompt_ids)
+        episode.affinity = affinity
         try:
             with self._timed(episode, "total"):
                 async with asyncio.timeout(self.timeout_s):
@@ -104,6 +107,10 @@ class EpisodeRunner:
             episode.rollout.finish_reason = "timeout"
         finally:
             self.sampler.pool.release([affinity])
+        if affinity.moves:
+            episode.rollout.metrics["servers/moves"] = float(affinity.moves)
+        if affinity.waited_s:
+            episode.rollout.timings["servers"] = affinity.waited_s
         return episode
 
     async def _turns(

@@ -1,4 +1,4 @@
-"""The first failure of each kind of tool, reward, row, prompt, episode and ticket, as a person should read it.
+"""The first failure of each kind of tool, reward, row, prompt, episode, ticket and server, as a person should read it.
 
 The counters count all of them.
 """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollout_worker.budget import Limits
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.pool import Affinity
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.task.tools import ToolBox
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply

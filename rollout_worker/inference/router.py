@@ -152,8 +152,9 @@ class Router:
     ) -> Server | None:
         """Tie all the affinities to one server for a request of `need` tokens, and give it; None if none may be used.
 
-        They return to their server, if it `stays` the better one; without one they follow their siblings, unless that
-        server is `overloaded`; else they go to the least loaded one. The one to avoid is taken if there is no other.
+        They return to their server, if it `stays` the better one; where it cannot be used, they follow their siblings,
+        unless that server is `overloaded`; else, and at first, they go to the least loaded one. The one to avoid is
+        taken if there is no other.
         """
         for affinity in affinities:
             if affinity.born is None:
@@ -166,7 +167,7 @@ class Router:
         best, own, theirs = self.load_of(name), affinities[0].server, affinities[0].siblings.server
         if own in names:
             name = own if stays(self.load_of(own), best, need) else name
-        elif theirs in names:
+        elif own is not None and theirs in names:
             name = name if overloaded(self.load_of(theirs), best, need) else theirs
         self._tie(affinities, name)
         return msgspec.structs.replace(self._serving[name], version=self._version_of(name))

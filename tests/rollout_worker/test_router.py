@@ -106,6 +106,12 @@ def test_a_group_begins_on_one_server_and_siblings_follow_the_first_that_moves()
     assert (router.load_of("b"), router.load_of("c")) == (Load(0, 0), Load(400, 4))
 
 
+def test_parts_of_a_group_that_is_too_large_for_one_server_spread():
+    router = router_of("a", "b")
+    siblings = Siblings()
+    assert [start(router, [Affinity(siblings=siblings)]) for _ in range(4)] == ["a", "b", "a", "b"]
+
+
 def test_f21_an_idle_server_takes_over():
     router = router_of("a")
     affinities = [Affinity() for _ in range(16)]

@@ -472,9 +472,9 @@ async def test_f16_what_else_runs_on_a_server_of_unknown_weights_moves_at_once()
 
 async def test_i5_an_episode_with_tokens_of_a_failed_proof_ends_and_one_with_older_tokens_goes_on():
     async with setup(servers=2) as s:
-        older = Affinity()
-        newer = Affinity(siblings=older.siblings)
+        older, newer = Affinity(), Affinity()
         await s.turn(older)
+        s.pool.release([older])
         s.fakes[0].engine.weight_version = "8"
         await s.turn(newer)
         assert (older.sampled, newer.sampled) == ({("vllm-0", 7)}, {("vllm-0", 8)})
@@ -523,3 +523,19 @@ async def test_i7_the_wait_for_a_server_is_kept_with_the_episode():
         await turn
     assert affinity.waited_s > 0.0
     assert s.fakes[0].requests
+
+
+async def test_f20_a_groups_finished_continuations_are_no_load():
+    """Three of four are done on the first server, two run on the second: the next turn goes to the first."""
+    async with setup(servers=2, timeout_s=3600.0) as s:
+        s.fakes[0].engine.latency_s = lambda index: 0.0 if index < 3 else 3600.0
+        s.fakes[1].engine.pause()
+        group, pair = [Affinity() for _ in range(4)], [Affinity() for _ in range(2)]
+        running = [asyncio.create_task(s.first_turns(group))]
+        await until(lambda: all(affinity.sampled for affinity in group[:3]))
+        running.append(asyncio.create_task(s.first_turns(pair)))
+        await s.on_the_way(1, fake=1)
+        s.fakes[0].engine.latency_s = 0.0
+        assert (await s.turn()).spans[0].server == "vllm-0"
+        for task in running:
+            task.cancel()

@@ -31,7 +31,7 @@ def check(config: RunConfig) -> None:
 
 def context_of(path: str) -> int | None:
     """Tokens of context of the model at `path`, None where its config does not say. Raises `ConfigError`."""
-    return longest_context(_architecture(path))
+    return longest_context(_architecture(ModelSection(path=path)))
 
 
 def longest_context(architecture: Any) -> int | None:

@@ -22,7 +22,7 @@ from rollout_worker import user_code
 from rollout_worker.budget import Limits
 from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.pool import Affinity
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.segment import SegmentDraft, whole_conversation
@@ -40,10 +40,11 @@ _INLINE_TOKENS = 256
 @dataclass(slots=True)
 class Episode:
     """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
-    segments when the group is put together, and its reward before that."""
+    segments when the group is put together, and its reward before that. `affinity`: what sampled it."""
 
     drafts: list[SegmentDraft]
     rollout: Rollout
+    affinity: Affinity = field(default_factory=Affinity)
     messages: list[Message] = field(default_factory=list)
     text: str = ""
     sampled_tokens: int = 0
@@ -119,6 +120,7 @@ class EpisodeRunner:
 
         prompt: what `prompt_ids` were made of; a new segment is rendered from its messages, and needs some."""
         episode = Episode.begin(prompt_ids)
+        episode.affinity = affinity
         try:
             with self._timed(episode, "total"):
                 async with asyncio.timeout(self.timeout_s):
@@ -130,6 +132,10 @@ class EpisodeRunner:
             episode.rollout.finish_reason = "timeout"
         finally:
             self.sampler.pool.release([affinity])
+        if affinity.moves:
+            episode.rollout.metrics["servers/moves"] = float(affinity.moves)
+        if affinity.waited_s:
+            episode.rollout.timings["servers"] = affinity.waited_s
         return episode
 
     async def _turns(

@@ -15,7 +15,7 @@ from rollout_worker import user_code
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.pool import Affinity
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
@@ -60,16 +60,16 @@ class GroupRunner:
             detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows 'train' only"
             self.troubles.add("ticket", reasons.TICKET_KIND, detail)
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
-        started_at = self.wall_clock()
+        started_at, born = self.wall_clock(), self.episodes.sampler.pool.tick
         row = await self._row(ticket)
         prompt_ids = await self._prompt_ids(row)
-        outcomes = await self._run_episodes(row, prompt_ids, ticket.group_size)
+        outcomes = await self._run_episodes(row, prompt_ids, ticket.group_size, born)
         episodes = self._counted(outcomes)
         if self.keep_messages:
             prompt = of_prompt(row.columns["prompt"])
             for episode in episodes:
                 episode.rollout.messages = transcript(prompt, episode.messages)
-        rewarded = await self._rewarded(ticket, row, episodes)
+        rewarded = self._still_proven(await self._rewarded(ticket, row, episodes))
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = episode.segments(server_names)
@@ -109,9 +109,11 @@ class GroupRunner:
         self.troubles.add("prompt", key, detail)
         return TicketFailed(reasons.PROMPT, detail, retryable=False)
 
-    async def _run_episodes(self, row: Row, prompt_ids: list[int], count: int) -> list[Episode | EpisodeFailed]:
+    async def _run_episodes(
+        self, row: Row, prompt_ids: list[int], count: int, born: int
+    ) -> list[Episode | EpisodeFailed]:
         sampler, limits = self.episodes.sampler, self.episodes.limits
-        affinities = [Affinity() for _ in range(count)]
+        affinities = [Affinity(born=born) for _ in range(count)]
         first = sampler.first_turn(affinities, prompt_ids, limits.turn(0, len(prompt_ids)).tokens)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -125,7 +127,7 @@ class GroupRunner:
                     fill.cancel()
         finally:
             sampler.pool.release(affinities)  # an episode that was cancelled before it began did not
-        return [run.result() for run in runs]
+        return [self._checked(run.result()) for run in runs]
 
     async def _run_episode(
         self, row: Row, prompt_ids: list[int], affinity: Affinity, pending: PendingChoice
@@ -139,6 +141,27 @@ class GroupRunner:
         except Exception as error:
             logger.exception("an episode failed unexpectedly")
             return EpisodeFailed(reasons.INTERNAL, str(user_code.failure_of(error, None)), retryable=True)
+
+    def _checked(self, outcome: Episode | EpisodeFailed) -> Episode | EpisodeFailed:
+        """The outcome, or a failure if the weights that sampled some of it have failed their proof since (I5)."""
+        if isinstance(outcome, Episode):
+            try:
+                self.episodes.sampler.pool.check(outcome.affinity)
+            except EpisodeFailed as failure:
+                return failure
+        return outcome
+
+    def _still_proven(self, episodes: list[Episode]) -> list[Episode]:
+        """Those that the queue will take: a proof may have failed while a judge was at work. Raises `TicketFailed` if
+        too few are left."""
+        proven = [episode for episode in episodes if self._checked(episode) is episode]
+        lost = len(episodes) - len(proven)
+        if lost:
+            self.counters.failures[reasons.UNVERIFIED_SERVER] += lost
+        if len(proven) < MIN_ROLLOUTS:
+            detail = f"the weights that sampled {lost} of {len(episodes)} episodes failed their proof"
+            raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
+        return proven
 
     def _counted(self, outcomes: list[Episode | EpisodeFailed]) -> list[Episode]:
         """The episodes that did not fail, with all counted. Raises `TicketFailed` if too few are left."""

@@ -105,7 +105,13 @@ class Worker:
         self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep)
         self._troubles = Troubles(self._heartbeat.now)
         code.alarm = partial(self._troubles.add, "code")
-        self._pool = ServerPool(self._report_server)
+        self._pool = ServerPool(
+            self._report_server,
+            abort=client.abort,
+            trouble=lambda name, text: self._troubles.add("server", name, text),
+            ask=self._heartbeat.now,
+            clock=clock,
+        )
         self._sampler = Sampler(client, self._pool, config, chat.stop_token_ids, stream_first_turn, sleep=sleep)
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
@@ -130,11 +136,11 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(self._send_heartbeats()), tasks.create_task(self._take_tickets(tasks))]
-                stopped = tasks.create_task(stop.wait())
+                stopped, aborts = tasks.create_task(stop.wait()), tasks.create_task(self._pool.run())
                 await asyncio.wait([*loops, stopped], return_when=asyncio.FIRST_COMPLETED)
                 if stop.is_set():
                     unfinished = [ticket for ticket, task in self._running.items() if not task.cancelling()]
-                for task in [*loops, stopped, *self._running.values()]:
+                for task in [*loops, stopped, aborts, *self._running.values()]:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None

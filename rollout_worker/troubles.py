@@ -1,4 +1,4 @@
-"""The first failure of each kind of tool, reward, row, prompt, episode, ticket and code, as a person should read it.
+"""The first failure of each kind of tool, reward, row, prompt, episode, ticket, server and code, for a person to read.
 
 The counters count all of them.
 """

@@ -44,8 +44,12 @@ _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
 }
 
 
+# Of one server in one group, far above any real one; what is beyond is taken to be one range.
+_MOST_RANGES = 32
+
+
 class SampledBy(msgspec.Struct, frozen=True, array_like=True):
-    """The versions that one server sampled of a group, both ends included."""
+    """Versions that one server sampled of a group, from oldest to newest, both ends included."""
 
     server: str
     oldest: int
@@ -53,7 +57,8 @@ class SampledBy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupFacts(msgspec.Struct, frozen=True):
-    """What the ledger keeps of a group: its size as submitted, its sampled tokens, and what sampled them."""
+    """What the ledger keeps of a group: its size as submitted, its sampled tokens, and what sampled them: for each
+    server the ranges of versions without a gap, as what it sampled before and after a failed proof is good."""
 
     bytes: int = 0
     tokens: int = 0
@@ -69,10 +74,22 @@ class GroupFacts(msgspec.Struct, frozen=True):
                 for span in segment.version_spans:
                     spans.setdefault(group.server_names[span.server], []).append(span)
         servers = tuple(
-            SampledBy(name, min(span.version for span in of_it), max(span.version for span in of_it))
+            SampledBy(name, oldest, newest)
             for name, of_it in sorted(spans.items())
+            for oldest, newest in _ranges({span.version for span in of_it})
         )
         return cls(size, group.sampled_tokens, min(sampled.oldest for sampled in servers), servers)
+
+
+def _ranges(versions: set[int]) -> list[tuple[int, int]]:
+    """The runs of consecutive integers, ascending; the newest ones as one where they are too many."""
+    ranges: list[tuple[int, int]] = []
+    for version in sorted(versions):
+        if ranges and (version == ranges[-1][1] + 1 or len(ranges) == _MOST_RANGES):
+            ranges[-1] = (ranges[-1][0], version)
+        else:
+            ranges.append((version, version))
+    return ranges
 
 
 class TicketRecord(msgspec.Struct, frozen=True):

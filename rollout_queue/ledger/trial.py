@@ -18,6 +18,7 @@ from rollout_queue.ledger.refusal import Refusal
 _DO_NOT_COUNT = frozenset(
     {
         reasons.failed(reasons.SERVER),
+        reasons.failed(reasons.UNVERIFIED_SERVER),
         reasons.failed(reasons.LOST),
         reasons.failed(reasons.WORKER_STOPPED),
         reasons.rejected(reasons.UNVERIFIED_SERVER),

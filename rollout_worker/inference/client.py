@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
@@ -16,9 +16,16 @@ from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
 
 SERVED_MODEL_NAME = "policy"
 GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
 
 # vLLM closes idle connections after 5 s; ours end first, so that few break in use.
 _KEEPALIVE_S = 3.0
+# A machine that is gone answers nothing at all: do not take a whole request's time to find out.
+_CONNECT_S = 10.0
+_ABORT_S = 5.0
+
+# What vLLM puts before the id of a request of this route.
+_ID_AT_VLLM = "generate-tokens-"
 
 _decoder = msgspec.json.Decoder(Reply)
 
@@ -27,7 +34,7 @@ class InferenceClient:
     """Use it as a context manager, on one event loop. `timeout_s` bounds a whole request; `token` is the servers'."""
 
     def __init__(self, timeout_s: float, token: str | None = None) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -49,7 +56,7 @@ class InferenceClient:
 
         Raises `Rejected`, `ServerFailed`, or `BadSample` for an answer that cannot be decoded.
         """
-        async with self._post(url, msgspec.json.encode(request)) as response:
+        async with self._post(url + GENERATE, msgspec.json.encode(request), self._timeout) as response:
             if not request.stream:
                 for choice in _decode(await response.read()).choices:
                     yield choice
@@ -65,22 +72,35 @@ class InferenceClient:
                         else:
                             yield whole
 
+    async def abort(self, url: str, request_ids: Sequence[str]) -> None:
+        """Have the server give these requests up: each answers with its tokens so far. Unknown ones are no error.
+
+        Raises `ServerFailed` or `Rejected`.
+        """
+        body = msgspec.json.encode({"request_ids": [_ID_AT_VLLM + name for name in request_ids]})
+        async with self._post(url + ABORT, body, aiohttp.ClientTimeout(total=_ABORT_S)):
+            pass
+
     @asynccontextmanager
-    async def _post(self, url: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _post(
+        self, url: str, body: bytes, timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
             raise RuntimeError("use the client as a context manager: async with InferenceClient(...) as client")
         try:
             try:
-                response = await self._session.post(url + GENERATE, data=body)
+                response = await self._session.post(url, data=body, timeout=timeout)
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
                 # The server has just closed a kept connection: sampling is safe to repeat, so ask once more.
-                response = await self._session.post(url + GENERATE, data=body)
+                response = await self._session.post(url, data=body, timeout=timeout)
             async with response:
                 if response.status != 200:
                     raise error_of(response.status, _message_of(await response.read()))
                 yield response
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerFailed(f"{url}: no connection within {timeout.sock_connect or timeout.total:g} s") from None
         except TimeoutError:
-            raise ServerFailed(f"{url}: no answer within {self._timeout.total:g} s") from None
+            raise ServerFailed(f"{url}: no answer within {timeout.total:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFailed(f"{url}: {type(error).__name__}: {error}") from error
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+# Too busy, or too slow to take the request in: it is not the request that is wrong.
+_BUSY = frozenset({408, 425, 429})
+# A wrong token, the wrong model, a route that is not switched on: whatever is asked for, this server says so.
+_UNFIT = frozenset({401, 403, 404, 405, 407})
+
 
 class Rejected(Exception):
-    """A 4xx: the request is wrong, on every server. Never tried again."""
+    """A 4xx that is the request's own fault, on every server. Never tried again."""
 
 
 class ServerFailed(Exception):
-    """A 5xx, a lost connection or no answer in time: worth another server, or another try."""
+    """A 5xx, a busy server, a lost connection or no answer in time: worth another server, or another try."""
+
+
+class ServerUnfit(ServerFailed):
+    """This server would answer every request so, others may not: it is left alone for a while."""
+
+
+class ServerLeft(ServerFailed):
+    """The server was taken out of service while the request ran; no failure of the request, nor of the server."""
 
 
 class BadSample(Exception):
@@ -39,5 +52,7 @@ class EpisodeFailed(Exception):
 
 def error_of(status: int, message: str) -> Rejected | ServerFailed:
     """The error for an HTTP status other than 200."""
-    kind = Rejected if 400 <= status < 500 else ServerFailed
-    return kind(f"HTTP {status}: {message[:500]}")
+    text = f"HTTP {status}: {message[:500]}"
+    if status in _UNFIT:
+        return ServerUnfit(f"{text}; is this a server that `slipstream vllm` started with this run file?")
+    return Rejected(text) if 400 <= status < 500 and status not in _BUSY else ServerFailed(text)

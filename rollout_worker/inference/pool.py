@@ -1,133 +1,153 @@
-"""Which server an episode samples from.
+"""The servers to sample from: waits until one may be used, ends the requests on one that leaves, avoids one that fails.
 
-`Router` decides, without I/O or clock: the same server for all turns, for its prefix cache, and the least loaded one at
-the start. `ServerPool` waits until a server serves, and tells the queue of one that samples from unknown weights.
+Each request runs inside `ServerPool.request`. A server that leaves `serving` ends its requests at once: one that still
+answers is asked to abort them, so that the tokens so far come back; those that do not come are sampled again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
-import msgspec
-
+from protocol import reasons
 from protocol.messages import Server, ServerState
+from rollout_worker.inference.breaker import Breaker
+from rollout_worker.inference.errors import (
+    BadSample,
+    EpisodeFailed,
+    Rejected,
+    ServerFailed,
+    ServerLeft,
+    ServerUnfit,
+)
+from rollout_worker.inference.router import Affinity, Leave, Left, Router
 
 logger = logging.getLogger(__name__)
 
 ReportServer = Callable[[Server], Awaitable[None]]
+Abort = Callable[[str, Sequence[str]], Awaitable[None]]
+
+# How long a server that left has to answer with the tokens so far.
+ABORT_GRACE_S = 5.0
 
 
-@dataclass(eq=False, slots=True)
-class Affinity:
-    """An episode's tie to a server, by name; None while it has none."""
+class Request:
+    """A request that runs on `server`. Set `id` as it is sent: by it the server is told to abort it."""
 
-    server: str | None = None
-
-
-class Router:
-    """Places affinities on serving servers only (I5). A server's load is the number of affinities tied to it."""
-
-    def __init__(self) -> None:
-        self._serving: dict[str, Server] = {}
-        self._distrusted: dict[str, float] = {}
-        self._load: Counter[str] = Counter()
-
-    @property
-    def serving(self) -> bool:
-        """Whether any server may be given an affinity."""
-        return bool(self._serving)
-
-    def load_of(self, name: str) -> int:
-        return self._load[name]
-
-    def update(self, servers: Iterable[Server]) -> None:
-        """Take the queue's registry over; a version seen in samples is kept where the registry lags behind."""
-        known = self._serving
-        self._serving = {}
-        for server in servers:
-            if server.state is not ServerState.SERVING or server.version is None:
-                continue
-            if server.changed_at <= self._distrusted.get(server.name, float("-inf")):
-                continue
-            self._distrusted.pop(server.name, None)
-            seen = known[server.name].version if server.name in known else None
-            version = server.version if seen is None else max(server.version, seen)
-            self._serving[server.name] = msgspec.structs.replace(server, version=version)
-
-    def distrust(self, name: str) -> Server | None:
-        """Place nothing on this server until the registry has changed its record and calls it serving again.
-
-        Gives the record, or None if the server is not serving anyway.
-        """
-        server = self._serving.pop(name, None)
-        if server is not None:
-            self._distrusted[name] = server.changed_at
-        return server
-
-    def saw_version(self, name: str, version: int) -> None:
-        """The server gave samples of this version."""
-        server = self._serving.get(name)
-        if server is not None and (server.version is None or version > server.version):
-            self._serving[name] = msgspec.structs.replace(server, version=version)
-
-    def place(self, affinities: Sequence[Affinity], avoid: str | None = None) -> Server | None:
-        """Tie all the affinities to one server, and give it; None if none serves.
-
-        They stay where they are, unless their server left, is the one to avoid, or carries others while a server
-        stands idle; then they move to the least loaded one. The one to avoid is taken if there is no other.
-        """
-        names = [name for name in self._serving if name != avoid] or list(self._serving)
-        current = affinities[0].server
-        if current in names and all(affinity.server == current for affinity in affinities):
-            idle_elsewhere = any(self._load[name] == 0 for name in names)
-            if not (idle_elsewhere and self._load[current] > len(affinities)):
-                return self._serving[current]
-        self.release(affinities)
-        if not names:
-            return None
-        name = min(names, key=lambda candidate: (self._load[candidate], candidate))
-        for affinity in affinities:
-            affinity.server = name
-        self._load[name] += len(affinities)
-        return self._serving[name]
-
-    def release(self, affinities: Sequence[Affinity]) -> None:
-        """Untie the affinities from their servers."""
-        for affinity in affinities:
-            if affinity.server is not None:
-                self._load[affinity.server] -= 1
-                affinity.server = None
+    def __init__(self, server: Server, tokens: int, limit: asyncio.Timeout, trial: bool) -> None:
+        self.server = server
+        self.id: str | None = None
+        self.limit = limit
+        self.tokens = tokens
+        self.trial = trial
+        self.why = ""
 
 
 class ServerPool:
-    """The servers to sample from. `report` tells the queue of a server's new state."""
+    """`report` tells the queue of a server's new state; `abort` asks the server at a URL to abort requests by id;
+    `trouble` takes a server's name and a text for people; `ask` has the registry asked for soon; `later` calls back
+    after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile.
+    """
 
-    def __init__(self, report: ReportServer) -> None:
+    def __init__(
+        self,
+        report: ReportServer,
+        abort: Abort | None = None,
+        trouble: Callable[[str, str], None] = lambda name, text: None,
+        ask: Callable[[], None] = lambda: None,
+        later: Callable[[float, Callable[[], None]], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        abort_grace_s: float = ABORT_GRACE_S,
+    ) -> None:
         self._router = Router()
+        self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
+        self._requests: defaultdict[str, set[Request]] = defaultdict(set)
+        self._to_abort: asyncio.Queue[tuple[str, list[str]]] = asyncio.Queue()
+        self._news = asyncio.Event()
         self._report = report
-        self._serving = asyncio.Event()
+        self._abort = abort
+        self._trouble = trouble
+        self._ask = ask
+        self._later = later
+        self._clock = clock
+        self._abort_grace_s = abort_grace_s
 
     @property
     def serving(self) -> bool:
-        return self._serving.is_set()
+        """Whether a request could go to any server now."""
+        return any(self._admits(name) for name in self._router.serving)
+
+    @property
+    def tick(self) -> int:
+        """Updates of the registry so far: what an `Affinity` is born at."""
+        return self._router.tick
 
     async def wait_serving(self) -> None:
-        await self._serving.wait()
+        while not self.serving:
+            await self._news.wait()
+
+    async def run(self) -> None:
+        """Ask servers to abort, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                url, ids = await self._to_abort.get()
+                tasks.create_task(self._aborted(url, ids))
 
     def update(self, servers: Iterable[Server]) -> None:
         """Take the registry over, as it came with an answer of the queue."""
-        self._router.update(servers)
-        self._set_serving()
+        for left in self._router.update(servers):
+            self._end_requests(left)
+        self._tell_waiting()
 
-    async def place(self, affinities: Sequence[Affinity], avoid: str | None = None) -> Server:
-        """One server for all the affinities; waits while none serves."""
-        while (server := self._router.place(affinities, avoid)) is None:
-            await self._serving.wait()
-        return server
+    def others(self, name: str | None) -> bool:
+        """Whether a request could go to another server than this one now."""
+        return any(other != name and self._admits(other) for other in self._router.serving)
+
+    @asynccontextmanager
+    async def request(
+        self, affinities: Sequence[Affinity], prompt: int, expected: int, avoid: str | None = None
+    ) -> AsyncIterator[Request]:
+        """One server for a request of all the affinities, held as long as the request runs inside. Waits while none may
+        be used. `prompt`: its tokens; `expected`: those that each continuation is expected to come to.
+
+        Raises `ServerLeft` if the server leaves meanwhile, `EpisodeFailed` where no server's tokens would be taken.
+        """
+        tokens = prompt + expected * len(affinities)
+        server = await self._place(affinities, tokens, avoid)
+        breaker = self._breakers[server.name]
+        request = Request(server, tokens, asyncio.timeout(None), breaker.began())
+        self._router.begin(server.name, tokens)
+        self._requests[server.name].add(request)
+        try:
+            async with request.limit:
+                yield request
+        except TimeoutError:
+            raise ServerLeft(f"{server.name} at {server.url} left: {request.why}") from None
+        except ServerFailed as error:
+            self._failed(request, breaker, error)
+            raise
+        except (Rejected, BadSample):
+            self._answered(breaker)  # it works
+            raise
+        except BaseException:
+            breaker.undecided(request.trial)
+            self._tell_waiting()
+            raise
+        else:
+            self._answered(breaker)
+        finally:
+            self._requests[server.name].discard(request)
+            self._router.end(server.name, request.tokens)
+
+    def shed(self, request: Request, tokens: int) -> None:
+        """One continuation of a running request is finished: its tokens are no longer in flight."""
+        self._router.end(request.server.name, tokens)
+        request.tokens -= tokens
 
     def release(self, affinities: Sequence[Affinity]) -> None:
         self._router.release(affinities)
@@ -135,19 +155,91 @@ class ServerPool:
     def saw_version(self, name: str, version: int) -> None:
         self._router.saw_version(name, version)
 
+    def check(self, affinity: Affinity) -> None:
+        """Raises `EpisodeFailed` if the episode has tokens that the queue will not take (I5)."""
+        if (name := self._router.tainted(affinity)) is not None:
+            detail = f"server {name} sampled some of its tokens with weights that failed their proof"
+            raise EpisodeFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
+
     async def distrust(self, name: str, label: str) -> None:
         """The server samples from weights labelled `label`, which is not a version of ours: stop using it, and tell
         the queue."""
         server = self._router.distrust(name)
         if server is None:
             return
-        self._set_serving()
         reason = f"sampled from weights labelled {label!r}"
+        self._end_requests(Left(server, Leave.CUT, f"it {reason}"))
+        self._tell_waiting()
         logger.warning("%s %s: it is not used until it is proven again", name, reason)
         await self._report(Server(name, server.url, ServerState.JOINING, None, reason))
 
-    def _set_serving(self) -> None:
-        if self._router.serving:
-            self._serving.set()
-        else:
-            self._serving.clear()
+    async def _place(self, affinities: Sequence[Affinity], tokens: int, avoid: str | None) -> Server:
+        began = None
+        while True:
+            if self._router.barred(affinities):
+                detail = "the servers were proven again at the version that had failed; only new tickets may use them"
+                raise EpisodeFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
+            server = self._router.place(affinities, tokens, avoid, self._admits)
+            if server is not None:
+                break
+            began = self._clock() if began is None else began
+            await self._news.wait()
+        if began is not None:
+            for affinity in affinities:
+                affinity.waited_s += self._clock() - began
+        return server
+
+    def _admits(self, name: str) -> bool:
+        return name not in self._breakers or self._breakers[name].admits
+
+    def _answered(self, breaker: Breaker) -> None:
+        if breaker.failures:
+            breaker.succeeded()
+            self._tell_waiting()
+
+    def _failed(self, request: Request, breaker: Breaker, error: ServerFailed) -> None:
+        """Count a failure; where they come in a row, leave the server alone for a while."""
+        pause_s = breaker.failed(isinstance(error, ServerUnfit), request.trial)
+        if pause_s is None:
+            return
+        name = request.server.name
+        self._trouble(
+            name,
+            f"server {name} at {request.server.url} is left alone for {pause_s:g} s and longer, after "
+            f"{breaker.failures} failures in a row; the last: {error}",
+        )
+        later = self._later or asyncio.get_running_loop().call_later
+        later(pause_s, lambda: self._pause_over(breaker))
+        self._ask()
+
+    def _pause_over(self, breaker: Breaker) -> None:
+        breaker.pause_over()
+        self._tell_waiting()
+
+    def _end_requests(self, left: Left) -> None:
+        """Hand on what runs on a server that left. One of its name that comes back starts afresh."""
+        name = left.server.name
+        self._breakers.pop(name, None)
+        running = [request for request in self._requests[name] if not request.limit.expired()]
+        if not running:
+            return
+        logger.warning("%s left: %s; %d requests go on elsewhere", name, left.why, len(running))
+        grace_s = 0.0
+        if left.how is Leave.ABORT and self._abort is not None:
+            grace_s = self._abort_grace_s
+            ids = [request.id for request in running if request.id is not None]
+            self._to_abort.put_nowait((left.server.url, ids))
+        for request in running:
+            request.why = left.why
+            request.limit.reschedule(asyncio.get_running_loop().time() + grace_s)
+
+    async def _aborted(self, url: str, ids: Sequence[str]) -> None:
+        assert self._abort is not None
+        try:
+            await self._abort(url, ids)
+        except (ServerFailed, Rejected) as error:
+            logger.warning("%d requests are sampled again, not continued: %s", len(ids), error)
+
+    def _tell_waiting(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,7 +1,8 @@
 """One turn, sampled: the choice of server, the classes of error and their retries, aborted turns continued.
 
 All episodes of a group share their first prompt, so their first turn is one request with n continuations. It is
-streamed by default: an episode goes on to its tools while its siblings are still sampling.
+streamed by default: an episode goes on to its tools while its siblings are still sampling. Later turns are not: vLLM
+labels tokens with their version in the last chunk only, so what a broken stream had brought could not be trained on.
 """
 
 from __future__ import annotations
@@ -18,13 +19,23 @@ from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME, InferenceClient
-from rollout_worker.inference.errors import BadSample, EpisodeFailed, Rejected, ServerFailed, UnknownWeights
-from rollout_worker.inference.pool import Affinity, ServerPool
+from rollout_worker.inference.errors import (
+    BadSample,
+    EpisodeFailed,
+    Rejected,
+    ServerFailed,
+    ServerLeft,
+    UnknownWeights,
+)
+from rollout_worker.inference.pool import ServerPool
+from rollout_worker.inference.router import Affinity, Siblings
 from rollout_worker.inference.wire import Choice, GenerateRequest, Sampled, SamplingParams, sampled_of
 
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
 _ONE_CHUNK = 1 << 30
+# The length of a turn is taken to be like that of the last so many; the first ones are guessed.
+_TURNS_REMEMBERED, _FIRST_GUESS = 32, 256.0
 
 
 class ServedChoice(NamedTuple):
@@ -68,10 +79,14 @@ class Sampler:
         self._rng = rng or random.Random()
         self._sleep = sleep
         self._names = (f"{self._rng.getrandbits(48):x}-{number}" for number in itertools.count())
+        self._usual_tokens = _FIRST_GUESS
 
     def first_turn(self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int) -> FirstTurn:
         """The first turn of all affinities, in as few requests as the servers' limit allows."""
         loop = asyncio.get_running_loop()
+        siblings = Siblings()
+        for affinity in affinities:
+            affinity.siblings = siblings
         pending: list[PendingChoice] = [loop.create_future() for _ in affinities]
         step = self._config.vllm.max_num_seqs
         fills = [
@@ -85,18 +100,25 @@ class Sampler:
     ) -> Sampled:
         """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt.
 
-        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers.
-        Raises `EpisodeFailed`.
+        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers; one whose
+        server fails or leaves is sampled again. Raises `EpisodeFailed`.
         """
         turn = Sampled()
         failures = 0
+        avoid: str | None = None
         while True:
+            self.pool.check(affinity)
+            token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
-                part = await self._attempt(affinity, prompt + turn.token_ids, max_tokens - len(turn.token_ids), pending)
+                part = await self._attempt(affinity, token_ids, room, pending, avoid)
             except Rejected as error:
                 raise EpisodeFailed(reasons.REQUEST_REJECTED, str(error), retryable=False) from error
             except BadSample as error:
                 raise EpisodeFailed(error.reason, str(error), retryable=True) from error
+            except ServerLeft:
+                pending = None
+                self.retries += 1
+                continue
             except (ServerFailed, UnknownWeights) as error:
                 part, why = Sampled(), str(error)
             else:
@@ -115,13 +137,23 @@ class Sampler:
             failures += 1
             if failures >= self._config.worker.request_attempts:
                 raise EpisodeFailed(reasons.SERVER, f"{failures} attempts, the last: {why}", retryable=True)
-            await self._move(affinity, failures)
+            avoid = affinity.server
+            if self.pool.serving and not self.pool.others(avoid):
+                await self._give_time(failures)
 
     async def _attempt(
-        self, affinity: Affinity, token_ids: list[int], max_tokens: int, pending: PendingChoice | None
+        self,
+        affinity: Affinity,
+        token_ids: list[int],
+        max_tokens: int,
+        pending: PendingChoice | None,
+        avoid: str | None,
     ) -> Sampled:
         """One request, or the pending one, and its answer checked."""
-        server, choice = await pending if pending is not None else await self._one(affinity, token_ids, max_tokens)
+        if pending is not None:
+            server, choice = await pending
+        else:
+            server, choice = await self._one(affinity, token_ids, max_tokens, avoid)
         try:
             sampled = sampled_of(choice, server)
         except UnknownWeights as error:
@@ -129,35 +161,52 @@ class Sampler:
             raise
         if sampled.spans:
             self.pool.saw_version(server, sampled.spans[-1].version)
+            affinity.sampled.update((span.server, span.version) for span in sampled.spans)
+            self._usual_tokens += (len(sampled.token_ids) - self._usual_tokens) / _TURNS_REMEMBERED
         return sampled
 
-    async def _one(self, affinity: Affinity, token_ids: list[int], max_tokens: int) -> ServedChoice:
-        server = await self.pool.place([affinity])
-        request = self._request(server, token_ids, max_tokens, n=1, stream=False)
-        async with aclosing(self._client.generate(server.url, request)) as choices:
-            async for choice in choices:
-                return ServedChoice(server.name, choice)
-        raise ServerFailed(f"{server.url}: the answer holds no choice")
+    async def _one(self, affinity: Affinity, token_ids: list[int], max_tokens: int, avoid: str | None) -> ServedChoice:
+        async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
+            server = running.server
+            request = self._request(server, token_ids, max_tokens, n=1, stream=False)
+            running.id = request.request_id
+            async with aclosing(self._client.generate(server.url, request)) as choices:
+                async for choice in choices:
+                    return ServedChoice(server.name, choice)
+            raise ServerFailed(f"{server.url}: the answer holds no choice")
 
     async def _fill(
         self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], prompt: list[int], max_tokens: int
     ) -> None:
         """Sample one continuation of `prompt` for each of `pending`, all in one request."""
-        error: Exception
         try:
-            server = await self.pool.place(affinities)
+            await self._fill_from_one(pending, affinities, prompt, max_tokens)
+        except (Rejected, ServerFailed, BadSample, EpisodeFailed) as error:
+            for waiting in pending:
+                if not waiting.done():
+                    waiting.set_exception(error)
+                    waiting.exception()  # an episode that is over by now will not look at it
+
+    async def _fill_from_one(
+        self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], prompt: list[int], max_tokens: int
+    ) -> None:
+        """Raises if any is left without its continuation."""
+        expected = self._expected(max_tokens)
+        async with self.pool.request(affinities, len(prompt), expected) as running:
+            server = running.server
             request = self._request(server, prompt, max_tokens, n=len(pending), stream=self._stream_first_turn)
+            running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
                     if choice.index < len(pending) and not pending[choice.index].done():
                         pending[choice.index].set_result(ServedChoice(server.name, choice))
-            error = ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
-        except (Rejected, ServerFailed, BadSample) as caught:
-            error = caught
-        for waiting in pending:
-            if not waiting.done():
-                waiting.set_exception(error)
-                waiting.exception()  # an episode that is over by now will not look at it
+                        self.pool.shed(running, expected)
+            if any(not waiting.done() for waiting in pending):
+                raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
+
+    def _expected(self, max_tokens: int) -> int:
+        """How many tokens a turn of at most `max_tokens` is likely to come to."""
+        return min(max_tokens, round(self._usual_tokens))
 
     def _request(self, server: Server, token_ids: list[int], max_tokens: int, n: int, stream: bool) -> GenerateRequest:
         return GenerateRequest(
@@ -175,9 +224,7 @@ class Sampler:
             stream=stream,
         )
 
-    async def _move(self, affinity: Affinity, failures: int) -> None:
-        """Go to another server; if there is none, give this one time."""
-        failed = affinity.server
-        if (await self.pool.place([affinity], avoid=failed)).name == failed:
-            longest = min(_BACKOFF_MAX_S, _BACKOFF_S * 2 ** (failures - 1))
-            await self._sleep(longest * (0.5 + self._rng.random() / 2))
+    async def _give_time(self, failures: int) -> None:
+        """There is no other server to go to: give this one time."""
+        longest = min(_BACKOFF_MAX_S, _BACKOFF_S * 2 ** (failures - 1))
+        await self._sleep(longest * (0.5 + self._rng.random() / 2))

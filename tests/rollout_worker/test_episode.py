@@ -14,7 +14,7 @@ from rollout_worker.budget import Limits
 from rollout_worker.chat.base import PromptError
 from rollout_worker.episode import MOST_SEGMENTS, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.pool import Affinity
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.segment import whole_conversation
 from rollout_worker.task.tools import ToolBox

@@ -23,9 +23,9 @@ class Role(enum.StrEnum):
 
 async def read(dataset, index=0, timeout_s=30.0):
     async with UserCode() as code:
-        return await RowReader(task(dataset=dataset, tools=[], rewards=[any_row]), __file__, code, timeout_s).read(
-            index, 0
-        )
+        return await RowReader(
+            task(dataset=dataset, tools=[], rewards=[any_row]), __file__, code, True, timeout_s
+        ).read(index, 0)
 
 
 class Later(list):

@@ -1,6 +1,6 @@
 import asyncio
 import random
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -13,7 +13,7 @@ from rollout_worker.inference.wire import SampledSpan
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.stand_in_queue import serving_at
-from tests.kit.worker import END_OF_TURN, fake
+from tests.kit.worker import END_OF_TURN, fake, until
 
 PROMPT = [40, 41, 42]
 TURN = [50, 51, 52, 53, END_OF_TURN]
@@ -26,13 +26,23 @@ def counting(token_ids, index):
 
 
 class Setup:
-    def __init__(self, client, fakes, urls, stream_first_turn=True, **sections):
+    def __init__(self, client, fakes, urls, stream_first_turn=True, abort_grace_s=30.0, **sections):
         self.fakes = fakes
         self.urls = urls
         self.stale = []
         self.told = asyncio.Event()
         self.slept = []
-        self.pool = ServerPool(self._report)
+        self.troubles = []
+        self.asked = 0
+        self.pauses = []
+        self.pool = ServerPool(
+            self._report,
+            client.abort,
+            lambda name, text: self.troubles.append((name, text)),
+            self._ask,
+            lambda seconds, over: self.pauses.append((seconds, over)),
+            abort_grace_s=abort_grace_s,
+        )
         self.pool.update(serving_at(*urls, version=7))
         self.sampler = Sampler(
             client,
@@ -50,6 +60,25 @@ class Setup:
 
     async def _sleep(self, seconds):
         self.slept.append(seconds)
+
+    def _ask(self):
+        self.asked += 1
+
+    def pause_over(self):
+        """The pause of a server that failed ends."""
+        self.pauses.pop()[1]()
+
+    def registry(self, *states, version=7, changed_at=2.0):
+        """Another state of each server, the others as they were."""
+        servers = serving_at(*self.urls, version=7)
+        for server, state in zip(servers, states, strict=False):
+            if state is not ServerState.SERVING:
+                server.state, server.version, server.changed_at = state, version, changed_at
+        self.pool.update(servers)
+
+    async def on_the_way(self, count, fake=0):
+        """Wait until so many requests have reached a server."""
+        await until(lambda: len(self.fakes[fake].requests) >= count and self.fakes[fake].engine.running > 0)
 
     async def turn(self, affinity=None, max_tokens=16):
         return await self.sampler.sample(affinity or Affinity(), PROMPT, max_tokens)
@@ -71,12 +100,12 @@ async def setup(*faults, servers=1, timeout_s=5.0, policy=counting, **options):
     """Servers of which the first has the faults."""
     fakes = [fake(policy) for _ in range(servers)]
     fakes[0].faults.extend(faults)
-    async with InferenceClient(timeout_s) as client, serving(fakes[0]) as first:
-        if servers == 1:
-            yield Setup(client, fakes, [first], **options)
-            return
-        async with serving(fakes[1]) as second:
-            yield Setup(client, fakes, [first, second], **options)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(InferenceClient(timeout_s))
+        s = Setup(client, fakes, [await stack.enter_async_context(serving(one)) for one in fakes], **options)
+        aborting = asyncio.create_task(s.pool.run())
+        yield s
+        aborting.cancel()
 
 
 async def test_a_turn_is_asked_for_in_tokens_and_comes_back_as_sampled():
@@ -130,12 +159,19 @@ async def test_a_failure_of_the_server_is_tried_again_on_another(fault):
     assert s.slept == []
 
 
-async def test_a_lone_server_is_given_time_that_grows():
+async def test_a_lone_server_is_given_time_that_grows_then_a_pause():
     async with setup(Fault("status", times=3)) as s:
-        assert (await s.turn()).token_ids == TURN
+        turn = asyncio.create_task(s.turn())
+        await until(lambda: s.pauses)
+        assert not s.pool.serving
+        s.pause_over()
+        assert (await turn).token_ids == TURN
     assert s.sampler.retries == 3
-    assert len(s.slept) == 3
-    assert all(base / 2 <= slept <= base for base, slept in zip([0.5, 1.0, 2.0], s.slept, strict=True))
+    assert len(s.slept) == 2, "the pause is time enough"
+    assert all(base / 2 <= slept <= base for base, slept in zip([0.5, 1.0], s.slept, strict=True))
+    assert [text.partition(";")[0] for _, text in s.troubles] == [
+        f"server vllm-0 at {s.urls[0]} is left alone for 1 s and longer, after 3 failures in a row"
+    ]
 
 
 async def test_a_connection_that_broke_in_the_pool_is_asked_again_at_once():
@@ -144,8 +180,71 @@ async def test_a_connection_that_broke_in_the_pool_is_asked_again_at_once():
     assert s.slept == []
 
 
-@pytest.mark.parametrize("status", [400, 403, 404, 422])
-async def test_a_4xx_is_never_tried_again(status):
+@pytest.mark.parametrize("status", [408, 425, 429])
+async def test_a_busy_server_is_no_wrong_request(status):
+    async with setup(Fault("status", status=status), servers=2) as s:
+        assert (await s.turn()).spans == [SampledSpan(7, 0, 5, "vllm-1")]
+    assert (s.troubles, s.pauses) == ([], [])
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+async def test_a_server_that_refuses_whatever_is_asked_is_left_alone_and_told(status):
+    """The wrong token, the wrong model, a route that is off: the server's fault, and no reason to fail an episode."""
+    async with setup(Fault("status", status=status, times=None), servers=2) as s:
+        turns = [await s.turn() for _ in range(3)]
+    assert [turn.token_ids for turn in turns] == [TURN] * 3
+    assert len(s.fakes[0].calls) == 1
+    ((name, text),) = s.troubles
+    assert name == "vllm-0"
+    assert f"{s.urls[0]} is left alone" in text
+    assert f"HTTP {status}" in text
+    assert s.asked == 1
+
+
+async def test_a_lone_server_that_refuses_whatever_is_asked_is_tried_after_growing_pauses():
+    async with setup(Fault("status", status=404, times=None)) as s:
+        turn = asyncio.create_task(s.turn())
+        for seconds in [1.0, 2.0, 4.0, 8.0]:
+            await until(lambda: s.pauses or turn.done())
+            assert s.pauses[-1][0] == seconds
+            assert not s.pool.serving
+            s.pause_over()
+        with pytest.raises(EpisodeFailed, match=r"4 attempts, the last: HTTP 404.*slipstream vllm") as caught:
+            await turn
+    assert (caught.value.reason, caught.value.retryable) == ("server", True)
+    assert len(s.fakes[0].calls) == 4
+
+
+async def test_f5_a_server_that_fails_in_a_row_is_tried_by_one_request_while_the_others_wait():
+    async with setup(Fault("status", status=404, times=4), worker={"request_attempts": 2}) as s:
+        turns = [asyncio.create_task(s.turn()) for _ in range(4)]
+        await until(lambda: s.sampler.retries == 4)
+        assert len(s.pauses) == 1
+        s.fakes[0].engine.pause()
+        s.pause_over()
+        await s.on_the_way(1)
+        assert [len(s.fakes[0].requests), s.pool.serving] == [1, False]
+        s.fakes[0].engine.resume()
+        assert [(await turn).token_ids for turn in turns] == [TURN] * 4
+    assert s.sampler.retries == 4
+    assert s.pool.serving
+
+
+async def test_a_trial_that_is_cancelled_leaves_the_server_to_the_next_request():
+    async with setup(Fault("status", times=3)) as s:
+        first = asyncio.create_task(s.turn())
+        await until(lambda: s.pauses)
+        s.fakes[0].engine.pause()
+        s.pause_over()
+        await s.on_the_way(1)
+        second = asyncio.create_task(s.turn())
+        first.cancel()
+        s.fakes[0].engine.resume()
+        assert (await second).token_ids == TURN
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_d2_a_4xx_is_never_tried_again(status):
     async with setup(Fault("status", status=status, times=None), servers=2) as s:
         with pytest.raises(EpisodeFailed, match=f"HTTP {status}") as caught:
             await s.turn()
@@ -282,3 +381,161 @@ async def test_f22_a_finished_continuation_does_not_wait_for_its_siblings():
         assert (choice.server, choice.choice.token_ids) == ("vllm-0", TURN)
         assert not first.pending[1].done()
         fill.cancel()
+
+
+@pytest.mark.parametrize("state", [ServerState.DOWN, ServerState.QUARANTINED, ServerState.JOINING])
+async def test_f21_requests_move_at_once_when_their_server_leaves(state):
+    """It never answers: its time-out would come in an hour."""
+    async with setup(Fault("hang"), servers=2, timeout_s=3600.0) as s:
+        affinity = Affinity()
+        turn = asyncio.create_task(s.turn(affinity))
+        await until(lambda: s.fakes[0].calls)
+        s.registry(state, version=None if state is ServerState.JOINING else 8)
+        assert (await turn).spans == [SampledSpan(7, 0, 5, "vllm-1")]
+    assert (affinity.moves, s.sampler.retries) == (1, 1)
+    assert (s.slept, s.troubles) == ([], []), "it did not fail"
+    assert "/inference/v1/abort_requests" not in s.fakes[0].calls
+
+
+async def test_f16_a_server_that_was_restarted_between_two_heartbeats_has_left():
+    async with setup(Fault("hang"), timeout_s=3600.0) as s:
+        turn = asyncio.create_task(s.turn())
+        await until(lambda: s.fakes[0].calls)
+        (again,) = serving_at(*s.urls, version=7)
+        again.changed_at = 9.0
+        s.pool.update([again])
+        assert (await turn).token_ids == TURN
+
+
+async def test_a_stale_server_gives_back_what_it_has_sampled():
+    async with setup(servers=2, timeout_s=3600.0) as s:
+        s.fakes[0].engine.aborted_after = 2
+        s.fakes[0].engine.pause()
+        s.fakes[1].engine.weight_version = "9"
+        turn = asyncio.create_task(s.turn())
+        await s.on_the_way(1)
+        s.registry(ServerState.STALE)
+        done = await turn
+    assert done.token_ids == TURN
+    assert done.spans == [SampledSpan(7, 0, 2, "vllm-0"), SampledSpan(9, 2, 5, "vllm-1")]
+    assert s.slept == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_group_goes_on_from_a_stale_server_each_after_its_tokens(stream):
+    """One continuation was finished; the three others are aborted after two tokens, and stay together."""
+    async with setup(servers=3, timeout_s=3600.0, stream_first_turn=stream) as s:
+        s.fakes[0].engine.aborted_after = 2
+        s.fakes[0].engine.latency_s = lambda index: 0.0 if index == 0 and stream else 3600.0
+        affinities = [Affinity() for _ in range(4)]
+        turns = asyncio.create_task(s.first_turns(affinities))
+        await s.on_the_way(1)
+        if stream:
+            await until(lambda: affinities[0].sampled)
+        s.registry(ServerState.STALE)
+        done = await turns
+    assert [turn.token_ids for turn in done] == [TURN] * 4
+    cut = [SampledSpan(7, 0, 2, "vllm-0"), SampledSpan(7, 2, 5, "vllm-1")]
+    assert [turn.spans for turn in done] == [[SampledSpan(7, 0, 5, "vllm-0")] if stream else cut, cut, cut, cut]
+    assert s.fakes[2].requests == []
+
+
+async def test_a_stale_server_that_does_not_answer_costs_the_turn_and_no_more():
+    faults = [Fault("hang"), Fault("hang", route="/inference/v1/abort_requests")]
+    async with setup(*faults, servers=2, timeout_s=3600.0, abort_grace_s=0.01) as s:
+        turn = asyncio.create_task(s.turn())
+        await until(lambda: s.fakes[0].calls)
+        s.registry(ServerState.STALE)
+        assert (await turn).spans == [SampledSpan(7, 0, 5, "vllm-1")]
+
+
+async def test_a_groups_finished_continuations_stay_when_its_server_dies():
+    async with setup(servers=2, timeout_s=3600.0) as s:
+        s.fakes[0].engine.latency_s = lambda index: 0.0 if index < 2 else 3600.0
+        affinities = [Affinity() for _ in range(4)]
+        turns = asyncio.create_task(s.first_turns(affinities))
+        await until(lambda: affinities[0].sampled and affinities[1].sampled)
+        s.registry(ServerState.DOWN)
+        done = await turns
+    assert [turn.spans[0].server for turn in done] == ["vllm-0", "vllm-0", "vllm-1", "vllm-1"]
+    assert [request["sampling_params"]["n"] for request in s.fakes[1].requests] == [1, 1]
+
+
+async def test_f16_what_else_runs_on_a_server_of_unknown_weights_moves_at_once():
+    async with setup(servers=2, timeout_s=3600.0) as s:
+        s.fakes[0].engine.pause()
+        waiting = asyncio.create_task(s.turn())
+        await s.on_the_way(1)
+        await s.pool.distrust("vllm-0", "default")
+        assert (await waiting).spans == [SampledSpan(7, 0, 5, "vllm-1")]
+
+
+async def test_i5_an_episode_with_tokens_of_a_failed_proof_ends_and_one_with_older_tokens_goes_on():
+    async with setup(servers=2) as s:
+        older, newer = Affinity(), Affinity()
+        await s.turn(older)
+        s.pool.release([older])
+        s.fakes[0].engine.weight_version = "8"
+        await s.turn(newer)
+        assert (older.sampled, newer.sampled) == ({("vllm-0", 7)}, {("vllm-0", 8)})
+        s.registry(ServerState.QUARANTINED, version=8)
+        assert (await s.turn(older)).spans == [SampledSpan(7, 0, 5, "vllm-1")]
+        with pytest.raises(EpisodeFailed, match=r"server vllm-0 .* failed their proof") as caught:
+            await s.turn(newer)
+    assert (caught.value.reason, caught.value.retryable) == ("unverified_server", True)
+
+
+async def test_i5_an_old_episode_does_not_wait_for_a_server_that_only_new_tickets_may_use():
+    """The lone server fails at version 8 and is then proven at 8: what it samples now could not be told apart."""
+    async with setup() as s:
+        affinity = Affinity(born=s.pool.tick)
+        s.registry(ServerState.QUARANTINED, version=8)
+        (proven,) = serving_at(*s.urls, version=8)
+        proven.changed_at = 3.0
+        s.pool.update([proven])
+        with pytest.raises(EpisodeFailed, match="only new tickets") as caught:
+            await s.turn(affinity)
+        s.fakes[0].engine.weight_version = "8"
+        assert (await s.turn(Affinity(born=s.pool.tick))).spans == [SampledSpan(8, 0, 5, "vllm-0")]
+    assert caught.value.retryable
+
+
+async def test_the_salt_of_what_goes_on_elsewhere_is_that_of_the_server_it_goes_to():
+    async with setup(servers=2, timeout_s=3600.0) as s:
+        s.fakes[1].engine.weight_version = "9"
+        s.pool.saw_version("vllm-1", 9)
+        s.fakes[0].engine.pause()
+        turn = asyncio.create_task(s.turn())
+        await s.on_the_way(1)
+        s.registry(ServerState.STALE)
+        await turn
+    assert [fake.requests[0]["cache_salt"] for fake in s.fakes] == ["run:7", "run:9"]
+
+
+async def test_i7_the_wait_for_a_server_is_kept_with_the_episode():
+    async with setup() as s:
+        s.registry(ServerState.DOWN)
+        affinity = Affinity()
+        turn = asyncio.create_task(s.turn(affinity))
+        await asyncio.sleep(0)
+        assert affinity.waited_s == 0.0
+        s.registry()
+        await turn
+    assert affinity.waited_s > 0.0
+    assert s.fakes[0].requests
+
+
+async def test_f20_a_groups_finished_continuations_are_no_load():
+    """Three of four are done on the first server, two run on the second: the next turn goes to the first."""
+    async with setup(servers=2, timeout_s=3600.0) as s:
+        s.fakes[0].engine.latency_s = lambda index: 0.0 if index < 3 else 3600.0
+        s.fakes[1].engine.pause()
+        group, pair = [Affinity() for _ in range(4)], [Affinity() for _ in range(2)]
+        running = [asyncio.create_task(s.first_turns(group))]
+        await until(lambda: all(affinity.sampled for affinity in group[:3]))
+        running.append(asyncio.create_task(s.first_turns(pair)))
+        await s.on_the_way(1, fake=1)
+        s.fakes[0].engine.latency_s = 0.0
+        assert (await s.turn()).spans[0].server == "vllm-0"
+        for task in running:
+            task.cancel()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.inference.errors import BadSample, Rejected, ServerFailed, UnknownWeights, error_of
+from rollout_worker.inference.errors import BadSample, Rejected, ServerFailed, ServerUnfit, UnknownWeights, error_of
 from rollout_worker.inference.wire import (
     Choice,
     Logprob,
@@ -100,7 +100,11 @@ def test_streamed_parts_join_to_the_whole():
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, Rejected), (403, Rejected), (404, Rejected), (422, Rejected), (500, ServerFailed), (503, ServerFailed)],
+    [
+        *((status, Rejected) for status in (400, 413, 422)),
+        *((status, ServerUnfit) for status in (401, 403, 404, 405)),
+        *((status, ServerFailed) for status in (408, 425, 429, 500, 503)),
+    ],
 )
 def test_classes_of_http_errors(status, kind):
     error = error_of(status, "the prompt is too long")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ class Sample:
 
 @dataclass
 class FakeEngine:
-    """What vLLM's engine keeps. `hooks` are called with the body of the control route of that name."""
+    """What vLLM's engine keeps. `hooks` are called with the body of the control route of that name; `aborted_after`:
+    the tokens that a continuation has when it is aborted."""
 
     policy: Policy = _empty
     stop_token_ids: list[int] = field(default_factory=list)
@@ -48,6 +49,7 @@ class FakeEngine:
     updating: bool = False
     running: int = 0
     generated_tokens: int = 0
+    aborted_after: int = 0
 
     def __post_init__(self) -> None:
         self._go_on = asyncio.Event()
@@ -66,16 +68,20 @@ class FakeEngine:
     async def until_resumed(self) -> None:
         await self._go_on.wait()
 
-    async def sample(self, token_ids: list[int], index: int, max_tokens: int, stops: list[int]) -> Sample:
-        """One continuation. Waits while paused, as vLLM queues requests, and for the latency of this index."""
+    async def sample(
+        self, token_ids: list[int], index: int, max_tokens: int, stops: list[int], aborted: asyncio.Event
+    ) -> Sample:
+        """One continuation. Waits while paused, as vLLM queues requests, and for the latency of this index; an abort
+        ends the wait."""
         self.running += 1
         try:
             latency = self.latency_s(index) if callable(self.latency_s) else self.latency_s
-            if latency:
-                await asyncio.sleep(latency)
-            await self.until_resumed()
+            if latency or self.paused:
+                await _first(self._until_sampled(latency), aborted.wait())
         finally:
             self.running -= 1
+        if aborted.is_set():
+            max_tokens = self.aborted_after
         sampled = self.policy(token_ids, index)
         ends = {*stops, *self.stop_token_ids}
         stop = next((place + 1 for place, token in enumerate(sampled) if token in ends), None)
@@ -83,7 +89,13 @@ class FakeEngine:
         sampled = sampled[:length]
         self.generated_tokens += length
         logprobs = [logprob_of(token, place) for place, token in enumerate(sampled)]
+        if aborted.is_set():
+            return Sample(sampled, logprobs, "abort")
         return Sample(sampled, logprobs, "stop" if stop == length else "length")
+
+    async def _until_sampled(self, latency: float) -> None:
+        await asyncio.sleep(latency)
+        await self.until_resumed()
 
     def init_transfer(self) -> None:
         self.transfer_ready = True
@@ -123,3 +135,13 @@ class FakeEngine:
     def _require_transfer(self) -> None:
         if not self.transfer_ready:
             raise EngineError("Weight transfer engine is not initialized")
+
+
+async def _first(*works: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one is done, and cancel the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

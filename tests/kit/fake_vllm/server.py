@@ -41,6 +41,8 @@ class FakeVllm:
         self.calls: list[str] = []
         self._scale_out = scale_out
         self._token = token
+        self._aborts: dict[str, asyncio.Event] = {}
+        self._connections: set[asyncio.BaseTransport] = set()
         self.app = web.Application(middlewares=[self._middleware], client_max_size=1 << 30)
         self.app.add_routes(
             [
@@ -48,6 +50,7 @@ class FakeVllm:
                 web.get("/metrics", self._metrics),
                 web.get("/version", self._tell_version),
                 web.post("/inference/v1/generate", self._generate),
+                web.post("/inference/v1/abort_requests", self._abort),
                 web.post("/v1/completions", self._completions),
                 web.post("/_fault", self._add_fault),
                 web.delete("/_fault", self._clear_faults),
@@ -71,9 +74,18 @@ class FakeVllm:
                 ]
             )
 
+    def crash(self) -> None:
+        """Break every connection, and each new one as soon as it asks for a sample."""
+        self.faults.append(Fault("drop", times=None))
+        for transport in self._connections:
+            if isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
+
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.calls.append(request.path)
+        if request.transport is not None:
+            self._connections.add(request.transport)
         if self._token and request.headers.get("Authorization") != f"Bearer {self._token}":
             return _refusal(401, "Unauthorized", "Unauthorized")
         fault = self.faults.take(request.path)
@@ -110,7 +122,8 @@ class FakeVllm:
             return web.json_response(replies.answer("probe", [], len(prompt), self._scored(prompt)))
         n, limit = params.get("n", 1), min(params["max_tokens"], self.engine.max_model_len - len(prompt))
         stops = params.get("stop_token_ids") or []
-        tasks = [asyncio.create_task(self._finished(prompt, index, limit, stops)) for index in range(n)]
+        aborted = self._aborts[f"generate-tokens-{body['request_id']}"] = asyncio.Event()
+        tasks = [asyncio.create_task(self._finished(prompt, index, limit, stops, aborted)) for index in range(n)]
         try:
             if body.get("stream"):
                 return await self._stream(request, body, tasks)
@@ -122,8 +135,16 @@ class FakeVllm:
                 return _cut(request)
             return web.json_response(replies.answer(body["request_id"], choices, len(prompt)))
         finally:
+            del self._aborts[f"generate-tokens-{body['request_id']}"]
             for task in tasks:
                 task.cancel()
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        """Ids that are not running are no error."""
+        for name in (await request.json())["request_ids"]:
+            if name in self._aborts:
+                self._aborts[name].set()
+        return web.Response()
 
     def _problem(self, body: dict[str, Any]) -> web.Response | None:
         size, n = len(body["token_ids"]), body["sampling_params"].get("n", 1)
@@ -138,8 +159,10 @@ class FakeVllm:
             return _refusal(400, message, "BadRequestError", "input_tokens")
         return None
 
-    async def _finished(self, prompt: list[int], index: int, limit: int, stops: list[int]) -> tuple[int, Sample]:
-        return index, await self.engine.sample(prompt, index, limit, stops)
+    async def _finished(
+        self, prompt: list[int], index: int, limit: int, stops: list[int], aborted: asyncio.Event
+    ) -> tuple[int, Sample]:
+        return index, await self.engine.sample(prompt, index, limit, stops, aborted)
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], tasks: list[asyncio.Task[tuple[int, Sample]]]

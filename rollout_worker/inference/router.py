@@ -1,0 +1,230 @@
+"""Where a request goes, decided without I/O or clock: servers, their loads, and what sticks to them.
+
+A server's load is the tokens in flight on it: of each running request the prompt, once, and the tokens that its
+continuations are expected to come to. That is what the request takes of the server's KV cache, which is what bounds
+how many sequences vLLM runs at once; counts would take a first turn of 200 tokens for a twentieth turn of 8,000. An
+episode whose tools run puts no load on a server, but stays tied to it: the server holds its prefix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from protocol.messages import Server, ServerState
+from rollout_worker.inference.taint import Taints
+
+OVERLOAD_FACTOR = 2
+OVERLOAD_REQUESTS = 4
+
+
+@dataclass(eq=False, slots=True)
+class Siblings:
+    """What the episodes of a group share: the server that their common prompt went to last."""
+
+    server: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Affinity:
+    """An episode's tie to a server, by name; None while it has none.
+
+    `sampled`: the servers and versions that its tokens come from; `moves`: how often it went on at another server;
+    `waited_s`: seconds that it waited for a server; `born`: the router's `tick` when its ticket came, by default when
+    it is first placed.
+    """
+
+    server: str | None = None
+    siblings: Siblings = field(default_factory=Siblings)
+    sampled: set[tuple[str, int]] = field(default_factory=set)
+    moves: int = 0
+    waited_s: float = 0.0
+    born: int | None = None
+
+
+class Load(NamedTuple):
+    """`tokens` in flight on a server, and the episodes tied to it."""
+
+    tokens: int
+    ties: int
+
+
+class Leave(Enum):
+    """How the requests that run on a server which has left are ended. ABORT: it still answers, so it is asked to give
+    up what it has; CUT: it is gone, or nothing that it would still say can be used."""
+
+    ABORT = "abort"
+    CUT = "cut"
+
+
+class Left(NamedTuple):
+    """A server that serves no more, or is another process now."""
+
+    server: Server
+    how: Leave
+    why: str
+
+
+def overloaded(current: Load, best: Load, need: int) -> bool:
+    """Whether a server is clearly overloaded for a request of `need` tokens: it carries more than twice what the best
+    one does, and the tokens of four such requests besides. Less than that is not worth a prefix computed again."""
+    return current.tokens > OVERLOAD_FACTOR * best.tokens + OVERLOAD_REQUESTS * need
+
+
+def stays(current: Load, best: Load, need: int) -> bool:
+    """Whether a request of `need` tokens returns to its episode's server, rather than to the least loaded one: unless
+    that is overloaded, or the best one stands idle, with no episode tied to it, while its own runs one such request or
+    more (F21)."""
+    if best == Load(0, 0):
+        return current.tokens < need
+    return not overloaded(current, best, need)
+
+
+class Router:
+    """Places episodes on serving servers only (I5). Whoever begins a request ends it: the loads add up."""
+
+    def __init__(self) -> None:
+        self.taints = Taints()
+        self._serving: dict[str, Server] = {}
+        self._seen: dict[str, int] = {}
+        self._distrusted: dict[str, float] = {}
+        self._tokens: Counter[str] = Counter()
+        self._ties: Counter[str] = Counter()
+
+    @property
+    def serving(self) -> list[str]:
+        """The names of the servers that may be given requests."""
+        return list(self._serving)
+
+    @property
+    def tick(self) -> int:
+        """Updates so far: by it an episode is older or younger than a proof."""
+        return self.taints.tick
+
+    def load_of(self, name: str) -> Load:
+        return Load(self._tokens[name], self._ties[name])
+
+    def update(self, servers: Iterable[Server]) -> list[Left]:
+        """Take the queue's registry over, and give the servers that serve no more. A version seen in samples is kept
+        where the registry lags behind."""
+        records = {server.name: server for server in servers}
+        self.taints.update(records.values())
+        known, self._serving = self._serving, {}
+        for server in records.values():
+            if server.state is not ServerState.SERVING or server.version is None:
+                continue
+            if server.changed_at <= self._distrusted.get(server.name, float("-inf")):
+                continue
+            self._distrusted.pop(server.name, None)
+            self._serving[server.name] = server
+        gone = [left for server in known.values() if (left := _left(server, records.get(server.name))) is not None]
+        for left in gone:
+            self._seen.pop(left.server.name, None)
+        return gone
+
+    def distrust(self, name: str) -> Server | None:
+        """Place nothing on this server until the registry has changed its record and calls it serving again.
+
+        Gives the record, or None if the server is not serving anyway.
+        """
+        server = self._serving.pop(name, None)
+        if server is not None:
+            self._distrusted[name] = server.changed_at
+            self._seen.pop(name, None)
+        return server
+
+    def saw_version(self, name: str, version: int) -> None:
+        """The server gave samples of this version."""
+        if name in self._serving:
+            self._seen[name] = max(version, self._version_of(name))
+
+    def place(
+        self,
+        affinities: Sequence[Affinity],
+        need: int,
+        avoid: str | None = None,
+        admits: Callable[[str], bool] = lambda name: True,
+    ) -> Server | None:
+        """Tie all the affinities to one server for a request of `need` tokens, and give it; None if none may be used.
+
+        They return to their server, if it `stays` the better one; where it cannot be used, they follow their siblings,
+        unless that server is `overloaded`; else, and at first, they go to the least loaded one. The one to avoid is
+        taken if there is no other.
+        """
+        for affinity in affinities:
+            if affinity.born is None:
+                affinity.born = self.tick
+        usable = [name for name in self._serving if admits(name) and not self._barred(name, affinities)]
+        names = [name for name in usable if name != avoid] or usable
+        if not names:
+            return None
+        name = min(names, key=lambda candidate: (*self.load_of(candidate), candidate))
+        best, own, theirs = self.load_of(name), affinities[0].server, affinities[0].siblings.server
+        if own in names:
+            name = own if stays(self.load_of(own), best, need) else name
+        elif own is not None and theirs in names:
+            name = name if overloaded(self.load_of(theirs), best, need) else theirs
+        self._tie(affinities, name)
+        return msgspec.structs.replace(self._serving[name], version=self._version_of(name))
+
+    def barred(self, affinities: Sequence[Affinity]) -> bool:
+        """Whether servers serve, but none that these may use: what it gave them now would not be trained on (I5)."""
+        return bool(self._serving) and all(self._barred(name, affinities) for name in self._serving)
+
+    def tainted(self, affinity: Affinity) -> str | None:
+        """The server, if any, whose tokens in this episode must not be trained on (I5)."""
+        return self.taints.find(affinity.sampled, affinity.born)
+
+    def begin(self, name: str, tokens: int) -> None:
+        """Tokens are in flight on a server."""
+        self._tokens[name] += tokens
+
+    def end(self, name: str, tokens: int) -> None:
+        """They no longer are."""
+        self._tokens[name] -= tokens
+
+    def release(self, affinities: Sequence[Affinity]) -> None:
+        """Untie the affinities from their servers."""
+        for affinity in affinities:
+            if affinity.server is not None:
+                self._ties[affinity.server] -= 1
+                affinity.server = None
+
+    def _tie(self, affinities: Sequence[Affinity], name: str) -> None:
+        for affinity in affinities:
+            if affinity.server == name:
+                continue
+            affinity.moves += affinity.server is not None
+            self.release([affinity])
+            affinity.server = affinity.siblings.server = name
+            self._ties[name] += 1
+
+    def _barred(self, name: str, affinities: Sequence[Affinity]) -> bool:
+        version = self._version_of(name)
+        return any(self.taints.bars(name, version, affinity.born) for affinity in affinities)
+
+    def _version_of(self, name: str) -> int:
+        """The newest that is known: samples tell of a publication before the registry does."""
+        proven = self._serving[name].version
+        assert proven is not None, "a serving server has a version"
+        return max(proven, self._seen.get(name, proven))
+
+
+def _left(known: Server, now: Server | None) -> Left | None:
+    """What became of a server that served, None if it still does."""
+    if now is None:
+        return Left(known, Leave.CUT, "it was taken out of the registry")
+    if now.url != known.url:
+        return Left(known, Leave.CUT, f"it serves at {now.url} now")
+    if now.state is not ServerState.SERVING or now.version is None:
+        how = Leave.ABORT if now.state in (ServerState.STALE, ServerState.SYNCING) else Leave.CUT
+        return Left(known, how, f"it is {now.state}" + (f" ({now.reason})" if now.reason else ""))
+    if now.changed_at > known.changed_at and now.version == known.version:
+        # A publication brings a newer version; with the same one it was proven anew, as after a restart.
+        return Left(known, Leave.CUT, "it was restarted")
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -29,7 +30,12 @@ class Limits:
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         rollout = config.rollout
-        return cls(rollout.max_turn_tokens, rollout.max_episode_tokens, config.vllm.max_model_len, rollout.max_turns)
+        return cls(
+            rollout.max_turn_tokens,
+            rollout.max_episode_tokens,
+            config.vllm.max_model_len,
+            rollout.max_turns or sys.maxsize,  # 0: any number; each samples a token, so the episode's tokens end it
+        )
 
     def turn(self, sampled: int, context: int) -> TurnBudget:
         """The next turn's budget, with `sampled` tokens of the episode and `context` tokens in all so far."""

@@ -88,7 +88,14 @@ def episodes(random: np.random.Generator) -> list[Sample]:
         token_ids = random.integers(0, VOCABULARY, len(sampled)).astype(np.int32)
         behaviour = np.where(sampled, -6.0, 0.0).astype(np.float32)
         samples.append(
-            Sample(token_ids, sampled, behaviour, sampled.astype(np.float32), float(random.standard_normal()))
+            Sample(
+                token_ids,
+                sampled,
+                behaviour,
+                weights=sampled.astype(np.float32),
+                staleness=np.zeros(len(sampled), dtype=np.int32),
+                advantage=float(random.standard_normal()),
+            )
         )
     return samples
 

@@ -116,7 +116,10 @@ def worker(
 
 
 @app.command(
-    **reading("run", "model", "task", "learner", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
+    **reading(
+        *("run", "model", "task", "learner", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
+        *("rollout.temperature", "rollout.mask_truncated", "rollout.accept_sampler_mismatch"),
+    ),
 )
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""

@@ -21,7 +21,7 @@ from learner.blocking_client import BlockingQueueClient
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.feeder import Feeder
 from learner.model.policy import Scoring, load_policy
-from learner.report import summary
+from learner.report import sampler_kl, summary
 from learner.report.curve import Curve, sparkline
 from learner.report.journal import Journal
 from learner.report.progress import Progress
@@ -29,7 +29,7 @@ from learner.report.record import PublicationRecord, StepRecord, StepTimes
 from learner.report.rollouts import RolloutLog
 from learner.report.watch import Watch
 from learner.stopping import Stop, Stopped
-from learner.trainer import Trainer
+from learner.trainer import StepFigures, Trainer
 from protocol.client import QueueClient, QueueError, RunFinished
 from protocol.config import ConfigError, RunConfig
 from protocol.rollouts import FILE_NAME as ROLLOUTS
@@ -60,7 +60,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     # The progress bar of each checkpoint would run through the live line.
     transformers_logging.disable_progress_bar()
     url = queue_url or config.queue.url
-    progress = Progress(config.learner.steps, config.learner.groups_per_step)
+    accepted = config.rollout.accept_sampler_mismatch
+    progress = Progress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
     with (
         Stop(config.deploy.grace_s) as stop,
         BlockingQueueClient(QueueClient(url, config.token)) as client,
@@ -115,6 +116,7 @@ class Loop:
         self._progress = progress
         self._stop = stop
         self._recorded = 0
+        self._warns_of_sampler = not config.rollout.accept_sampler_mismatch
         self._checkpoint_s: float | None = None
         self._probe_ids = probe_token_ids(trainer.policy.vocabulary_size)
         # torch calls it right before weights change.
@@ -177,11 +179,18 @@ class Loop:
             self._stop.release()
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
             self._progress.show(record)
+            self._warn_of_sampler(figures)
             if batch.samples and learner.show_rollout_every and batch.step % learner.show_rollout_every == 0:
                 self._progress.show_rollout(batch.samples[0])
             self._curve.grow(self._steps.records)
             if learner.checkpoint_every and batch.step % learner.checkpoint_every == 0:
                 self._checkpoint()
+
+    def _warn_of_sampler(self, figures: StepFigures) -> None:
+        """Once in a session."""
+        if self._warns_of_sampler and (text := sampler_kl.warning(figures)):
+            self._progress.warn(text)
+            self._warns_of_sampler = False
 
     def _conclude(self) -> None:
         config, records = self._config, self._steps.records

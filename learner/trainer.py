@@ -30,7 +30,8 @@ class StepFigures:
 
     entropy: of the sampling distribution, mean over the tokens with weight, in nats; log_ratio_max: the farthest that a
     log-prob of theirs is from the sampler's; grad_norm: before it is clipped; train_s: seconds of the step; objective:
-    the objective's own figures.
+    the objective's own figures; sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over
+    `sampler_tokens_staleness_0` tokens, None where there are none.
     """
 
     loss: float
@@ -40,6 +41,8 @@ class StepFigures:
     train_s: float
     objective: Mapping[str, float | None] = field(default_factory=dict)
     log_ratio_max: float | None = None
+    sampler_kl_staleness_0: float | None = None
+    sampler_tokens_staleness_0: int = 0
 
 
 class Trainer:
@@ -73,14 +76,15 @@ class Trainer:
         for row in rows:
             row = row.to(self.device)
             scores: TokenScores = self._policy(row)
-            result = self.objective(Tokens(scores.logprobs, row.behaviour, row.advantages, row.weights))
+            result = self.objective(Tokens(scores.logprobs, row.behaviour, row.advantages, row.weights, row.staleness))
             row_loss = result.losses.sum() / tokens
             self.accelerator.backward(row_loss)
             weighted = row.weights > 0
+            distance = scores.logprobs.detach() - row.behaviour
             _add(own, {"loss": row_loss.detach(), "entropy": torch.where(weighted, scores.entropy, 0.0).sum()})
+            _add(own, _sampler_kl(distance, row.staleness))
             _add(sums, result.sums)
-            distance = (scores.logprobs.detach() - row.behaviour).abs()
-            farthest = torch.maximum(farthest, torch.where(weighted, distance, 0.0).amax())
+            farthest = torch.maximum(farthest, torch.where(weighted, distance.abs(), 0.0).amax())
 
         grad_norm = float(self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(farthest)
@@ -88,6 +92,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **objective}
             raise DivergedError(_why_diverged(loss, grad_norm, shown))
+        fresh = int(own["fresh"])
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.optimiser.step()
         self.optimiser.zero_grad()
@@ -100,6 +105,8 @@ class Trainer:
             learning_rate=learning_rate,
             train_s=time.perf_counter() - started,
             objective=objective,
+            sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
+            sampler_tokens_staleness_0=fresh,
         )
 
     def state(self) -> dict[str, Any]:
@@ -125,6 +132,17 @@ def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -
         f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}); no weight was "
         f"changed: {remedy}. Go on from the last checkpoint, which is intact, with --resume"
     )
+
+
+def _sampler_kl(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums for KL(sampler, learner) over the tokens that the learner's own version sampled: the mean of -log r, where
+    r = p / p of the sampler (k1 of joschu.net/blog/kl-approx.html).
+
+    Not k3, r - 1 - log r: the mean of r - 1 is 0 only where the sampler may take every token. With top_p it may not,
+    and k3 shows a fraction of the difference.
+    """
+    fresh = staleness == 0
+    return {"kl": -torch.where(fresh, log_ratios, 0.0).sum(), "fresh": fresh.sum()}
 
 
 def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:

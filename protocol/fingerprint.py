@@ -15,6 +15,7 @@ from protocol.messages import Fingerprint
 
 DISTRIBUTION = "slipstream-rl"
 
+_SHAPE_NO_EPISODE = {"give_up_after", "mask_truncated", "accept_sampler_mismatch"}
 _NAMES = {"tokenizer": "the tokenizer", "chat": "the chat format or its template"}
 
 
@@ -34,7 +35,7 @@ def digest(value: Any) -> str:
 
 def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
     """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow."""
-    rollout = config.rollout.model_dump(exclude={"give_up_after"})  # which shapes no episode
+    rollout = config.rollout.model_dump(exclude=_SHAPE_NO_EPISODE)
     return Fingerprint(
         release=release(),
         tokenizer=_tokenizer(tokenizer),

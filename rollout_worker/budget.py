@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -33,7 +34,11 @@ class Limits:
         rollout = config.rollout
         result = None if rollout.max_tool_result_tokens == "auto" else rollout.max_tool_result_tokens
         return cls(
-            rollout.max_turn_tokens, rollout.max_episode_tokens, config.vllm.max_model_len, rollout.max_turns, result
+            rollout.max_turn_tokens,
+            rollout.max_episode_tokens,
+            config.vllm.max_model_len,
+            rollout.max_turns or sys.maxsize,  # 0: any number; each samples a token, so the episode's tokens end it
+            result,
         )
 
     @property

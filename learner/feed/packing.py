@@ -20,13 +20,15 @@ class Sample:
     """One token sequence to train on.
 
     token_ids: int32 [T]; sampled: bool [T]; behaviour: float32 [T], log-probs under the policy that sampled;
-    weights: float32 [T], loss weights, 0 for the first token and where not sampled; advantage: its rollout's.
+    weights: float32 [T], loss weights, 0 for the first token and where not sampled; staleness: int32 [T], versions
+    between sampling and training; advantage: its rollout's.
     """
 
     token_ids: npt.NDArray[np.int32]
     sampled: npt.NDArray[np.bool_]
     behaviour: npt.NDArray[np.float32]
     weights: npt.NDArray[np.float32]
+    staleness: npt.NDArray[np.int32]
     advantage: float
 
     def __len__(self) -> int:
@@ -36,7 +38,12 @@ class Sample:
         """Without what follows the last token with weight: attention is causal, so nothing there matters."""
         end = int(np.flatnonzero(self.weights)[-1]) + 1
         return Sample(
-            self.token_ids[:end], self.sampled[:end], self.behaviour[:end], self.weights[:end], self.advantage
+            self.token_ids[:end],
+            self.sampled[:end],
+            self.behaviour[:end],
+            self.weights[:end],
+            self.staleness[:end],
+            self.advantage,
         )
 
 
@@ -46,7 +53,8 @@ class PackedRow:
 
     input_ids, position_ids: int64 [1, T]; cu_seqlens: int32 [n + 1], where each sequence starts, and T; max_seqlen:
     length of the longest. For each of the N sampled tokens: positions, int64 [N], index in the row of the token
-    *before* it, whose output predicts it; targets, int64 [N], its id; behaviour, advantages, weights, float32 [N].
+    *before* it, whose output predicts it; targets, int64 [N], its id; behaviour, advantages, weights, float32 [N];
+    staleness, int32 [N].
     """
 
     input_ids: torch.Tensor
@@ -58,6 +66,7 @@ class PackedRow:
     behaviour: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
+    staleness: torch.Tensor
 
     @property
     def tokens(self) -> int:
@@ -113,6 +122,7 @@ def pack_row(samples: Sequence[Sample]) -> PackedRow:
     token_ids = np.concatenate([sample.token_ids for sample in samples]).astype(np.int64)
     behaviour = np.concatenate([sample.behaviour for sample in samples])
     weights = np.concatenate([sample.weights for sample in samples])
+    staleness = np.concatenate([sample.staleness for sample in samples])
     advantages = np.repeat(np.array([sample.advantage for sample in samples], dtype=np.float32), lengths)
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     return PackedRow(
@@ -125,6 +135,7 @@ def pack_row(samples: Sequence[Sample]) -> PackedRow:
         behaviour=torch.from_numpy(behaviour[targets]),
         advantages=torch.from_numpy(advantages[targets]),
         weights=torch.from_numpy(weights[targets]),
+        staleness=torch.from_numpy(staleness[targets]),
     )
 
 

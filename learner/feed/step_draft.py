@@ -93,8 +93,8 @@ class Draft:
             group = item.group
             if group.ticket_id in self._standing:
                 continue
-            queue = self._config.queue
-            weights = loss_weights(group, self.version, queue.max_staleness, queue.overage)
+            queue, mask_truncated = self._config.queue, self._config.rollout.mask_truncated
+            weights = loss_weights(group, self.version, queue.max_staleness, queue.overage, mask_truncated)
             reason = self._reason_to_drop(group, weights)
             if reason not in (reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE):
                 self._metrics.add(group)
@@ -125,7 +125,8 @@ class Draft:
         if (reason := _not_finite(group)) is not None:
             return reason
         if not weights.tokens_trained:
-            return reasons.OVERAGE if reasons.OVERAGE in weights.masked else reasons.NO_TOKENS
+            masked = (reason for reason in (reasons.OVERAGE, reasons.TRUNCATED) if reason in weights.masked)
+            return next(masked, reasons.NO_TOKENS)
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
             return reasons.SEGMENT_TOO_LONG
         if self._config.learner.zero_variance != "keep" and np.ptp(rewards_of(group)) == 0:
@@ -177,6 +178,9 @@ def _sequences(standing: _Standing) -> Iterator[Sample]:
         for rollout, advantage in zip(standing.group.rollouts, standing.advantages, strict=True)
         for segment in rollout.segments
     ]
-    for (segment, advantage), weights in zip(segments, standing.weights.weights, strict=True):
+    of = standing.weights
+    for (segment, advantage), weights, staleness in zip(segments, of.weights, of.staleness, strict=True):
         if weights.any():
-            yield Sample(segment.token_ids, segment.loss_mask, segment.logprobs, weights, advantage).trimmed()
+            yield Sample(
+                segment.token_ids, segment.loss_mask, segment.logprobs, weights, staleness, advantage
+            ).trimmed()

@@ -133,4 +133,5 @@ def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
 def _plain_row(token_ids: list[int]) -> PackedRow:
     ids = np.array(token_ids, dtype=np.int32)
     zeros = np.zeros(len(ids), dtype=np.float32)
-    return pack_row([Sample(ids, np.ones(len(ids), dtype=np.bool_), zeros, zeros, 0.0)])
+    staleness = np.zeros(len(ids), dtype=np.int32)
+    return pack_row([Sample(ids, np.ones(len(ids), dtype=np.bool_), zeros, zeros, staleness, 0.0)])

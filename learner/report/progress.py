@@ -26,6 +26,7 @@ from rich.text import Text
 from learner.report import rollout_text
 from learner.report.record import StepRecord
 from learner.report.rollout_text import printable
+from learner.report.sampler_kl import suspicious
 from learner.report.waits import waits_of
 from protocol.rollouts import RolloutView
 from protocol.status import Status
@@ -50,6 +51,7 @@ class Progress:
     """The learner's part of the terminal. A context manager; its methods may be called from any thread.
 
     `clock`: seconds, monotonic. `log`: whether lines go to the log too; by default if it is not the same file.
+    `show_sampler_kl`: whether every step shows it; otherwise those where it is suspicious.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         log: bool | None = None,
+        show_sampler_kl: bool = False,
     ) -> None:
         self.console = console or Console()
         self.status: Status | None = None
@@ -66,6 +69,7 @@ class Progress:
         self._groups_per_step = groups_per_step
         self._clock = clock
         self._log = _log_is_apart() if log is None else log
+        self._show_sampler_kl = show_sampler_kl
         self._phase: _Phase | None = None
         self._newest: StepRecord | None = None
         self._step_s: deque[float] = deque(maxlen=ESTIMATE_OVER)
@@ -153,7 +157,7 @@ class Progress:
     def _step_line(self, record: StepRecord, width: int | None = None) -> str:
         left_s = (self._total_steps - record.step) * fmean(self._step_s)
         depth = self.status.depth if self.status is not None else None
-        return line(record, self._total_steps, left_s, depth, width)
+        return line(record, self._total_steps, left_s, depth, width, self._show_sampler_kl)
 
     def _print(self, what: RenderableType, whole: bool = False) -> None:
         # A file gets one line for each; a terminal's lines are broken at words.
@@ -176,17 +180,25 @@ class Progress:
 
 
 def line(
-    record: StepRecord, total_steps: int, left_s: float, depth: float | None = None, width: int | None = None
+    record: StepRecord,
+    total_steps: int,
+    left_s: float,
+    depth: float | None = None,
+    width: int | None = None,
+    show_sampler_kl: bool = False,
 ) -> str:
     """A step in as many of its figures as `width` characters hold, the most asked for first.
 
-    left_s: seconds until the last step; depth: groups outstanding at the queue, in optimiser steps.
+    left_s: seconds until the last step; depth: groups outstanding at the queue, in optimiser steps; show_sampler_kl:
+    even where it is not suspicious.
     """
-    tally, times = record.tally, record.times
+    tally, times, kl = record.tally, record.times, record.figures.sampler_kl_staleness_0
+    shows_kl = kl is not None and (show_sampler_kl or suspicious(record.figures))
     figures = [
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
         f"reward {tally.reward_mean:.3f}",
         f"{_duration(left_s)} left",
+        *([f"sampler KL {kl:.2g}"] if shows_kl else []),
         f"{times.step_s:.2f} s, {times.wait_s / times.step_s:.0%} waiting",
         f"staleness {tally.staleness_mean:.2f} (max {tally.staleness_max})",
         f"{tally.tokens_sampled / times.step_s:,.0f} tokens/s",

@@ -29,7 +29,7 @@ class StepTimes:
 # What the status page and `/metrics` show of a step, by its names in `metrics.jsonl`; the most important first.
 MAIN_METRICS = (
     *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
-    *("loss", "grad_norm", "learning_rate", "entropy", "kl", "clip_ratio/*"),
+    *("loss", "grad_norm", "learning_rate", "entropy", "kl", "sampler/kl_staleness_0", "clip_ratio/*"),
     *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
 )
 MOST_REPORTED = 64
@@ -42,7 +42,12 @@ class StepRecord(Record):
     num_tokens: prompt and sampled tokens of all groups that arrived, from the start of the run to this step.
     """
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"reward_mean": "reward", "step_s": "step_time"}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "reward_mean": "reward",
+        "step_s": "step_time",
+        "sampler_kl_staleness_0": "sampler/kl_staleness_0",
+        "sampler_tokens_staleness_0": "sampler/tokens_staleness_0",
+    }
     SPREAD: ClassVar[Sequence[str]] = ("metrics", "objective", "task_metrics")
 
     version: int

@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from protocol.config import sampling
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
@@ -72,6 +73,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         rollout, queue, learner = self.rollout, self.queue, self.learner
+        sampling.check(rollout)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "

@@ -169,9 +169,9 @@ class RolloutSection(Section):
     )
     temperature: float = setting(
         1.0,
-        gt=0,
-        le=10,
-        description="sampling temperature",
+        ge=0.01,
+        le=2,
+        description="sampling temperature, within vLLM's bounds",
         why="samples the policy as it is; other values train a sharpened or flattened one",
     )
     max_turn_tokens: Count = setting(

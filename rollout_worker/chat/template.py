@@ -115,10 +115,12 @@ class TemplateFormat:
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> list[int]:
-        """What the template makes of the messages; the same after every turn."""
+        """What the template makes of the messages. After a turn that a stop string ended, it begins with the end of
+        turn that was not sampled."""
         text = self._render([_USER, _TURN, *messages])
-        end_of_turn = text.index(_TURN["content"]) + len(_TURN["content"]) + len(self._end_of_turn)
-        return await self._encode(text[end_of_turn:])
+        said = text.index(_TURN["content"]) + len(_TURN["content"])
+        ended = bool(turn_ids) and turn_ids[-1] in self._stops
+        return await self._encode(text[said + len(self._end_of_turn) if ended else said :])
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
         """Special tokens stay in the text, apart from the one that ended the turn: calls may be made of them."""

@@ -29,7 +29,7 @@ from rollout_worker.inference.errors import (
 )
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.inference.wire import Choice, GenerateRequest, Sampled, SamplingParams, sampled_of
+from rollout_worker.inference.wire import Choice, GenerateRequest, Sampled, sampled_of, sampling_params
 
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
@@ -213,12 +213,8 @@ class Sampler:
             model=SERVED_MODEL_NAME,
             request_id=next(self._names),
             token_ids=token_ids,
-            sampling_params=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=self._config.rollout.temperature,
-                stop_token_ids=self._stop_token_ids,
-                n=n,
-                stream_interval=_ONE_CHUNK if stream else None,
+            sampling_params=sampling_params(
+                self._config, self._stop_token_ids, max_tokens, n, stream_interval=_ONE_CHUNK if stream else None
             ),
             cache_salt=f"{self._config.run.name}:{server.version}",
             stream=stream,

@@ -1,32 +1,82 @@
-"""vLLM 0.32's `/inference/v1/generate`: only the fields that are needed, and the check of what comes back."""
+"""vLLM 0.32's `/inference/v1/generate`: the fields that are needed, and the check of what comes back."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from protocol import reasons
+from protocol.config import RunConfig
+from protocol.config.sampling import NEUTRAL, GenerationKwargs, typed
 from rollout_worker.inference.errors import BadSample, UnknownWeights
 
 # vLLM puts this in place of a log-prob that is missing, NaN or minus infinity.
 _NO_LOGPROB = -9999.0
+# vLLM's, and what each is to an episode: a turn that was ended for repeating itself was cut off.
+_FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "abort": "abort"}
 # The float32 log-prob of a certain token may come out this far above 0.
 _ROUNDING = 1e-4
 
 
-class SamplingParams(msgspec.Struct):
-    """`logprobs` 0 asks for the sampled token's own; `stream_interval` is the number of tokens between chunks."""
+class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
+    """What a turn asks of vLLM. A default here is vLLM's, and a field that was not given is not sent.
+
+    `logprobs` 0 asks for the sampled token's own; `stream_interval` is the number of tokens between chunks.
+    """
 
     max_tokens: int
     temperature: float
     stop_token_ids: list[int]
-    n: int = 1
-    logprobs: int = 0
-    detokenize: bool = False
+    logprobs: int
+    detokenize: bool
+    n: int
     stream_interval: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: list[str] | None = None
+    skip_special_tokens: bool = True
+
+
+def sampling_params(
+    config: RunConfig, stop_token_ids: list[int], max_tokens: int, n: int, stream_interval: int | None
+) -> SamplingParams:
+    """Those of the run, for `n` turns of at most `max_tokens` tokens after one prompt.
+
+    vLLM looks for stop strings in the text, so it has to make one, special tokens and all: a tag that a tokenizer
+    counts among them could not be found otherwise.
+    """
+    rollout = config.rollout
+    shape: dict[str, Any] = {
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
+        "repetition_penalty": rollout.repetition_penalty,
+        "presence_penalty": rollout.presence_penalty,
+        "frequency_penalty": rollout.frequency_penalty,
+    }
+    off = {name: value for name, value in shape.items() if value != NEUTRAL[name]}
+    further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
+    further["min_tokens"] = min(further["min_tokens"], max_tokens)  # or vLLM refuses the last turns of an episode
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=stop_token_ids,
+        logprobs=0,
+        detokenize=bool(rollout.stop),
+        n=n,
+        stream_interval=stream_interval,
+        stop=rollout.stop or None,
+        skip_special_tokens=not rollout.stop,
+        **off,
+        **further,
+    )
 
 
 class GenerateRequest(msgspec.Struct):
@@ -133,17 +183,18 @@ def sampled_of(choice: Choice, server: str) -> Sampled:
     Raises `BadSample`, or `UnknownWeights` for a label that is not a version of ours.
     """
     token_ids = choice.token_ids or []
-    if choice.finish_reason not in ("stop", "length", "abort"):
+    finish_reason = _FINISH_REASONS.get(choice.finish_reason or "")
+    if finish_reason is None:
         raise BadSample(reasons.FINISH_REASON, f"finish_reason is {choice.finish_reason!r}")
     if not token_ids:
-        if choice.finish_reason == "abort":
+        if finish_reason == "abort":
             return Sampled()
         raise BadSample(reasons.NO_TOKENS, f"no token was sampled, finish_reason is {choice.finish_reason!r}")
     return Sampled(
         token_ids=token_ids,
         spans=_spans(choice.weight_versions, len(token_ids), server),
         logprobs=_logprobs(choice.logprobs, len(token_ids)),
-        finish_reason=choice.finish_reason,
+        finish_reason=finish_reason,
     )
 
 

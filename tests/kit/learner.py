@@ -27,6 +27,7 @@ def sample(length: int, prompt: int, seed: int) -> Sample:
         sampled=sampled,
         behaviour=np.where(sampled, random.normal(-4.2, 0.3, length), 0).astype(np.float32),
         weights=(sampled & (random.random(length) < 0.9)).astype(np.float32),
+        staleness=random.integers(0, 3, length).astype(np.int32),
         advantage=float(random.normal()),
     )
 

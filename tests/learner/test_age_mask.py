@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -8,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.feed.age_mask import loss_weights
-from protocol.messages import Group
-from tests.kit import group
+from protocol.messages import FinishReason, Group
+from tests.kit import group, segment
 
 VERSIONS = st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=30)
+ENDS = st.sampled_from(get_args(FinishReason))
+
+
+def ending(made: Group, ends: Sequence[FinishReason]) -> Group:
+    """The group with rollouts that ended so."""
+    for rollout, end in zip(made.rollouts, ends, strict=True):
+        rollout.finish_reason = end
+    return made
 
 
 @settings(deadline=None)
@@ -20,8 +29,8 @@ def test_i2_no_token_beyond_the_bound_has_weight(
     versions: list[int | None], version: int, bound: int, overage: Literal["mask", "drop"]
 ) -> None:
     weights = loss_weights(group("t", [0, 1], versions), version, bound, overage)
-    for segment in weights.weights:
-        for token, weight in zip(versions, segment, strict=True):
+    for of_segment in weights.weights:
+        for token, weight in zip(versions, of_segment, strict=True):
             assert weight in (0.0, 1.0)
             if token is None or version - token > bound:
                 assert weight == 0.0
@@ -29,14 +38,32 @@ def test_i2_no_token_beyond_the_bound_has_weight(
 
 
 @settings(deadline=None)
-@given(VERSIONS, st.integers(8, 12), st.integers(0, 12), st.sampled_from(["mask", "drop"]))
+@given(
+    VERSIONS,
+    st.integers(8, 12),
+    st.integers(0, 12),
+    st.sampled_from(["mask", "drop"]),
+    st.booleans(),
+    st.lists(ENDS, min_size=2, max_size=2),
+)
 def test_i4_every_sampled_token_is_trained_or_masked_for_a_counted_reason(
-    versions: list[int | None], version: int, bound: int, overage: Literal["mask", "drop"]
+    versions: list[int | None],
+    version: int,
+    bound: int,
+    overage: Literal["mask", "drop"],
+    mask_truncated: bool,
+    ends: list[FinishReason],
 ) -> None:
-    sampled: Group = group("t", [0, 1], versions)
-    weights = loss_weights(sampled, version, bound, overage)
+    sampled = ending(group("t", [0, 1], versions), ends)
+    weights = loss_weights(sampled, version, bound, overage, mask_truncated)
     assert weights.tokens_trained == sum(weight.sum() for weight in weights.weights)
     assert weights.tokens_trained + sum(weights.masked.values()) == sampled.sampled_tokens
+    cut_off = [mask_truncated and end in ("length", "context") for end in ends]
+    assert weights.masked.get("truncated", 0) == sum(cut_off) * sampled.rollouts[0].sampled_tokens
+    assert not any(weight.any() for weight, cut in zip(weights.weights, cut_off, strict=True) if cut)
+    for ages, weight in zip(weights.staleness, weights.weights, strict=True):
+        assert ages.tolist() == [0 if token is None else version - token for token in versions]
+        assert not weight[ages > bound].any()
 
 
 @pytest.mark.parametrize(
@@ -58,3 +85,20 @@ def test_a_sampled_first_token_has_nothing_to_predict_it() -> None:
     weights = loss_weights(group("t", [0, 1], [5, 5]), 5, 2, "mask")
     np.testing.assert_array_equal(weights.weights[0], [0, 1])
     assert weights.masked == {"no_context": 2}
+
+
+@pytest.mark.parametrize(
+    ("overage", "weights", "masked"),
+    [
+        ("mask", [[0, 0, 0], [0, 1, 1]], {"truncated": 2}),
+        ("drop", [[0, 0, 0], [0, 1, 1]], {"truncated": 2}),
+    ],
+)
+def test_a_masked_rollout_s_old_tokens_are_truncated_and_cost_the_others_nothing(
+    overage: Literal["mask", "drop"], weights: list[list[float]], masked: dict[str, int]
+) -> None:
+    mixed = ending(group("t", [0, 1], [None, 5, 5]), ["length", "stop"])
+    mixed.rollouts[0].segments = [segment([None, 0, 5])]
+    judged = loss_weights(mixed, 5, 2, overage, mask_truncated=True)
+    assert [weight.tolist() for weight in judged.weights] == weights
+    assert judged.masked == masked

@@ -22,6 +22,7 @@ from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
 from learner.blocking_client import BlockingQueueClient
 from learner.loop import Loop, build_trainer, run
+from learner.report import sampler_kl
 from learner.report.progress import Progress
 from learner.start import session, starting_point
 from learner.stopping import Stop
@@ -535,3 +536,19 @@ def test_ctrl_c_prints_no_traceback(moment: str, model_path: Path, tmp_path: Pat
     assert process.returncode == (130 if moment == "waits" else -signal.SIGINT)
     for word in ("Traceback", "destroyed", "ignored"):
         assert word not in errors
+
+
+@pytest.mark.parametrize(("accepted", "told"), [(False, 1), (True, 0)])
+def test_a_sampler_that_differs_is_told_once_unless_that_was_accepted(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accepted: bool, told: int
+) -> None:
+    """The supply's log-probs are not the tiny model's; without prefetch, each step trains on its own version's."""
+    warnings: list[str] = []
+    monkeypatch.setattr(Progress, "warn", lambda _, text: warnings.append(text))
+    monkeypatch.setattr(sampler_kl, "FEWEST_TOKENS", 1)
+    plain = config_for(model_path, tmp_path, prefetch_steps=0)
+    rollout = plain.rollout.model_copy(update={"accept_sampler_mismatch": accepted})
+    train(plain.model_copy(update={"rollout": rollout}), FakeQueue(endless(), version=0))
+    figures = [line["sampler/kl_staleness_0"] for line in lines(tmp_path / "test" / "metrics.jsonl")]
+    assert sum(abs(kl) > sampler_kl.SUSPICIOUS for kl in figures if kl is not None) > 1
+    assert sum("sampler/kl_staleness_0" in text for text in warnings) == told

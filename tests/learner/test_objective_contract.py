@@ -27,7 +27,11 @@ def tokens(ratios: ArrayLike, advantages: ArrayLike, weights: ArrayLike) -> Toke
         torch.from_numpy(np.asarray(value, dtype=np.float32)) for value in (np.log(ratios), advantages, weights)
     )
     behaviour = torch.full_like(log_ratios, -2.0)
-    return Tokens((behaviour + log_ratios).requires_grad_(), behaviour, *given)
+    return Tokens((behaviour + log_ratios).requires_grad_(), behaviour, *given, staleness=fresh(len(log_ratios)))
+
+
+def fresh(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32)
 
 
 def some_tokens(seed: int, count: int = 40) -> Tokens:
@@ -59,12 +63,12 @@ def test_a_token_without_weight_has_no_loss_no_gradient_and_no_part_in_the_sums(
     """However wild its ratio: 0 * inf would be NaN."""
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     behaviour, advantages = torch.tensor([-1.0, -1.0 - log_ratio]), torch.tensor([1.0, advantage])
-    result = objective(Tokens(logprobs, behaviour, advantages, torch.tensor([1.0, 0.0])))
+    result = objective(Tokens(logprobs, behaviour, advantages, torch.tensor([1.0, 0.0]), fresh(2)))
     result.losses.sum().backward()
     assert result.losses[1] == 0
     assert logprobs.grad is not None
     assert logprobs.grad[1] == 0
-    alone = objective(Tokens(logprobs[:1], behaviour[:1], advantages[:1], torch.ones(1)))
+    alone = objective(Tokens(logprobs[:1], behaviour[:1], advantages[:1], torch.ones(1), fresh(1)))
     assert {name: float(value) for name, value in result.sums.items()} == {
         name: float(value) for name, value in alone.sums.items()
     }
@@ -75,7 +79,7 @@ def test_a_token_without_weight_has_no_loss_no_gradient_and_no_part_in_the_sums(
 def test_a_wild_ratio_with_weight_stays_finite(objective: Objective, log_ratio: float, advantage: float) -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     behaviour, advantages = torch.tensor([-1.0 - log_ratio]), torch.tensor([advantage])
-    result = objective(Tokens(logprobs, behaviour, advantages, torch.ones(1)))
+    result = objective(Tokens(logprobs, behaviour, advantages, torch.ones(1), fresh(1)))
     result.losses.sum().backward()
     assert logprobs.grad is not None
     assert torch.isfinite(torch.stack([result.losses[0], logprobs.grad[0]])).all()

@@ -15,7 +15,8 @@ OBJECTIVE = objectives.build(LearnerSection(objective="ppo_clip", clip_low=0.2, 
 def _tokens(ratio: list[float], advantage: list[float], weight: list[float]) -> Tokens:
     behaviour = torch.full((len(ratio),), -1.0)
     logprobs = (behaviour + torch.tensor(ratio).log()).requires_grad_()
-    return Tokens(logprobs, behaviour, torch.tensor(advantage), torch.tensor(weight))
+    staleness = torch.zeros(len(ratio), dtype=torch.int32)
+    return Tokens(logprobs, behaviour, torch.tensor(advantage), torch.tensor(weight), staleness)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_a_row_points_at_the_token_before_each_sampled_one() -> None:
     assert row.positions.tolist() == [1, 2, 3, 5, 6]
     np.testing.assert_array_equal(row.targets, [*first.token_ids[2:], *second.token_ids[1:]])
     np.testing.assert_array_equal(row.weights, [*first.weights[2:], *second.weights[1:]])
+    np.testing.assert_array_equal(row.staleness, [*first.staleness[2:], *second.staleness[1:]])
     np.testing.assert_array_equal(row.behaviour, [*first.behaviour[2:], *second.behaviour[1:]])
     assert row.max_seqlen == 5
 
@@ -68,7 +69,7 @@ def test_a_row_points_at_the_token_before_each_sampled_one() -> None:
 def test_trimming_cuts_what_follows_the_last_token_with_weight() -> None:
     whole = sample(6, 2, 0)
     weights = np.array([0, 0, 1, 1, 0, 0], dtype=np.float32)
-    assert len(Sample(whole.token_ids, whole.sampled, whole.behaviour, weights, 1.0).trimmed()) == 4
+    assert len(Sample(whole.token_ids, whole.sampled, whole.behaviour, weights, whole.staleness, 1.0).trimmed()) == 4
 
 
 @settings(max_examples=8, deadline=None)
@@ -94,7 +95,7 @@ def _train(policy: Policy, rows: list[PackedRow], logprobs: Callable[[Policy, Pa
     normaliser = max(1, int(sum(row.weights.sum() for row in rows)))
     total = 0.0
     for row in rows:
-        tokens = Tokens(logprobs(policy, row), row.behaviour, row.advantages, row.weights)
+        tokens = Tokens(logprobs(policy, row), row.behaviour, row.advantages, row.weights, row.staleness)
         loss = OBJECTIVE(tokens).losses.sum() / normaliser
         loss.backward()
         total += loss.item()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.feed.step_draft import Draft, LeasedGroup
+from protocol.messages import FinishReason
 from tests.kit import LEARNER, config, group, segment
 
 VERSIONS = st.lists(st.none() | st.integers(0, 6), min_size=2, max_size=10)
@@ -16,6 +18,11 @@ VERSIONS = st.lists(st.none() | st.integers(0, 6), min_size=2, max_size=10)
 
 def _draft(version: int = 0, **learner: Any) -> Draft:
     return Draft(config(LEARNER, learner=learner, queue={"max_staleness": 2}), 1, version, "1-1")
+
+
+def _masking(version: int = 0, **learner: Any) -> Draft:
+    settings = {"learner": learner, "queue": {"max_staleness": 2}, "rollout": {"mask_truncated": True}}
+    return Draft(config(LEARNER, settings), 1, version, "1-1")
 
 
 def test_refill_wants_groups_until_enough_stand() -> None:
@@ -89,12 +96,21 @@ def test_a_group_that_comes_twice_is_taken_once() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([(0, 0), (0, 1)]), VERSIONS), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([(0, 0), (0, 1)]), VERSIONS, st.sampled_from(["stop", "length", "context"])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from([_draft, _masking]),
+)
 def test_i1_i2_i4_every_group_and_token_ends_somewhere_and_none_too_old(
-    arrivals: list[tuple[tuple[float, ...], list[int | None]]],
+    arrivals: list[tuple[tuple[float, ...], list[int | None], FinishReason]], begin: Callable[..., Draft]
 ) -> None:
-    draft = _draft(version=6)
-    groups = {f"t{i}": group(f"t{i}", rewards, versions) for i, (rewards, versions) in enumerate(arrivals)}
+    draft = begin(version=6)
+    groups = {f"t{i}": group(f"t{i}", rewards, versions) for i, (rewards, versions, _) in enumerate(arrivals)}
+    for made, (_, _, end) in zip(groups.values(), arrivals, strict=True):
+        made.rollouts[0].finish_reason = end
     dropped = draft.add([LeasedGroup(item, 6) for item in groups.values()])
     assert sorted([*dropped, *draft.ticket_ids]) == sorted(groups)
     if not draft.ticket_ids:
@@ -108,6 +124,37 @@ def test_i1_i2_i4_every_group_and_token_ends_somewhere_and_none_too_old(
     )
     assert sum(row.weights.sum() for row in batch.rows) == tally.tokens_trained
     assert tally.rollouts == 2 * len(groups)
+
+
+def test_a_truncated_rollout_is_masked_and_its_reward_counts_in_the_group() -> None:
+    cut_off = group("a", [0.0, 0.5, 1.0])
+    cut_off.rollouts[0].finish_reason = "length"
+    draft = _masking(groups_per_step=1, advantage="rloo")
+    assert draft.add([LeasedGroup(cut_off, 0)]) == {}
+    batch = draft.finish()
+    assert sorted(set(batch.rows[0].advantages.tolist())) == [0.0, 0.75], "of 0.5 and 1: against 0 too"
+    assert (batch.tally.tokens_masked, batch.tally.tokens_trained) == ({"truncated": 3}, 6)
+    assert batch.tally.reward_mean == 0.5
+
+
+@pytest.mark.parametrize("zero_variance", ["refill", "drop", "keep"])
+def test_a_group_of_truncated_rollouts_is_dropped_and_replaced(zero_variance: str) -> None:
+    """A step in which nothing trains would divide by zero."""
+    cut_off = group("a", [0.0, 1.0])
+    for rollout in cut_off.rollouts:
+        rollout.finish_reason = "context"
+    draft = _masking(groups_per_step=1, zero_variance=zero_variance)
+    assert draft.add([LeasedGroup(cut_off, 0)]) == {"a": "truncated"}
+    assert draft.wanted == 1
+    draft.add([LeasedGroup(group("b", [0, 1]), 0)])
+    tally = draft.finish().tally
+    assert (tally.tokens_dropped, tally.tokens_trained, tally.groups_dropped) == ({"truncated": 6}, 6, {"truncated": 1})
+
+
+def test_each_token_carries_its_staleness() -> None:
+    draft = _draft(version=5, groups_per_step=1)
+    draft.add([LeasedGroup(group("a", [0, 1], [None, 3, 4, None, 5]), 5)])
+    assert draft.finish().rows[0].staleness.tolist() == [2, 1, 0] * 2
 
 
 def test_staleness_is_split_at_the_arrival() -> None:

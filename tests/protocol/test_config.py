@@ -95,7 +95,7 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
         ('queue.depth = "deep"', "queue.depth = \"deep\": must be 'auto' or a number above 0"),
         ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite' or ':memory:'"),
         ("rollout.group_size = 1", "rollout.group_size = 1: must be at least 2"),
-        ("rollout.temperature = 0", "rollout.temperature = 0: must be above 0"),
+        ("rollout.temperature = 0", "rollout.temperature = 0: must be at least 0.01"),
         ('rollout.temperature = "hot"', 'rollout.temperature = "hot": must be a number'),
         ("learner.learning_rate = nan", "learner.learning_rate = nan: must be finite"),
         ("learner.weight_decay = inf", "learner.weight_decay = inf: must be finite"),

@@ -43,6 +43,11 @@ def test_another_tokenizer_template_or_setting_is_named() -> None:
     assert fingerprint.difference(OURS, longer) == "vllm.max_model_len = 2048, the run has 4096"
 
 
+def test_what_the_learner_alone_does_with_rollouts_makes_no_difference() -> None:
+    others = config(rollout={"mask_truncated": True, "accept_sampler_mismatch": True, "give_up_after": 3})
+    assert fingerprint.difference(OURS, fingerprint.of(others, build_tokenizer())) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -66,6 +66,7 @@ def scene(**changes: Any) -> Scene:
         ),
         ("3 of the 4 groups that ended since the last step were lost to overage", {"ended": {"overage": 3, "row": 1}}),
         ("raise queue.max_staleness", {"ended": {"overage": 3, "row": 1}}),
+        ("rollout.mask_truncated is on: raise rollout.max_episode_tokens", {"ended": {"truncated": 9}}),
         ("lost to zero_variance: all their rewards are equal (mean reward 0)", {"ended": {"zero_variance": 600}}),
         ("raise queue.stall_after_s = 120", {"groups": groups(leased=4)}),
         ("16 groups failed", {"gave_up": "the first 16 groups failed", "session": 0}),

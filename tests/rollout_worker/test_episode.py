@@ -19,6 +19,7 @@ from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.segment import whole_conversation
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
+from tests.kit import config
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -99,6 +100,18 @@ async def test_i4_what_is_trained_is_what_was_sampled():
     np.testing.assert_allclose(segment.logprobs[segment.loss_mask], expected, rtol=1e-6)
     assert not segment.logprobs[~segment.loss_mask].any()
     assert sum(span.end - span.start for span in segment.version_spans) == len(sampled) == episode.sampled_tokens
+
+
+async def test_i4_a_turn_that_a_stop_string_ended_trains_whole_and_its_end_of_turn_is_context():
+    """The last sampled token holds more than the stop string, and stays."""
+    cut = [*letter_by_letter(CALL)[:-1], *TOKENIZER.encode("x", add_special_tokens=False)]
+    episode, sampler = await play(cut, "6")
+    assert (episode.rollout.finish_reason, episode.rollout.tool_calls) == ("stop", 1)
+    (_, _), (second, _) = sampler.requests
+    assert second[: len(PROMPT) + len(cut) + 1] == [*PROMPT, *cut, END_OF_TURN]
+    segment = episode.segment(["b", "a"])
+    assert segment.token_ids[segment.loss_mask].tolist() == [*cut, *sampler.sampled[1]]
+    assert not segment.loss_mask[len(PROMPT) + len(cut)]
 
 
 async def test_messages_are_those_that_the_policy_saw():
@@ -292,6 +305,7 @@ CALL_SIZE = len(letter_by_letter(CALL))
         (Limits(1000, 1000, len(PROMPT) + CALL_SIZE + 3, 8), "context", 1),
         (Limits(1000, 1000, 4000, 1), "turn_limit", 1),
         (Limits(1000, 1000, 4000, 3), "turn_limit", 3),
+        (Limits.of(config(rollout={"max_turns": 0, "max_episode_tokens": 12 * CALL_SIZE})), "length", 12),
     ],
 )
 async def test_how_an_episode_ends_that_goes_on_calling(limits, reason, turns):

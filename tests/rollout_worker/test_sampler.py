@@ -124,7 +124,6 @@ async def test_a_turn_is_asked_for_in_tokens_and_comes_back_as_sampled():
         "n": 1,
         "logprobs": 0,
         "detokenize": False,
-        "stream_interval": None,
     }
 
 

@@ -50,8 +50,18 @@ def test_f18_turn_and_suffix_are_what_the_template_makes_of_the_whole(said, answ
         [USER, turn, tool(answered), tool("b")], tools=SCHEMAS, tokenize=False, add_generation_prompt=True
     )
     prompt = TOKENIZER.apply_chat_template([USER], tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
-    suffix = asyncio.run(chat_format(SCHEMAS).suffix_ids([], [], [tool(answered), tool("b")]))
+    suffix = asyncio.run(chat_format(SCHEMAS).suffix_ids([], [END_OF_TURN], [tool(answered), tool("b")]))
     assert prompt + said + "<|im_end|>" + TOKENIZER.decode(suffix, skip_special_tokens=False) == whole
+
+
+@pytest.mark.parametrize("said", ["<tool_call>{}</tool_call>", "", "half a wor"])
+async def test_f18_a_turn_that_a_stop_string_ended_gets_its_end_of_turn_as_context(said):
+    chat = chat_format(SCHEMAS)
+    prompt = await chat.prompt_ids([USER])
+    cut = TOKENIZER.encode(said, add_special_tokens=False)
+    ended = [*cut, END_OF_TURN]
+    after_cut, after_end = [await chat.suffix_ids(prompt, turn, [tool("6")]) for turn in (cut, ended)]
+    assert cut + after_cut == ended + after_end
 
 
 def test_a_turns_text_keeps_all_but_the_token_that_ended_it():

@@ -1,5 +1,6 @@
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,9 @@ from rollout_worker.inference.wire import (
     WeightVersion,
     join,
     sampled_of,
+    sampling_params,
 )
+from tests.kit import config
 
 
 def choice(tokens=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), versions=(("4", 0, 3),), finish_reason="stop"):
@@ -96,6 +99,45 @@ def test_streamed_parts_join_to_the_whole():
     first = choice((5,), (-0.1,), None, None)
     last = choice((6, 7), (-0.2, -0.3))
     assert sampled_of(join(first, last), "a") == sampled_of(choice(), "a")
+
+
+def sent(max_tokens=16, n=1, stream_interval=None, **rollout):
+    """The sampling parameters as they are on the wire."""
+    made = sampling_params(config(rollout=rollout), [2], max_tokens, n, stream_interval)
+    return msgspec.json.decode(msgspec.json.encode(made))
+
+
+PLAIN = {"max_tokens": 16, "temperature": 1.0, "stop_token_ids": [2], "n": 1, "logprobs": 0, "detokenize": False}
+
+
+def test_a_request_holds_what_differs_from_vllm_s_defaults():
+    assert sent() == PLAIN
+    assert sent(n=4, stream_interval=9) == {**PLAIN, "n": 4, "stream_interval": 9}
+    neutral = {"top_p": 1, "repetition_penalty": 1, "generation_kwargs": {"bad_words": [], "min_tokens": 0}}
+    assert sent(**neutral) == PLAIN
+
+
+def test_every_setting_reaches_the_request_under_vllm_s_name():
+    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1}
+    asked |= {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3}
+    kwargs = {"bad_words": ["um"], "logit_bias": {"7": -100.0}, "repetition_detection": {"min_count": 3}}
+    assert sent(**asked, generation_kwargs=kwargs, accept_sampler_mismatch=True) == {**PLAIN, **asked, **kwargs}
+
+
+def test_stop_strings_are_looked_for_in_a_text_with_special_tokens():
+    """vLLM 0.32 refuses them without a text, and does not find </tool_call> where that is a special token."""
+    text = {"detokenize": True, "skip_special_tokens": False}
+    assert sent(stop=["</tool_call>"]) == {**PLAIN, **text, "stop": ["</tool_call>"]}
+
+
+def test_min_tokens_never_exceeds_what_the_budget_leaves():
+    """vLLM answers 400 to that."""
+    kwargs = {"generation_kwargs": {"min_tokens": 20}, "accept_sampler_mismatch": True}
+    assert [sent(max_tokens=left, **kwargs)["min_tokens"] for left in (64, 20, 3)] == [20, 20, 3]
+
+
+def test_a_turn_that_was_ended_for_repeating_itself_was_cut_off():
+    assert sampled_of(choice(finish_reason="repetition"), "a").finish_reason == "length"
 
 
 @pytest.mark.parametrize(

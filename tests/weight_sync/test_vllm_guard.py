@@ -10,7 +10,7 @@ import pytest
 from deploy import vllm_server
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import Rejected
-from rollout_worker.inference.wire import GenerateRequest, SamplingParams
+from rollout_worker.inference.wire import GenerateRequest, sampling_params
 from tests.kit import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
 from weight_sync.vllm.guard import RequireToken
@@ -94,7 +94,8 @@ def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_
 
 async def test_i8_the_worker_sends_the_token() -> None:
     fake = FakeVllm(FakeEngine(policy=lambda ids, index: [5, 2], stop_token_ids=[2]), token="secret")
-    request = GenerateRequest("policy", "r", [1, 2], SamplingParams(8, 1.0, [2]), cache_salt="1")
+    params = sampling_params(config(), [2], max_tokens=8, n=1, stream_interval=None)
+    request = GenerateRequest("policy", "r", [1, 2], params, cache_salt="1")
     async with serving(fake) as url:
         async with InferenceClient(5, token="secret") as client:
             assert [choice.token_ids async for choice in client.generate(url, request)]

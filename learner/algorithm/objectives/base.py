@@ -13,16 +13,17 @@ from protocol.config import LearnerSection
 
 @dataclass(frozen=True)
 class Tokens:
-    """The sampled tokens of a row, each field float32 [N].
+    """The sampled tokens of a row, each field float32 [N] but for `staleness`.
 
     logprobs: under the policy that trains; behaviour: under the one that sampled; advantages: of the token's rollout;
-    weights: 0 where the token must not contribute.
+    weights: 0 where the token must not contribute; staleness: int32 [N], versions between sampling and training.
     """
 
     logprobs: torch.Tensor
     behaviour: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
+    staleness: torch.Tensor
 
 
 @dataclass(frozen=True)

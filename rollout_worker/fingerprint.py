@@ -30,9 +30,15 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
 async def fingerprint_of(
-    config: RunConfig, task: Task, tokenizer: Any, code: user_code.UserCode, timeout_s: float = _TIMEOUT_S
+    config: RunConfig,
+    task: Task,
+    tokenizer: Any,
+    code: user_code.UserCode,
+    tools: Sequence[Mapping[str, Any]] = (),
+    timeout_s: float = _TIMEOUT_S,
 ) -> Fingerprint:
-    """This worker's fingerprint. `data` is None where the rows cannot be read in time: they are not compared then."""
+    """This worker's fingerprint; `tools`: their schemas. `data` is None where the rows cannot be read in time: they are
+    not compared then."""
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     data = None
     try:
@@ -40,7 +46,7 @@ async def fingerprint_of(
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]
-        shared, rows=len(task.dataset), data=data, task=_digest_of_text(config.task.file)
+        shared, rows=len(task.dataset), data=data, task=_digest_of_task(config.task.file, tools)
     )
 
 
@@ -50,9 +56,10 @@ def _digest_of_rows(dataset: Sequence[Mapping[str, Any]]) -> str:
     return fingerprint.digest([_plain(dataset[place]) for place in places])
 
 
-def _digest_of_text(file: Path) -> str | None:
+def _digest_of_task(file: Path, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Of the task's file, and of what its tools are said to be: those of an MCP server are not in the file."""
     try:
-        return fingerprint.digest(file.read_text(encoding="utf-8", errors="replace"))
+        return fingerprint.digest([file.read_text(encoding="utf-8", errors="replace"), list(tools)])
     except OSError:
         return None
 

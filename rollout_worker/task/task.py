@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.tools import Tool, ToolBox
+from rollout_worker.task.tools.mcp import check_addresses
 
 RESERVED_COLUMNS = ("completions", "prompts", "completion_ids")
 
@@ -34,24 +35,27 @@ class Task:
 
     dataset: rows with a `prompt` column (messages, or text) and whatever columns the rewards read; a list of
     mappings, a `datasets.Dataset`, or any sequence of mappings. tools: sync or async functions with type hints
-    and a Google-style docstring. rewards: `f(completions, prompts, completion_ids, **columns)` giving one float or
+    and a Google-style docstring, or `Tool` objects. mcp_servers: URLs or command lines of MCP servers, connected where
+    the task runs. rewards: `f(completions, prompts, completion_ids, **columns)` giving one float or
     None per rollout, sync or async. reward_weights: one per reward, 1 by default. environment_factory and
     eval_dataset are refused until they are supported. Raises `ConfigError`.
     """
 
     dataset: Sequence[Mapping[str, Any]]
     rewards: Sequence[Callable[..., Any]]
-    tools: Sequence[Callable[..., Any]] = ()
+    tools: Sequence[Callable[..., Any] | Tool] = ()
     environment_factory: Callable[..., Any] | None = None
     reward_weights: Sequence[float] | None = None
     eval_dataset: Sequence[Mapping[str, Any]] | None = None
+    mcp_servers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.environment_factory is not None:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
         if self.eval_dataset is not None:
             raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
-        first = _first_row(self.dataset, bool(self.tools))
+        check_addresses(self.mcp_servers)
+        first = _first_row(self.dataset, bool(self.tools or self.mcp_servers))
         RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
         ToolBox(self.tools)
 

@@ -21,8 +21,10 @@ from protocol.config import ConfigError
 from rollout_worker.chat.base import ToolCall
 from rollout_worker.task.tools import ToolBox, mcp_server
 from rollout_worker.task.tools.mcp import check_addresses, mcp_tools
+from tests.kit import WORKER, config
+from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.ports import free_port
-from tests.kit.worker import task, until
+from tests.kit.worker import TOKENIZER, fake, roll, task, until
 
 HERE = Path(__file__).parent
 PROGRAM = HERE.parent / "kit" / "programs" / "mcp_program.py"
@@ -109,6 +111,15 @@ async def test_all_pages_of_the_list_and_structured_content():
     async with box_of(f"{STDIO} low") as box:
         assert [schema["function"]["name"] for schema in box.schemas] == ["tool_0", "tool_1", "tool_2"]
         assert (await one(box, "tool_2")).content == '{"called": "tool_2"}'
+        broken = await one(box, "tool_1")
+        assert (broken.reason, "promised" in broken.content) == (reasons.TOOL_RAISED, True)
+        assert (await one(box, "tool_0")).content == '{"called": "tool_0"}'
+
+
+async def test_a_schema_that_is_none_is_refused_naming_the_server():
+    async with mcp_tools([f"{STDIO} low bad"], HERE) as tools:
+        with pytest.raises(ConfigError, match=r"from the MCP server .* low bad is not a tool's JSON schema: 'objekt'"):
+            ToolBox(tools)
 
 
 async def test_a_slow_call_times_out_and_the_others_go_on():
@@ -224,7 +235,7 @@ async def test_a_name_that_two_servers_have_is_refused_naming_both():
 
     async with mcp_tools([STDIO], HERE) as tools:
         with pytest.raises(
-            ConfigError, match=f"two tools are named 'add', one is a function of {__name__}, one of the MCP"
+            ConfigError, match=f"two tools are named 'add', one from a function of {__name__}, one from the MCP"
         ):
             ToolBox([add, *tools])
 
@@ -241,3 +252,19 @@ def test_a_task_with_servers_connects_to_none_when_it_is_made():
     assert len(made.mcp_servers) == 2
     with pytest.raises(ConfigError, match="prompts are text"):
         task(dataset=[{"prompt": "text", "answer": 1}], tools=[], mcp_servers=[STDIO])
+
+
+async def test_episodes_call_the_servers_of_the_task_and_of_the_run_file():
+    def calling(tool: str) -> str:
+        return f'<tool_call>{{"name": "{tool}", "arguments": {{"a": 20, "b": 22}}}}</tool_call>'
+
+    policy = scripted(TOKENIZER, in_turn([calling("add") + calling("tool_2") + calling("multiply"), "done"]))
+    roomy = {"max_turn_tokens": 600, "max_episode_tokens": 2000}
+    of_the_run = {"mcp_servers": [f"{STDIO} low"]}
+    run_config = config(WORKER, task=of_the_run, rollout=roomy, vllm={"max_model_len": 8000})
+    run = await roll(task(mcp_servers=[STDIO]), fake(policy), config=run_config)
+    for rollout in run.rollouts:
+        said = [message["content"] for message in json.loads(rollout.messages) if message["role"] == "tool"]
+        assert said == ["42", '{"called": "tool_2"}', "440"]
+        assert rollout.tool_failures == 0
+    assert len(run.rollouts) == 2

@@ -21,9 +21,10 @@ from rollout_worker.task.tools.schema_form import allows, checked_form, resolved
 
 MOST_DEPTH = 64
 MOST_BITS = 4096
-# References that one check follows, and values that it tries to make fit: a schema that refers to itself in two ways
-# would take time exponential in the depth.
-MOST_STEPS = 10_000
+# References that one check follows, and values that it tries to make fit, for each value that is there: a schema that
+# refers to itself in two ways would take time exponential in the depth.
+MOST_STEPS_A_VALUE = 20
+_STEPS_AT_LEAST = 1000
 _MESSAGE_CHARACTERS = 400
 
 
@@ -50,7 +51,7 @@ class Parameters:
         counted = validators.extend(Draft202012Validator, {"$ref": self._counted_ref})
         # An empty registry: the addresses in a schema are not looked up.
         self._validator = counted(self._schema, registry=Registry())
-        self._steps = 0
+        self._steps_left = 0
 
     def fit(self, given: Mapping[str, Any] | str) -> Arguments:
         """The arguments, in the types of the schema. Raises `ArgumentsError`."""
@@ -59,10 +60,11 @@ class Parameters:
             repairs.append("text")
             given = reading.read(given, self.names)
         values = _clean(dict(given), "", 0, repairs)
-        self._steps = 0
+        steps = _STEPS_AT_LEAST + MOST_STEPS_A_VALUE * _size(values)
+        self._steps_left = steps
         try:
             values = self._fit(values, self._schema, repairs)
-            self._steps = 0
+            self._steps_left = steps
             problem = next(self._validator.iter_errors(values), None)
         except (_TooManySteps, RecursionError):
             raise ArgumentsError("bad arguments: they are nested too deeply to be checked") from None
@@ -77,8 +79,8 @@ class Parameters:
         yield from Draft202012Validator.VALIDATORS["$ref"](validator, ref, instance, schema)
 
     def _step(self) -> None:
-        self._steps += 1
-        if self._steps > MOST_STEPS:
+        self._steps_left -= 1
+        if self._steps_left < 0:
             raise _TooManySteps
 
     def _is_valid(self, value: Any, schema: Any) -> bool:
@@ -88,7 +90,7 @@ class Parameters:
         """`value`, in the types of `schema` where it is plain how; else as it is."""
         self._step()
         schema = resolved(schema, self._schema)
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, dict):
             return value
         for part in schema.get("allOf", ()):
             value = self._fit(value, part, repairs)
@@ -141,16 +143,23 @@ class Parameters:
             if given is None and name in properties and name not in required and not self._is_valid(None, part):
                 repairs.append("null for a default")
                 continue
-            fitted[name] = self._fit(given, part, repairs) if isinstance(part, Mapping) else given
+            fitted[name] = self._fit(given, part, repairs) if isinstance(part, dict) else given
         return fitted
 
     def _fit_array(self, value: list[Any], schema: Mapping[str, Any], repairs: list[str]) -> list[Any]:
         first, others = schema.get("prefixItems", ()), schema.get("items", True)
-        if not first and not isinstance(others, Mapping):
+        if not first and not isinstance(others, dict):
             return value
         return [
             self._fit(each, first[place] if place < len(first) else others, repairs) for place, each in enumerate(value)
         ]
+
+
+def _size(value: Any) -> int:
+    """Values in a value, itself included."""
+    if isinstance(value, dict):
+        return 1 + sum(map(_size, value.values()))
+    return 1 + sum(map(_size, value)) if isinstance(value, list) else 1
 
 
 def _clean(value: Any, where: str, depth: int, repairs: list[str]) -> Any:

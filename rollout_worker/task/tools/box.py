@@ -91,7 +91,7 @@ class ToolBox:
             ) from None
         if name in self._tools:
             other = getattr(self._tools[name].tool, "origin", "another")
-            raise ConfigError(f"tools: two tools are named {name!r}, one is {other}, one {origin}; rename one")
+            raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
         counted_as = name[:_NAME_CHARACTERS] if len(self._tools) < MOST_COUNTED else OTHER
         self._tools[name] = _Entry(tool, checked, counted_as)
 

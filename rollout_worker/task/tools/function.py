@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -64,6 +64,13 @@ class GuardedTool:
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         text: str = await self._code.call(self._tool.call, as_text, timeout_s, arguments=arguments, timeout_s=timeout_s)
         return text
+
+
+def callables(tools: Sequence[Any]) -> dict[str, Callable[..., Any]]:
+    """The functions among a task's tools by the names that the policy knows, taking arguments as JSON gives them: for a
+    child process that is sent a name and arguments. Raises `ConfigError`."""
+    made = [FunctionTool(tool) for tool in tools if not is_tool(tool)]
+    return {tool.name: tool.function for tool in made}
 
 
 def is_tool(value: Any) -> bool:

@@ -36,7 +36,7 @@ class McpTool:
 
     def __init__(self, server: McpServer, thread: _LoopThread, name: str, schema: dict[str, Any]) -> None:
         self.schema = schema
-        self.origin = f"of the MCP server {server.shown}"
+        self.origin = f"the MCP server {server.shown}"
         self._server = server
         self._thread = thread
         self._name = name

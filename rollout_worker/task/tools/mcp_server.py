@@ -174,8 +174,9 @@ class _Connection:
         """Raises `McpFailed`; what was begun is ended then."""
         self._owner = asyncio.create_task(self._own())
         self._owner.add_done_callback(taken_note_of)
+        either: list[asyncio.Future[Any]] = [self._owner, self._ready]
         try:
-            await asyncio.wait([self._owner, self._ready], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._ready.done():
                 return
             if self._owner.done():

@@ -75,14 +75,15 @@ def _described(name: str, function: Callable[..., Any]) -> Described:
     parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in bound]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            shown = str(parameter.replace(annotation=parameter.empty))
             raise ConfigError(
-                f"Task(tools=...): the tool {name!r} has the parameter {str(parameter)!r}, which cannot be described "
-                f"to the policy; give every parameter a name that it is called by"
+                f"Task(tools=...): the tool {name!r} has the parameter {shown!r}, which is not given by its name; give "
+                f"every parameter a name that it is called by"
             )
     hints = get_type_hints(target, include_extras=True)
     exotic = {each.name for each in parameters if each.name in hints and not _is_plain(hints[each.name])}
-    shown = _stand_in(name, target, function, parameters, hints, exotic)
-    schema = get_json_schema(shown)
+    stand_in = _stand_in(name, target, function, parameters, hints, exotic)
+    schema = get_json_schema(stand_in)
     properties, definitions = schema["function"]["parameters"]["properties"], {}
     converters = {}
     for each in sorted(exotic, key=list(properties).index):
@@ -174,7 +175,7 @@ def _with_pydantics_dicts(hint: Any) -> Any:
     if all(one is other for one, other in zip(taken, parts, strict=True)):
         return hint
     origin = get_origin(hint)
-    return Union[taken] if origin is types.UnionType else origin[taken]  # type: ignore[index]  # noqa: UP007
+    return Union[taken] if origin is types.UnionType else origin[taken]  # noqa: UP007
 
 
 def _by_pydantic(adapter: TypeAdapter[Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,27 +14,27 @@ _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 _UNCHECKED = ("pattern", "patternProperties", "uniqueItems", "format", "$dynamicRef", "$schema", "$id", "nullable")
 _MOST_HOPS = 16
 
-_CLASSES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
+_NAMES: dict[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
 }
 
 
 def checked_form(schema: Any) -> Any:
     """`schema` with OpenAPI's `nullable`, which transformers writes, as a type of its own, and without what is not
     checked."""
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         return schema
     form = {name: value for name, value in schema.items() if name not in _UNCHECKED}
     if "patternProperties" in schema:
         form.pop("additionalProperties", None)
     for name in form.keys() & {*_BY_NAME}:
-        if isinstance(form[name], Mapping):
+        if isinstance(form[name], dict):
             form[name] = {key: checked_form(value) for key, value in form[name].items()}
     for name in form.keys() & {*_ONE}:
         form[name] = checked_form(form[name])
@@ -59,7 +59,7 @@ def _or_null(form: dict[str, Any]) -> dict[str, Any]:
 
 def types_of(schema: Any) -> set[str] | None:
     """The JSON types that a schema takes; None if it names none."""
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         return None
     kinds = schema.get("type")
     if isinstance(kinds, str):
@@ -69,27 +69,25 @@ def types_of(schema: Any) -> set[str] | None:
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not values:
         return None
-    return {name for value in values for name in _CLASSES if allows({name}, value)}
+    return {name for value in values for name in _NAMES.get(type(value), ())}
 
 
 def allows(types: set[str], value: Any) -> bool:
     """Whether a JSON value is of one of `types`; 2.0 is an integer, True is no number."""
-    if isinstance(value, bool):
-        return "boolean" in types
     if isinstance(value, float) and "integer" in types and value.is_integer():
         return True
-    return any(isinstance(value, _CLASSES.get(name, ())) for name in types if name != "boolean")
+    return not types.isdisjoint(_NAMES.get(type(value), ()))
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """What a reference within `root` refers to; anything else as it is."""
     for _ in range(_MOST_HOPS):
-        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
+        ref = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(ref, str) or not ref.startswith("#"):
             return schema
         found: Any = root
         for part in ref.lstrip("#/").split("/") if ref.strip("#/") else []:
             part = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(part) if isinstance(found, Mapping) else None
+            found = found.get(part) if isinstance(found, dict) else None
         schema = found
     return None

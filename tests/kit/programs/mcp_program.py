@@ -1,6 +1,6 @@
 """An MCP server for tests, as a program: `mcp_program.py stdio` or `mcp_program.py PORT`.
 
-`low` as a further word: one made by hand that serves its list of tools in pages.
+`low` as a further word: one made by hand that serves its list of tools in pages; `bad`: whose schemas are none.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ def secret() -> str:
 def paged() -> Server[Any]:
     async def listed(context: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
         page = int((params.cursor if params else None) or 0)
-        tools = [types.Tool(name=f"tool_{page}", description="One.", input_schema={"type": "object"})]
+        properties = {"a": {"type": "objekt"}} if "bad" in sys.argv else {}
+        schema = {"type": "object", "properties": properties}
+        tools = [types.Tool(name=f"tool_{page}", description="One.", input_schema=schema)]
+        if page == 1:  # it breaks this promise
+            tools[0].output_schema = {"type": "object", "required": ["promised"]}
         return types.ListToolsResult(tools=tools, next_cursor=str(page + 1) if page < 2 else None)
 
     async def called(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:

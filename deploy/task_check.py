@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 from protocol.config import ConfigError, RunConfig
@@ -12,10 +14,12 @@ from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.task.columns import check_rows
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.tools import open_tools
+from rollout_worker.user_code import UserCode
 
 # Rows whose prompts are tried, spread over the data set; of a stream the first ones.
 SAMPLE = 64
+_STDERR_LINES = 12
 
 
 def check(config: RunConfig, task: Task) -> None:
@@ -34,7 +38,7 @@ def check(config: RunConfig, task: Task) -> None:
         )
     if rows.size is None and config.task.shuffle:
         _warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
-    chat = build_chat_format(config, ToolBox(task.tools, config.worker.tool_timeout_s).schemas)
+    chat = build_chat_format(config, asyncio.run(_schemas(config, task)))
     first, *others = [row for number, row in rows.sample(SAMPLE) if number not in found.unusable]
     lengths = [_first(config, chat, first), *(length for row in others if (length := _tokens(chat, row)))]
     if unreadable := 1 + len(others) - len(lengths):
@@ -53,6 +57,26 @@ def check(config: RunConfig, task: Task) -> None:
             f"{cramped} of {len(lengths)} prompts that were tried leave less than rollout.max_turn_tokens = {turn} for "
             f"the first turn: {told}; {remedy}"
         )
+
+
+async def _schemas(config: RunConfig, task: Task) -> list[dict[str, Any]]:
+    """The schemas of the task's tools, as a worker will have them. Raises `ConfigError`, with what an MCP server wrote
+    to stderr where one gives no tools."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        try:
+            async with UserCode() as code, open_tools(config, task.tools, task.mcp_servers, code, errors) as tools:
+                schemas: list[dict[str, Any]] = tools.schemas
+        except ConfigError as error:
+            errors.seek(0)
+            said = " | ".join(line.strip() for line in errors.readlines()[-_STDERR_LINES:] if line.strip())
+            raise ConfigError(f"{error} (stderr: {said:.600})" if said else str(error)) from None
+    first = next((row for _, row in task.rows.sample(1)), None)
+    if schemas and isinstance(first, Mapping) and isinstance(first["prompt"], str):
+        raise ConfigError(
+            f"task.mcp_servers = {config.task.mcp_servers}: the prompts are text, and tools need a conversation; make "
+            f"each prompt a list of messages: [{{'role': 'user', 'content': ...}}]"
+        )
+    return schemas
 
 
 def _tokens(chat: ChatFormat, row: Any) -> int | None:

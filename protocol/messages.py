@@ -75,10 +75,10 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True):
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The training data of one episode.
 
-    metrics: `tools/<name>/calls` and `tools/<name>/failures` of the tools that were called, and figures of the user's,
-    by name; timings: seconds by name (generate, tools, reward, total); messages: UTF-8 JSON of the conversation, the
-    prompt's messages first, the middle of a long one left out; opaque to the queue, None where it is not kept. extra:
-    what a reward noted for a reader, by name.
+    metrics: of the tools that were called `tools/<name>/calls`, `/failures`, `/failures/<reason>` and `/coerced`, and
+    figures of the user's, by name; timings: seconds by name (generate, tools, reward, total); messages: UTF-8 JSON of
+    the conversation, the prompt's messages first, the middle of a long one left out; opaque to the queue, None where it
+    is not kept. extra: what a reward noted for a reader, by name.
     """
 
     segments: list[Segment]
@@ -176,7 +176,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
     tokenizer, chat: digests of the vocabulary, and of the chat format with its template; rollout: settings that shape
     an episode, as text by name. Of a worker alone: rows of its data set and the digest of a sample of them, and the
-    digest of its task file, which may change.
+    digest of its task file and its tools' schemas, which may change.
     """
 
     release: str

@@ -206,12 +206,17 @@ class EpisodeRunner:
         return parsed
 
     def _count(self, results: Sequence[ToolResult], rollout: Rollout) -> None:
-        """Calls and failures, in all and by tool; what the tools' own code raised is a trouble."""
+        """Calls and failures, in all, by tool and by reason; what the tools' own code raised is a trouble."""
         rollout.tool_calls += len(results)
         for result in results:
-            calls, failures = (f"tools/{result.counted_as}/{what}" for what in ("calls", "failures"))
-            rollout.metrics[calls] = rollout.metrics.get(calls, 0.0) + 1.0
-            rollout.metrics[failures] = rollout.metrics.get(failures, 0.0) + float(result.failed)
+            of_tool = f"tools/{result.counted_as}"
+            counts = {f"{of_tool}/calls": 1, f"{of_tool}/failures": result.failed}
+            if result.failed:
+                counts[f"{of_tool}/failures/{result.reason}"] = 1
+            if result.coerced:
+                counts[f"{of_tool}/coerced"] = 1
+            for name, count in counts.items():
+                rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
             rollout.tool_failures += result.failed
             if (error := result.error) is not None:
                 self.troubles.add("tool", f"{result.name} {error.kind}", f"tool {result.name}: {error}", error.where)

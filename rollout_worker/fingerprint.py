@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,15 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
 async def fingerprint_of(
-    config: RunConfig, task: Task, tokenizer: Any, code: user_code.UserCode, timeout_s: float = _TIMEOUT_S
+    config: RunConfig,
+    task: Task,
+    tokenizer: Any,
+    code: user_code.UserCode,
+    tools: Sequence[Mapping[str, Any]] = (),
+    timeout_s: float = _TIMEOUT_S,
 ) -> Fingerprint:
-    """This worker's fingerprint. `data` is None where the rows cannot be read in time: they are not compared then."""
+    """This worker's fingerprint; `tools`: their schemas. `data` is None where the rows cannot be read in time: they are
+    not compared then."""
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     rows, data = None, None
     try:
@@ -42,7 +48,7 @@ async def fingerprint_of(
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]
-        shared, rows=rows, data=data, task=_digest_of_text(config.task.file)
+        shared, rows=rows, data=data, task=_digest_of_task(config.task.file, tools)
     )
 
 
@@ -57,9 +63,10 @@ def _digest_of_rows(rows: Rows) -> str:
     return fingerprint.digest([_plain(row) for row in sample])
 
 
-def _digest_of_text(file: Path) -> str | None:
+def _digest_of_task(file: Path, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Of the task's file, and of what its tools are said to be: those of an MCP server are not in the file."""
     try:
-        return fingerprint.digest(file.read_text(encoding="utf-8", errors="replace"))
+        return fingerprint.digest([file.read_text(encoding="utf-8", errors="replace"), list(tools)])
     except OSError:
         return None
 

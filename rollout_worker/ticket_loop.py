@@ -95,6 +95,7 @@ class Worker:
         self._config = config
         self._task = task
         self._chat = chat
+        self._tools = tools
         self._code = code
         self._queue = queue
         self._id = worker_id
@@ -230,7 +231,9 @@ class Worker:
 
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
-        self.counters.fingerprint = await fingerprint_of(self._config, self._task, self._chat.tokenizer, self._code)
+        self.counters.fingerprint = await fingerprint_of(
+            self._config, self._task, self._chat.tokenizer, self._code, self._tools.schemas
+        )
         await self._heartbeat.run()
 
     def _heard(self, reply: WorkerReply) -> float:

@@ -17,7 +17,7 @@ from protocol.messages import WorkerReport
 from rollout_worker.chat import build_chat_format
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.tools import open_tools
 from rollout_worker.ticket_loop import Queue, Worker
 from rollout_worker.user_code import UserCode
 
@@ -46,8 +46,8 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
     async with (
         UserCode(config.worker.user_threads, isolated) as code,
         InferenceClient(config.worker.request_timeout_s, config.token) as client,
+        open_tools(config, task.tools, task.mcp_servers, code) as tools,
     ):
-        tools = ToolBox(task.tools, config.worker.tool_timeout_s, code)
         chat = build_chat_format(config, tools.schemas)
         worker = Worker(config, task, queue, worker_id, chat, tools, client, code)
         await worker.run(stop)

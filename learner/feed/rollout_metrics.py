@@ -10,13 +10,21 @@ import math
 import re
 from collections import Counter, defaultdict
 
+from protocol import reasons
 from protocol.messages import Group, Rollout
 
 # The policy was cut off, and did not end by itself: TRL's "clipped" completions.
 CUT_OFF = ("length", "context")
 
 # A worker's counts of one tool, among the figures that a rollout carries; the other figures are the task's own.
-TOOL_COUNT = re.compile(r"tools/(?P<tool>.+)/(?P<what>calls|failures)")
+WHY_FAILED = (
+    reasons.TOOL_UNKNOWN,
+    reasons.TOOL_MALFORMED,
+    reasons.TOOL_ARGUMENTS,
+    reasons.TOOL_RAISED,
+    reasons.TIMEOUT,
+)
+TOOL_COUNT = re.compile(rf"tools/(?P<tool>.+?)/(?P<what>calls|coerced|failures(/({'|'.join(WHY_FAILED)}))?)")
 # A worker's count of the segments after a rollout's first.
 NEW_SEGMENTS = "chat/new_segments"
 
@@ -60,7 +68,7 @@ class RolloutMetrics:
         self._calls = 0
         self._failures = 0
         self._new_segments = 0
-        self._tools: dict[str, Counter[str]] = {"calls": Counter(), "failures": Counter()}
+        self._tools: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._finished: Counter[str] = Counter()
         self._own: defaultdict[str, Running] = defaultdict(Running)
 
@@ -96,7 +104,7 @@ class RolloutMetrics:
         """One line a metric; one that nothing was measured for is left out.
 
         Lengths are in sampled tokens. `tools/call_frequency`: calls a rollout; `tools/failure_frequency`: failures a
-        call; `_total`: their sums. `chat/new_segments`: new segments a rollout, where there were any.
+        call; `_total` and `failures/<reason>`: sums. `chat/new_segments`: new segments a rollout, where there were any.
         `frac_reward_zero_std`: share of rollouts whose group has equal rewards; `finish/<reason>`: share of rollouts
         that ended so.
         """
@@ -121,6 +129,12 @@ class RolloutMetrics:
             **{f"tools/{tool}/failure_frequency": _ratio(failures_of[tool], count) for tool, count in calls_of.items()},
             **{f"tools/{tool}/call_total": count for tool, count in calls_of.items()},
             **{f"tools/{tool}/failure_total": failures_of[tool] for tool in calls_of},
+            **{f"tools/{tool}/coerced_total": count for tool, count in self._tools["coerced"].items()},
+            **{
+                f"tools/{tool}/failures/{reason}": count
+                for reason in WHY_FAILED
+                for tool, count in self._tools[f"failures/{reason}"].items()
+            },
             **{f"finish/{reason}": _ratio(count, rollouts) for reason, count in self._finished.items()},
         }
         return {name: value for name, value in metrics.items() if value is not None}

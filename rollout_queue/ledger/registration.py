@@ -73,8 +73,8 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
     )
     decision = Decision(run=msgspec.structs.replace(run, data=named)) if named != before else Decision()
     if given.task != named.task:
-        text = f"worker {worker_id} has another task file than the session's first worker: its tools and rewards may "
-        return Admitted(decision, (f"{text}differ; restart the workers that have the old one",))
+        text = f"worker {worker_id} has another task file, or other tools, than the session's first worker: tools and "
+        return Admitted(decision, (f"{text}rewards may differ; restart the workers that have the old one",))
     return Admitted(decision)
 
 

@@ -16,7 +16,8 @@ from rollout_worker.task import columns
 from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.rows import Place, Row, Rows
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.tools import Tool, ToolBox
+from rollout_worker.task.tools.mcp import check_addresses
 
 __all__ = ["Row", "Task", "load_task"]
 
@@ -34,8 +35,9 @@ class Task:
     dataset_split, dataset_config: which part of a file, folder or hub's data set; the split is train. Files, the hub
     and iterables are read when `rows` is used first, which a task file's import does not.
 
-    tools: sync or async functions with type hints and a Google-style docstring. rewards: `f(completions, prompts,
-    completion_ids, **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
+    tools: sync or async functions with type hints and a Google-style docstring, or `Tool` objects. mcp_servers: URLs or
+    command lines of MCP servers, connected where the task runs. rewards: `f(completions, prompts, completion_ids,
+    **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
     `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
     environment_factory and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
     train_dataset, reward_funcs. Raises `ConfigError`.
@@ -43,7 +45,8 @@ class Task:
 
     dataset: DataSource = _NOT_GIVEN
     rewards: Sequence[Callable[..., Any] | str] = _NOT_GIVEN
-    tools: Sequence[Callable[..., Any]] = ()
+    tools: Sequence[Callable[..., Any] | Tool] = ()
+    mcp_servers: Sequence[str] = ()
     environment_factory: Callable[..., Any] | None = None
     reward_weights: Sequence[float] | None = None
     eval_dataset: DataSource | None = None
@@ -64,6 +67,7 @@ class Task:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
         if self.eval_dataset is not None:
             raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
+        check_addresses(self.mcp_servers)
         RewardFunctions(self.rewards, self.reward_weights)
         ToolBox(self.tools)
         if not is_lazy(self.dataset):
@@ -85,7 +89,7 @@ class Task:
         first = next((row for _, row in rows.sample(1)), None)
         if first is None:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
-        columns.check_first(first, bool(self.tools))
+        columns.check_first(first, bool(self.tools or self.mcp_servers))
         RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
         return rows
 

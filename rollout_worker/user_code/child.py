@@ -50,7 +50,7 @@ def main(task_path: str) -> None:
 def _reply(
     tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner
 ) -> dict[str, str | None]:
-    from rollout_worker.task.tools.box import as_text
+    from rollout_worker.task.tools.results import as_text
 
     function = tools.get(name)
     if function is None:
@@ -80,9 +80,9 @@ def _bounded(text: str) -> str:
 def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
     """The task's functions by the names that the policy knows them by. Raises `ConfigError`."""
     from rollout_worker.task import load_task
+    from rollout_worker.task.tools.function import callables
 
-    functions = [getattr(tool, "function", tool) for tool in load_task(TaskSection(path=task_path)).tools]
-    return {getattr(function, "__name__", type(function).__name__): function for function in functions}
+    return callables(load_task(TaskSection(path=task_path)).tools)
 
 
 def _pipes() -> tuple[TextIO, TextIO]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,27 @@ def test_some_that_do_not_fit_are_told(
 ) -> None:
     check(run_file, task_of(*prompts), *overrides)
     assert told in capsys.readouterr().err
+
+
+MCP_SERVER = shlex.join(
+    [sys.executable, str(Path(__file__).parents[1] / "kit" / "programs" / "mcp_program.py"), "stdio"]
+)
+
+
+def test_the_tools_of_mcp_servers_are_part_of_the_prompt(run_file: Path) -> None:
+    """Connected before the run starts, as a worker will be: their schemas take room in every prompt."""
+    few = ("--vllm.max_model_len", "100", "--rollout.max_turn_tokens", "8")
+    check(run_file, task_of(SHORT), *few)
+    with pytest.raises(ConfigError, match="no prompt fits into the context"):
+        check(run_file, task_of(SHORT), *few, "--task.mcp_servers", f"[{json.dumps(MCP_SERVER)}]")
+
+
+def test_an_mcp_server_that_does_not_start_is_told_with_what_it_wrote(run_file: Path) -> None:
+    words = shlex.join([sys.executable, "-c", "raise SystemExit('the key is missing')"])
+    with pytest.raises(ConfigError, match=r"cannot be reached.*start it.*\(stderr: the key is missing\)"):
+        check(run_file, task_of(SHORT), "--task.mcp_servers", json.dumps([words]))
+
+
+def test_text_prompts_and_mcp_servers_of_the_run_file_are_refused(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task.mcp_servers = .*the prompts are text, and tools need a conversation"):
+        check(run_file, task_of("Multiply."), "--task.mcp_servers", json.dumps([MCP_SERVER]))

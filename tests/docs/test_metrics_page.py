@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.feed.rollout_metrics import RolloutMetrics
+from learner.feed.rollout_metrics import WHY_FAILED, RolloutMetrics
 from tests.kit import group
 from tests.learner.test_summary import step_record
 
@@ -21,7 +21,8 @@ def made() -> set[str]:
     for rollout in with_tools.rollouts:
         rollout.tool_calls = 1
         rollout.reward_components = {"accuracy": 0.5}
-        rollout.metrics = {"tools/multiply/calls": 1.0, "tools/multiply/failures": 0.0}
+        counts = ("calls", "failures", "coerced", *(f"failures/{reason}" for reason in WHY_FAILED))
+        rollout.metrics = {f"tools/multiply/{count}": 1.0 for count in counts}
     metrics.add(with_tools)
     of_the_task = {"wild"}
     return (set(step_record(1, 0.5).flat()) | set(metrics.ours())) - of_the_task
@@ -29,6 +30,6 @@ def made() -> set[str]:
 
 @pytest.mark.parametrize("name", sorted(made()))
 def test_a_metric_is_on_the_page(name: str) -> None:
-    general = re.sub(r"(?<=tools/)multiply|(?<=rewards/)accuracy|(?<=finish/)\w+", "<name>", name)
-    general = general.replace("finish/<name>", "finish/<reason>")
+    general = re.sub(r"(?<=tools/)multiply|(?<=rewards/)accuracy|(?<=finish/)\w+|(?<=failures/)\w+", "<name>", name)
+    general = re.sub("(?<=finish/)<name>|(?<=failures/)<name>", "<reason>", general)
     assert {general, general.rpartition("/")[2]} & NAMED, f"{general} is not in docs/metrics.md"

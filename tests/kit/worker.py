@@ -13,7 +13,7 @@ from protocol.messages import Rollout
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.tools import open_tools
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode
 from tests import kit
@@ -105,7 +105,7 @@ async def roll(
         queue.servers = queue.servers or serving_at(*urls, version=version)
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
         code = await stack.enter_async_context(UserCode(config.worker.user_threads, look_s=look_s))
-        tools = ToolBox(the_task.tools, config.worker.tool_timeout_s, code)
+        tools = await stack.enter_async_context(open_tools(config, the_task.tools, the_task.mcp_servers, code))
         worker = Worker(config, the_task, queue, "w0", chat_format(tools.schemas), tools, client, code, **options)
         stop = asyncio.Event()
         running = asyncio.create_task(worker.run(stop))

@@ -60,6 +60,23 @@ def test_each_tool_is_counted_apart() -> None:
     }
 
 
+def test_failures_of_a_tool_are_counted_by_reason_and_arguments_that_were_coerced() -> None:
+    found = metrics(
+        outcome(metrics={"tools/a/calls": 3.0, "tools/a/failures": 2.0, "tools/a/failures/timeout": 2.0}),
+        outcome(metrics={"tools/a/calls": 1.0, "tools/a/failures": 1.0, "tools/a/failures/raised": 1.0}),
+        outcome(metrics={"tools/a/b/calls": 2.0, "tools/a/b/failures/timeout": 1.0, "tools/a/b/coerced": 2.0}),
+        outcome(metrics={"tools/a/calls": 1.0, "tools/a/coerced": 1.0}),
+    )
+    assert {name: value for name, value in found.items() if "/failures/" in name or "coerced" in name} == {
+        "tools/a/failures/timeout": 2,
+        "tools/a/failures/raised": 1,
+        "tools/a/b/failures/timeout": 1,
+        "tools/a/b/coerced_total": 2,
+        "tools/a/coerced_total": 1,
+    }
+    assert (found["tools/a/call_total"], found["tools/a/failure_total"]) == (5, 3)
+
+
 def test_a_reward_s_part_is_over_the_rollouts_that_have_it() -> None:
     found = metrics(
         outcome(reward_components={"exact": 1.0, "style": None}),

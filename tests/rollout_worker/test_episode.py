@@ -285,6 +285,25 @@ async def test_each_episode_has_tools_of_its_own():
     assert [episode.messages[1]["content"] for episode, _ in (right, wrong)] == ["6", "7"]
 
 
+async def test_calls_are_counted_by_tool_and_by_reason():
+    coerced = '<tool_call>{"name": "multiply", "arguments": {"a": "2", "b": 3.0}}</tool_call>'
+    wrong = '<tool_call>{"name": "multiply", "arguments": {"a": "two", "b": 3}}</tool_call>'
+    nobody = '<tool_call>{"name": "divide", "arguments": {}}</tool_call>'
+    episode, _ = await play(coerced, wrong, wrong + MALFORMED, nobody, "done")
+    assert episode.messages[1]["content"] == "6"
+    assert (episode.rollout.tool_calls, episode.rollout.tool_failures) == (5, 4)
+    assert episode.rollout.metrics == {
+        "tools/multiply/calls": 3,
+        "tools/multiply/failures": 2,
+        "tools/multiply/failures/bad_arguments": 2,
+        "tools/multiply/coerced": 1,
+        "tools/unknown/calls": 2,
+        "tools/unknown/failures": 2,
+        "tools/unknown/failures/malformed_call": 1,
+        "tools/unknown/failures/unknown_tool": 1,
+    }
+
+
 async def test_without_tools_nothing_is_parsed():
     episode, sampler = await play(CALL, chat=chat_format(), tools=ToolBox([]))
     assert (episode.rollout.finish_reason, len(sampler.requests)) == ("stop", 1)

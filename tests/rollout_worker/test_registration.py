@@ -48,6 +48,16 @@ async def test_other_rows_are_another_data_set():
         assert shared.difference(ours, await fingerprint(changed))
 
 
+async def test_other_tools_are_another_task():
+    """Those of an MCP server are not in the task file."""
+    here = config(WORKER, task={"path": f"{__file__}:task"})
+    ours = await fingerprint(run_config=here, tools=[{"name": "add"}])
+    newer = await fingerprint(run_config=here, tools=[{"name": "add", "description": "Newer."}])
+    assert ours.task == (await fingerprint(run_config=here, tools=[{"name": "add"}])).task
+    assert ours.task != newer.task
+    assert shared.difference(ours, newer) is None, "told, not refused: nothing says that it is wrong data"
+
+
 class Opaque:
     """As Python writes objects of most classes: with an address."""
 

@@ -1,13 +1,18 @@
 import asyncio
 import contextlib
+import dataclasses
+import datetime
 import json
 import sys
 import threading
 import time
 from typing import Literal
 
+import numpy as np
 import pytest
+from pydantic import BaseModel
 
+from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
 from rollout_worker.task.tools import MOST_COUNTED, ToolBox
@@ -83,6 +88,106 @@ async def test_a_call_with_good_arguments(arguments, answer):
 async def test_lists_and_dicts_are_answered_as_json():
     (result,) = await ToolBox(TOOLS).run([ToolCall("numbers", {})])
     assert result.content == '{"a": 1}'
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+class Model(BaseModel):
+    y: float
+
+
+class PIL:
+    """Stands in for an image of the library of that name."""
+
+
+PIL.__module__ = "PIL.Image"
+
+
+@pytest.mark.parametrize(
+    ("result", "content"),
+    [
+        (None, "None"),
+        (True, "True"),
+        (7, "7"),
+        ("text", "text"),
+        ("a\ud800b", "a?b"),
+        ([1, "two", None], '[1, "two", null]'),
+        ({"a": {"b": (1, 2)}}, '{"a": {"b": [1, 2]}}'),
+        ((1, 2), "[1, 2]"),
+        (Point(3), '{"x": 3}'),
+        (Model(y=1), '{"y": 1.0}'),
+        ([Point(3), {"m": Model(y=1)}], '[{"x": 3}, {"m": {"y": 1.0}}]'),
+        ({"at": datetime.date(2024, 2, 29), "of": {3}}, '{"at": "2024-02-29", "of": [3]}'),
+        (np.float64(1.5), "1.5"),
+        ({"n": np.int64(3), "v": np.array([1, 2])}, '{"n": 3, "v": [1, 2]}'),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        ([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "one\ntwo"),
+    ],
+)
+async def test_a_result_as_the_text_that_the_policy_reads(result, content):
+    def tool():
+        """Give it."""
+        return result
+
+    (answer,) = await ToolBox([tool]).run([ToolCall("tool", {})])
+    assert (answer.content, answer.reason) == (content, None)
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        (b"text", "the tool returned bytes, and the policy reads text: decode it in the tool"),
+        (PIL(), "the tool returned an image"),
+        (
+            [{"type": "text", "text": "one"}, {"type": "image", "image": "..."}],
+            "the tool returned content of type 'image'",
+        ),
+    ],
+)
+async def test_a_result_that_is_not_text_fails_the_call_with_the_reason(result, error):
+    def tool():
+        """Give it."""
+        return result
+
+    (answer,) = await ToolBox([tool]).run([ToolCall("tool", {})])
+    assert answer.reason == reasons.TOOL_RAISED
+    assert error in json.loads(answer.content)["error"]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason", "counted_as"),
+    [
+        (ToolCall("look_up", {"key": "x"}, "c1"), None, "look_up"),
+        (ToolCall("nobody", {}, "c1"), reasons.TOOL_UNKNOWN, "unknown"),
+        (MalformedCall("not JSON"), reasons.TOOL_MALFORMED, "unknown"),
+        (ToolCall("look_up", {}, "c1"), reasons.TOOL_ARGUMENTS, "look_up"),
+        (ToolCall("look_up", "what?", "c1"), reasons.TOOL_ARGUMENTS, "look_up"),
+        (ToolCall("fail", {"how": "boom"}, "c1"), reasons.TOOL_RAISED, "fail"),
+        (ToolCall("fail", {"how": "exit"}, "c1"), reasons.TOOL_RAISED, "fail"),
+        (ToolCall("wait_for", {"seconds": 60}, "c1"), reasons.TIMEOUT, "wait_for"),
+    ],
+)
+async def test_a_failure_has_a_reason_and_answers_its_call(call, reason, counted_as):
+    (result,) = await ToolBox(TOOLS, timeout_s=0.1).run([call])
+    assert (result.reason, result.failed, result.counted_as) == (reason, reason is not None, counted_as)
+    assert result.message().get("tool_call_id") == getattr(call, "id", None)
+
+
+async def test_what_the_policy_writes_as_names_and_ids_is_bounded():
+    (result,) = await ToolBox(TOOLS).run([ToolCall("n\ud800" * 10_000, {}, "i\ud800" * 10_000)])
+    assert all(len(text.encode("utf-8")) < 1000 for text in result.message().values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "coerced"),
+    [({"key": "x", "depth": 3}, False), ({"key": "x", "depth": "3"}, True), ('key: "x", depth: 3', True)],
+)
+async def test_arguments_that_are_read_as_they_were_meant_are_counted(arguments, coerced):
+    (result,) = await ToolBox(TOOLS).run([ToolCall("look_up", arguments)])
+    assert (result.content, result.coerced) == ("x/3/a", coerced)
 
 
 @pytest.mark.parametrize(

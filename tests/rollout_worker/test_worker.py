@@ -584,8 +584,11 @@ async def test_calls_and_failures_are_counted_by_tool_and_what_the_policy_invent
             "tools/multiply/failures": 0.0,
             "tools/fetch/calls": 2.0,
             "tools/fetch/failures": 2.0,
+            "tools/fetch/failures/raised": 2.0,
             "tools/unknown/calls": 2.0,
             "tools/unknown/failures": 2.0,
+            "tools/unknown/failures/malformed_call": 1.0,
+            "tools/unknown/failures/unknown_tool": 1.0,
         }
     assert len(run.rollouts) == 2
 

@@ -1,8 +1,14 @@
-"""What a tool is: a schema that the policy is shown, and a call that gives text."""
+"""What a tool is: a schema that the policy is shown, and a call that gives text; and what becomes of a call."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from rollout_worker.user_code import UserCodeError
+
+# What a call is counted as that names no tool, and calls of the tools that are too many to be counted by name.
+UNKNOWN, OTHER = "unknown", "other"
 
 
 class Tool(Protocol):
@@ -14,4 +20,33 @@ class Tool(Protocol):
         "parameters"}}`."""
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """The result as text, for arguments that fit the schema. Raises `UserCodeError`."""
+        """The result as text, for arguments that fit the schema. Raises `UserCodeError`, and `ArgumentsError` for
+        arguments that only the tool itself could find wrong."""
+
+
+class ArgumentsError(ValueError):
+    """Arguments that cannot be read, or do not fit; the text tells the policy which, and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The tool message that answers a call. `reason`: why the call failed, a code of `protocol.reasons`, None if it did
+    not; `counted_as`: the tool's name in metrics, `UNKNOWN` of a call that names no tool; `coerced`: its arguments were
+    read although they were not as the schema asks; `error`: what the tool's own code raised."""
+
+    name: str
+    content: str
+    reason: str | None = None
+    counted_as: str = UNKNOWN
+    coerced: bool = False
+    error: UserCodeError | None = None
+    call_id: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.reason is not None
+
+    def message(self) -> dict[str, str]:
+        """With the id of the call that it answers, if that had one."""
+        answers = {} if self.call_id is None else {"tool_call_id": self.call_id}
+        return {"role": "tool", "name": self.name, "content": self.content, **answers}

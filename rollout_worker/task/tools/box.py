@@ -1,6 +1,7 @@
-"""Tools: their schemas, the check of a call's arguments, and the calls themselves.
+"""The tools of an episode.
 
-Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and is counted; it never raises.
+Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and is counted by tool and
+reason; it never raises.
 """
 
 from __future__ import annotations
@@ -9,69 +10,56 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from jsonschema import Draft202012Validator
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+from jsonschema import SchemaError
 
+from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.user_code import UserCode, UserCodeError
+from rollout_worker.task.tools.arguments import Parameters
+from rollout_worker.task.tools.base import OTHER, UNKNOWN, ArgumentsError, Tool, ToolResult
+from rollout_worker.task.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
+from rollout_worker.task.tools.mcp import McpTool
+from rollout_worker.task.tools.reading import short
+from rollout_worker.task.tools.results import encodable
+from rollout_worker.user_code import UserCode, UserCodeError, failure_of
 
 DEFAULT_TIMEOUT_S = 60.0
 
 # A tool's name is part of a metric's: so many are counted by name, all others together.
 MOST_COUNTED = 24
-UNKNOWN, OTHER = "unknown", "other"
 _NAME_CHARACTERS = 64
+_ID_CHARACTERS = 128
+_KNOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class ToolResult:
-    """The tool message that answers a call. `counted_as`: the tool's name in metrics, `UNKNOWN` of a call that names no
-    tool; `error`: what the tool's own code raised."""
-
-    name: str
-    content: str
-    failed: bool
-    counted_as: str = UNKNOWN
-    error: UserCodeError | None = None
-    call_id: str | None = None
-
-    def message(self) -> dict[str, str]:
-        """With the id of the call that it answers, if that had one."""
-        answers = {} if self.call_id is None else {"tool_call_id": self.call_id}
-        return {"role": "tool", "name": self.name, "content": self.content, **answers}
-
-
-@dataclass(frozen=True, slots=True)
-class _Tool:
-    function: Callable[..., Any]
-    validator: Draft202012Validator
+class _Entry:
+    tool: Tool
+    parameters: Parameters
     counted_as: str
 
 
 class ToolBox:
-    """The tools of an episode. Raises `ConfigError` for a function from which no schema can be made."""
+    """Functions and tools by their names. `isolated`: functions run in child processes. Raises `ConfigError` for a
+    function from which no schema can be made, a schema that is none, and for a name that two tools have."""
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any]],
+        tools: Sequence[Callable[..., Any] | Tool],
         timeout_s: float = DEFAULT_TIMEOUT_S,
         code: UserCode | None = None,
+        isolated: bool = False,
     ) -> None:
         self._code = code or UserCode()
-        self.schemas = [_schema(function) for function in functions]
         self._timeout_s = timeout_s
-        self._tools: dict[str, _Tool] = {}
-        for function, schema in zip(functions, self.schemas, strict=True):
-            name = schema["function"]["name"]
-            if name in self._tools:
-                raise ConfigError(f"Task(tools=...): two tools are named {name!r}; rename one")
-            counted_as = name[:_NAME_CHARACTERS] if len(self._tools) < MOST_COUNTED else OTHER
-            validator = Draft202012Validator(_strict(schema["function"]["parameters"]))
-            self._tools[name] = _Tool(function, validator, counted_as)
+        self._isolated = cast("IsolatedCode", self._code) if isolated else None
+        self._tools: dict[str, _Entry] = {}
+        made = [self._made(given) for given in tools]
+        self.schemas = [tool.schema for tool in made]
+        for tool, schema in zip(made, self.schemas, strict=True):
+            self._add(tool, schema)
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
         """The results of a turn's calls, in order; the calls run side by side."""
@@ -79,67 +67,69 @@ class ToolBox:
             return [await self._run(calls[0])]
         return list(await asyncio.gather(*(self._run(call) for call in calls)))
 
+    def _made(self, given: Any) -> Tool:
+        if isinstance(given, FunctionTool | McpTool):
+            return given
+        if not is_tool(given):
+            return FunctionTool(given, self._code, self._isolated)
+        if self._isolated is not None:
+            raise ConfigError(
+                f"worker.tool_isolation = process: a {type(given).__name__} of Task(tools=...) cannot be called in "
+                f"another process; give a function, or set thread"
+            )
+        return GuardedTool(given, self._code)
+
+    def _add(self, tool: Tool, schema: dict[str, Any]) -> None:
+        origin = getattr(tool, "origin", type(tool).__name__)
+        try:
+            name, parameters = schema["function"]["name"], schema["function"].get("parameters", {})
+            checked = Parameters(parameters, strict=isinstance(tool, FunctionTool))
+        except (SchemaError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            text = error.message if isinstance(error, SchemaError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"tools: {short(schema)} from {origin} is not a tool's JSON schema: {text:.300}"
+            ) from None
+        if name in self._tools:
+            other = getattr(self._tools[name].tool, "origin", "another")
+            raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
+        counted_as = name[:_NAME_CHARACTERS] if len(self._tools) < MOST_COUNTED else OTHER
+        self._tools[name] = _Entry(tool, checked, counted_as)
+
     async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:
         if isinstance(call, MalformedCall):
-            return _failure("tool_call", call.reason)
-        if isinstance(call.arguments, str):
-            return _failure(call.name, f"the arguments are not a JSON object: {call.arguments[:80]}")
-        tool = self._tools.get(call.name)
-        if tool is None:
-            known = ", ".join(self._tools) or "none"
-            return _failure(_encodable(call.name), f"there is no tool {call.name!r}; the tools are: {known}")
-        problem = next(tool.validator.iter_errors(call.arguments), None)
-        if problem is not None:
-            where = "".join(f"{part}: " for part in problem.absolute_path)
-            return _failure(call.name, f"bad arguments: {where}{problem.message}", tool.counted_as)
+            return _failure("tool_call", reasons.TOOL_MALFORMED, call.reason)
+        id = None if call.id is None else encodable(call.id[:_ID_CHARACTERS])
+        entry = self._tools.get(call.name)
+        name = call.name if entry is not None else encodable(call.name[:_NAME_CHARACTERS])
+        if entry is None:
+            known = ", ".join(self._tools)[:_KNOWN_CHARACTERS] or "none"
+            return _failure(
+                name, reasons.TOOL_UNKNOWN, f"there is no tool {short(name)}; the tools are: {known}", id=id
+            )
+        counted_as, coerced = entry.counted_as, False
         try:
-            content = await self._code.call(tool.function, as_text, self._timeout_s, **call.arguments)
-            return ToolResult(call.name, content, failed=False, counted_as=tool.counted_as)
+            arguments = entry.parameters.fit(call.arguments)
+            coerced = bool(arguments.repairs)
+            content = await entry.tool.call(arguments.values, self._timeout_s)
+            return ToolResult(name, content, None, counted_as, coerced, call_id=id)
+        except ArgumentsError as error:
+            return _failure(name, reasons.TOOL_ARGUMENTS, str(error), counted_as, coerced, id=id)
         except UserCodeError as error:
-            return _failure(call.name, str(error), tool.counted_as, error)
+            reason = reasons.TIMEOUT if error.kind == reasons.TIMEOUT else reasons.TOOL_RAISED
+            return _failure(name, reason, str(error), counted_as, coerced, error, id)
+        except Exception as error:
+            failure = failure_of(error, None)
+            return _failure(name, reasons.TOOL_RAISED, str(failure), counted_as, coerced, failure, id)
 
 
-def _failure(name: str, reason: str, counted_as: str = UNKNOWN, error: UserCodeError | None = None) -> ToolResult:
-    content = _encodable(json.dumps({"error": reason}, ensure_ascii=False))
-    return ToolResult(name, content, failed=True, counted_as=counted_as, error=error)
-
-
-def as_text(result: object) -> str:
-    """Text as it is, lists and dicts as JSON where possible, all else as Python writes it."""
-    if isinstance(result, dict | list):
-        try:
-            return _encodable(json.dumps(result, ensure_ascii=False))
-        except (TypeError, ValueError):
-            pass
-    return _encodable(result if isinstance(result, str) else str(result))
-
-
-def _encodable(text: str) -> str:
-    """`text` as a plain str; what UTF-8 cannot write, a lone surrogate, is replaced, as no tokenizer takes it."""
-    return str.encode(text, "utf-8", "replace").decode("utf-8")
-
-
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return get_json_schema(function)  # type: ignore[no-any-return]
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        name = getattr(function, "__name__", repr(function))
-        raise ConfigError(
-            f"Task(tools=...): the tool {name!r} cannot be described to the policy: {error}; give every parameter a "
-            f"type hint, and the function a Google-style docstring with a line for each under 'Args:'"
-        ) from None
-    except (TypeError, ValueError, NameError) as error:
-        raise ConfigError(
-            f"Task(tools=...): {function!r} cannot be made into a tool ({error}); give a function with type hints"
-        ) from None
-
-
-def _strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """A function's parameters as strict JSON Schema: unknown names refused, `nullable` spelled out."""
-    properties = {name: _with_null(value) for name, value in schema.get("properties", {}).items()}
-    return {**schema, "properties": properties, "additionalProperties": False}
-
-
-def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """transformers marks optional types with OpenAPI's `nullable`, which JSON Schema does not know."""
-    return {"anyOf": [schema, {"type": "null"}]} if schema.get("nullable") else schema
+def _failure(
+    name: str,
+    reason: str,
+    text: str,
+    counted_as: str = UNKNOWN,
+    coerced: bool = False,
+    error: UserCodeError | None = None,
+    id: str | None = None,
+) -> ToolResult:
+    content = encodable(json.dumps({"error": text}, ensure_ascii=False))
+    return ToolResult(name, content, reason, counted_as, coerced, error, id)

@@ -1,0 +1,99 @@
+"""An MCP server for tests, as a program: `mcp_program.py stdio` or `mcp_program.py PORT`.
+
+`low` as a further word: one made by hand that serves its list of tools in pages; `bad`: whose schemas are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+import mcp.types as types
+from mcp.server.lowlevel import Server
+from mcp.server.mcpserver import Image, MCPServer
+
+server = MCPServer("kit")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two integers."""
+    return a + b
+
+
+@server.tool()
+def upper(text: str) -> str:
+    """Write in capitals."""
+    return text.upper()
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("on purpose")
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+@server.tool()
+def pid() -> str:
+    """The server's process and its parent."""
+    return f"[{os.getpid()}, {os.getppid()}]"
+
+
+@server.tool()
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+@server.tool(structured_output=False)
+def picture() -> list[Any]:
+    """Text and an image."""
+    return ["a cat", Image(data=b"\x89PNG", format="png")]
+
+
+@server.tool()
+def secret() -> str:
+    """What the server sees of its starter."""
+    return f"{os.environ.get('SLIPSTREAM_TOKEN')} {os.environ.get('KIT_KEY')}"
+
+
+def paged() -> Server[Any]:
+    async def listed(context: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
+        page = int((params.cursor if params else None) or 0)
+        properties = {"a": {"type": "objekt"}} if "bad" in sys.argv else {}
+        schema = {"type": "object", "properties": properties}
+        tools = [types.Tool(name=f"tool_{page}", description="One.", input_schema=schema)]
+        if page == 1:  # it breaks this promise
+            tools[0].output_schema = {"type": "object", "required": ["promised"]}
+        return types.ListToolsResult(tools=tools, next_cursor=str(page + 1) if page < 2 else None)
+
+    async def called(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        return types.CallToolResult(content=[], structured_content={"called": params.name})
+
+    return Server("paged", on_list_tools=listed, on_call_tool=called)
+
+
+async def serve_paged() -> None:
+    from mcp.server.stdio import stdio_server
+
+    low = paged()
+    async with stdio_server() as (read, write):
+        await low.run(read, write, low.create_initialization_options())
+
+
+if __name__ == "__main__":
+    if "low" in sys.argv:
+        asyncio.run(serve_paged())
+    elif sys.argv[1] == "stdio":
+        server.run("stdio")
+    else:
+        server.run("streamable-http", port=int(sys.argv[1]))

@@ -1,0 +1,308 @@
+"""Arguments as policies write them: what is read, what is made to fit, and what stays an error that says what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from rollout_worker.task.tools.arguments import MOST_DEPTH, Arguments, Parameters
+from rollout_worker.task.tools.base import ArgumentsError
+
+INT, TEXT = {"type": "integer"}, {"type": "string"}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "n": INT,
+        "x": {"type": "number"},
+        "b": {"type": "boolean"},
+        "s": TEXT,
+        "ints": {"type": "array", "items": INT},
+        "words": {"type": "array", "items": TEXT},
+        "o": {"type": "object", "properties": {"n": INT, "deep": {"type": "array", "items": {"$ref": "#/$defs/pair"}}}},
+        "counts": {"type": "object", "additionalProperties": INT},
+        "maybe": {**INT, "nullable": True},
+        "either": {"anyOf": [INT, {"type": "array", "items": INT}, {"type": "null"}]},
+        "several": {"type": ["integer", "string"]},
+        "kind": {**TEXT, "enum": ["a", "b"]},
+        "level": {"enum": [1, 2, 3]},
+        "pair": {"type": "array", "prefixItems": [INT, TEXT]},
+        "any": {},
+    },
+    "$defs": {"pair": {"type": "object", "properties": {"n": INT}}},
+}
+PARAMETERS = Parameters(SCHEMA, strict=True)
+
+
+def fit(given: Any) -> Arguments:
+    return PARAMETERS.fit(given)
+
+
+def outcome_of(parameters: Parameters, given: Any) -> Arguments | str:
+    """What fits, or what the policy is told."""
+    try:
+        return parameters.fit(given)
+    except ArgumentsError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"n": 7, "s": "a, b: c"}',
+        '```json\n{"n": 7, "s": "a, b: c"}\n```',
+        '```\n{"n": 7, "s": "a, b: c"}\n```',
+        '```json {"n": 7, "s": "a, b: c"}```',
+        json.dumps('{"n": 7, "s": "a, b: c"}'),
+        json.dumps(json.dumps('{"n": 7, "s": "a, b: c"}')),
+        '"n": 7, "s": "a, b: c"',
+        '{"n": 7, "s": "a, b: c",}',
+        "{'n': 7, 's': 'a, b: c'}",
+        "'n': 7, 's': 'a, b: c'",
+        "n: 7, s: a, b: c",
+        'n=7, s="a, b: c"',
+        "n = 7; s = 'a, b: c'",
+        "n: 7\ns: a, b: c",
+        '{n: 7, s: "a, b: c"}',
+        ' \n"n": 7,\n"s": "a, b: c",\n',
+    ],
+)
+def test_text_is_read_as_what_it_is_meant_to_be(text: str) -> None:
+    parameters = Parameters({"properties": {"n": INT, "s": TEXT}}, strict=True)
+    found = parameters.fit(text)
+    assert found.values == {"n": 7, "s": "a, b: c"}
+    assert found.repairs[0] == "text", "it is counted"
+
+
+@pytest.mark.parametrize("text", ["", "  ", "{}", "null", "```json\n{}\n```"])
+def test_no_text_is_no_arguments(text: str) -> None:
+    assert fit(text).values == {}
+
+
+@pytest.mark.parametrize("text", ["what is this", "[1, 2]", "7", '"seven"', '{"n": 7', "unknown: 3", "{{{{", "\ud800"])
+def test_text_that_cannot_be_read_is_told_with_what_is_expected(text: str) -> None:
+    with pytest.raises(ArgumentsError, match=r"not a JSON object: .*write them as \{\"name\": value\}"):
+        fit(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fitted"),
+    [
+        ("n", "7", 7),
+        ("n", " 7 ", 7),
+        ("n", "-7.0", -7),
+        ("n", 2.0, 2),
+        ("n", "12345678901234567890", 12345678901234567890),
+        ("x", "2.5", 2.5),
+        ("x", "7", 7),
+        ("b", "true", True),
+        ("b", "False", False),
+        ("ints", "[1, 2]", [1, 2]),
+        ("ints", "(1, 2)", [1, 2]),
+        ("ints", ["1", 2.0], [1, 2]),
+        ("ints", 3, [3]),
+        ("ints", "3", [3]),
+        ("words", "pen", ["pen"]),
+        ("words", '["pen", "ink"]', ["pen", "ink"]),
+        ("o", '{"n": "7"}', {"n": 7}),
+        ("o", {"deep": [{"n": "1"}, '{"n": 2.0}']}, {"deep": [{"n": 1}, {"n": 2}]}),
+        ("counts", {"pens": "3"}, {"pens": 3}),
+        ("maybe", "7", 7),
+        ("maybe", "null", None),
+        ("maybe", "None", None),
+        ("either", "7", 7),
+        ("either", "[1, '2']", [1, 2]),
+        ("either", "null", None),
+        ("level", "2", 2),
+        ("pair", ["1", "one"], [1, "one"]),
+        ("s", "a\ud800b", "a?b"),
+        ("any", {"k\udfff": ["\ud800"]}, {"k?": ["?"]}),
+    ],
+)
+def test_a_value_is_made_to_fit_and_counted(name: str, value: Any, fitted: Any) -> None:
+    found = fit({name: value})
+    assert found.values == {name: fitted}
+    assert [type(each) for each in found.values.values()] == [type(fitted)]
+    assert found.repairs
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 7),
+        ("n", -(10**20)),
+        ("x", 2),
+        ("x", 2.5),
+        ("s", "7"),
+        ("s", "true"),
+        ("s", "null"),
+        ("s", "[1]"),
+        ("s", "ünï – 🙂"),
+        ("several", "7"),
+        ("maybe", None),
+        ("either", [1]),
+        ("words", []),
+        ("any", {"a": [None, 1.5, "7"]}),
+    ],
+)
+def test_what_fits_is_not_touched(name: str, value: Any) -> None:
+    assert fit({name: value}) == Arguments({name: value})
+
+
+def test_null_for_a_parameter_with_a_default_leaves_the_default() -> None:
+    assert fit({"n": None, "s": "x"}) == Arguments({"s": "x"}, ("null for a default",))
+    with pytest.raises(ArgumentsError, match="n: None is not of type 'integer'"):
+        Parameters({"properties": {"n": INT}, "required": ["n"]}, strict=True).fit({"n": None})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"n": "seven"}, "n: 'seven' is not of type 'integer'"),
+        ({"n": "7.5"}, "n: '7.5' is not of type 'integer'"),
+        ({"n": True}, "n: True is not of type 'integer'"),
+        ({"n": "1e400"}, "n: '1e400' is not of type 'integer'"),
+        ({"x": "NaN"}, "x: 'NaN' is not of type 'number'"),
+        ({"b": 1}, "b: 1 is not of type 'boolean'"),
+        ({"s": 7}, "s: 7 is not of type 'string'"),
+        ({"maybe": "deep"}, "maybe: 'deep' is not of type 'integer', 'null'"),
+        ({"either": "x"}, "either: 'x' is not of type 'integer', 'array', 'null'"),
+        ({"ints": [1, "two"]}, "ints: 1: 'two' is not of type 'integer'"),
+        ({"words": '["pen", "in'}, "words: .* is not of type 'array'"),
+        ({"o": {"deep": [{"n": "x"}]}}, "o: deep: 0: n: 'x' is not of type 'integer'"),
+        ({"kind": "c"}, "kind: 'c' is not one of"),
+        ({"other": 1}, "'other' was unexpected"),
+        ({"x": float("nan")}, "x.*nan is not a number that JSON can write"),
+        ({"any": [{"a": float("-inf")}]}, "'any': 'a': -inf is not a number"),
+        ({"any": 1 << 5000}, "'any': the number is too long"),
+        ({"s": b"x"}, "a bytes, which is not JSON"),
+        ('{"x": 1e400}', "inf is not a number"),
+        ("x = {1, 2}", "a set, which is not JSON"),
+        ({"n": "x" * 10_000}, r"n: 'x{79}\.\.\. is not of type"),
+    ],
+)
+def test_what_cannot_be_made_to_fit_names_the_argument_the_value_and_the_type(given: Any, message: str) -> None:
+    with pytest.raises(ArgumentsError, match=message) as caught:
+        fit(given)
+    assert len(str(caught.value)) < 1000
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"any": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        nested(MOST_DEPTH),
+        '{"any": ' * 100_000,
+        '{"any": ' + "[" * 900 + "]" * 900 + "}",
+        "any: " + "-" * 100_000 + "1",
+        "any: " + "(" * 100_000,
+        "```" + " " * 200_000 + "x",
+        "\n" * 200_000 + "x",
+        ", any" * 50_000,
+        '{"n": ' + "9" * 100_000 + "}",
+        '{"n": 0x' + "f" * 10_000 + "}",
+    ],
+)
+def test_i9_no_nesting_and_no_length_raises_out_or_hangs(given: Any) -> None:
+    outcome = outcome_of(PARAMETERS, given)
+    assert not isinstance(outcome, str) or len(outcome) < 1000
+
+
+def test_long_lists_are_no_nesting() -> None:
+    assert len(fit({"ints": ["1"] * 20_000, "o": {"deep": [{"n": 1}] * 20_000}}).values["ints"]) == 20_000
+
+
+def test_i9_a_schema_that_refers_to_itself_in_two_ways_is_bounded() -> None:
+    """Its check is exponential in the depth of the value."""
+    tree = {"type": "object", "properties": {"kid": {"anyOf": [{"$ref": "#"}, {"$ref": "#", "required": ["x"]}]}}}
+    value: Any = 1
+    for _ in range(30):
+        value = {"kid": value}
+    with pytest.raises(ArgumentsError, match="nested too deeply"):
+        Parameters(tree, strict=False).fit(value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"s": {"type": "string", "pattern": "^(a+)+$"}}},
+        {"properties": {"s": {"$ref": "http://127.0.0.1:9/schema.json"}}},
+        {"properties": {"s": {"$ref": "#/$defs/nowhere"}}},
+        {"properties": {"s": {"$ref": "#/$defs/loop"}}, "$defs": {"loop": {"$ref": "#/$defs/loop"}}},
+        {"$schema": "http://json-schema.org/draft-04/schema#", "$id": "http://127.0.0.1:9/", "properties": {"s": {}}},
+        {},
+        {"type": "object"},
+    ],
+)
+def test_i9_a_server_s_schema_makes_no_check_hang_and_no_request(schema: dict[str, Any]) -> None:
+    values = {"s": "a" * 40 + "!"}
+    outcome = outcome_of(Parameters(schema, strict=False), values)
+    assert outcome in (Arguments(values), "bad arguments: they are nested too deeply to be checked")
+
+
+def test_a_big_number_and_a_fraction_to_divide_by_are_left_to_the_tool() -> None:
+    found = Parameters({"properties": {"n": {"type": "integer", "multipleOf": 0.5}}}, strict=False).fit({"n": 10**400})
+    assert found.values == {"n": 10**400}
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=[])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(sorted(SCHEMA["properties"]))
+
+
+@given(st.dictionaries(NAMES, TREES, max_size=4) | st.text() | st.builds(str, st.dictionaries(NAMES, TREES)))
+def test_i9_whatever_is_sampled_the_arguments_fit_or_the_policy_is_told(given: Any) -> None:
+    found = outcome_of(PARAMETERS, given)
+    if isinstance(found, str):
+        assert 0 < len(found) < 2000
+        return
+    json.dumps(found.values, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    assert fit(found.values).values == found.values, "what fits is not touched again"
+
+
+VALUES = {
+    "n": st.integers(-(2**100), 2**100),
+    "x": st.floats(allow_nan=False, allow_infinity=False),
+    "b": st.booleans(),
+    "ints": st.lists(st.integers(), max_size=4),
+    "maybe": st.none() | st.integers(),
+    "o": st.fixed_dictionaries({"n": st.integers()}),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=VALUES))
+def test_what_is_written_as_text_is_what_was_meant(values: dict[str, Any]) -> None:
+    quoted = {name: json.dumps(value) for name, value in values.items()}
+    for written in (quoted, json.dumps(values), json.dumps(quoted), str(values), json.dumps(values)[1:-1]):
+        found = fit(written).values
+        assert found == values
+        for name, value in found.items():
+            assert name != "n" or type(value) is int
+            assert not isinstance(value, float) or math.isfinite(value)
+
+
+@given(st.dictionaries(NAMES, TREES, max_size=4))
+def test_what_is_valid_is_not_changed_in_value(values: dict[str, Any]) -> None:
+    """Whatever the schema takes as it is goes through as it is; 2.0 for an integer is the same number."""
+    try:
+        text = json.dumps(values, allow_nan=False)
+        text.encode("utf-8")
+        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except ValueError:
+        return
+    if Draft202012Validator(SCHEMA).is_valid(values) and "maybe" not in values:
+        assert fit(values).values == values

@@ -1,0 +1,270 @@
+"""Tools of MCP servers: real ones, as child processes, over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from protocol import reasons
+from protocol.config import ConfigError
+from rollout_worker.chat.base import ToolCall
+from rollout_worker.task.tools import ToolBox, mcp_server
+from rollout_worker.task.tools.mcp import check_addresses, mcp_tools
+from tests.kit import WORKER, config
+from tests.kit.fake_vllm.policies import in_turn, scripted
+from tests.kit.ports import free_port
+from tests.kit.worker import TOKENIZER, fake, roll, task, until
+
+HERE = Path(__file__).parent
+PROGRAM = HERE.parent / "kit" / "programs" / "mcp_program.py"
+STDIO = shlex.join([sys.executable, str(PROGRAM), "stdio"])
+
+
+def command(code: str) -> str:
+    return shlex.join([sys.executable, "-c", code])
+
+
+def started(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@asynccontextmanager
+async def http_server(port: int | None = None) -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that answers, by its URL."""
+    port = port or free_port()
+    process = started(str(PROGRAM), str(port))
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(OSError):
+                    (await asyncio.open_connection("127.0.0.1", port))[1].close()
+                    break
+                assert process.poll() is None
+                await asyncio.sleep(0.02)
+        yield f"http://127.0.0.1:{port}/mcp", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def box_of(*addresses: str, timeout_s: float = 60.0, **options: object) -> AsyncIterator[ToolBox]:
+    async with mcp_tools(addresses, HERE, **options) as tools:
+        yield ToolBox(tools, timeout_s)
+
+
+async def one(box: ToolBox, name: str, **arguments: object):
+    (result,) = await box.run([ToolCall(name, arguments)])
+    return result
+
+
+@asynccontextmanager
+async def either(transport: str) -> AsyncIterator[str]:
+    if transport == "stdio":
+        yield STDIO
+        return
+    async with http_server() as (url, _):
+        yield url
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+async def test_a_server_s_tools_are_called_over_either_transport(transport, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "hidden")
+    monkeypatch.setenv("KIT_KEY", "seen")
+    async with either(transport) as address, box_of(address) as box:
+        add = next(schema for schema in box.schemas if schema["function"]["name"] == "add")
+        assert add["function"]["description"] == "Add two integers."
+        assert add["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+        assert (await one(box, "add", a=20, b=22)).content == "42"
+        coerced = await one(box, "add", a="20", b=22)
+        assert (coerced.content, coerced.coerced) == ("42", True)
+        assert (await one(box, "picture")).content == "a cat\n(image left out)"
+        failed = await one(box, "fail")
+        assert (failed.reason, failed.counted_as) == (reasons.TOOL_RAISED, "fail")
+        assert "fail" in json.loads(failed.content)["error"]
+        assert (await one(box, "add", a="many", b=1)).reason == reasons.TOOL_ARGUMENTS
+        assert (await one(box, "upper", text="a\ud800b")).content == "A?B", "a surrogate would end the connection"
+        assert (await one(box, "add", a=10**20, b=float("nan"))).reason == reasons.TOOL_ARGUMENTS
+        assert (await one(box, "add", a=10**30, b=0)).content == str(10**30)
+        if transport == "stdio":
+            assert (await one(box, "secret")).content == "None seen"
+        results = await box.run([ToolCall("add", {"a": number, "b": 0}) for number in range(200)])
+        assert [result.content for result in results] == [str(number) for number in range(200)]
+
+
+async def test_all_pages_of_the_list_and_structured_content():
+    async with box_of(f"{STDIO} low") as box:
+        assert [schema["function"]["name"] for schema in box.schemas] == ["tool_0", "tool_1", "tool_2"]
+        assert (await one(box, "tool_2")).content == '{"called": "tool_2"}'
+        broken = await one(box, "tool_1")
+        assert (broken.reason, "promised" in broken.content) == (reasons.TOOL_RAISED, True)
+        assert (await one(box, "tool_0")).content == '{"called": "tool_0"}'
+
+
+async def test_a_schema_that_is_none_is_refused_naming_the_server():
+    async with mcp_tools([f"{STDIO} low bad"], HERE) as tools:
+        with pytest.raises(ConfigError, match=r"from the MCP server .* low bad is not a tool's JSON schema: 'objekt'"):
+            ToolBox(tools)
+
+
+async def test_a_slow_call_times_out_and_the_others_go_on():
+    async with box_of(STDIO, timeout_s=0.5) as box:
+        slow, quick = await box.run([ToolCall("wait", {"seconds": 60}), ToolCall("add", {"a": 1, "b": 2})])
+        assert (slow.reason, quick.content) == (reasons.TIMEOUT, "3")
+        assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_a_server_that_dies_fails_its_calls_once_and_is_connected_again():
+    async with box_of(STDIO) as box:
+        results = await box.run([ToolCall("die", {}), ToolCall("wait", {"seconds": 60})])
+        assert {result.reason for result in results} == {reasons.TOOL_RAISED}
+        assert all("MCP server" in result.content for result in results)
+        assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_an_http_server_that_is_started_again_is_connected_again(monkeypatch):
+    monkeypatch.setattr("rollout_worker.task.tools.mcp_server.RETRY_AFTER_S", 0.0)
+    port = free_port()
+    async with http_server(port) as (url, process), box_of(url) as box:
+        process.kill()
+        process.wait()
+        lost, still = await one(box, "add", a=2, b=3), await one(box, "add", a=2, b=3)
+        assert (lost.reason, still.reason) == (reasons.TOOL_RAISED, reasons.TOOL_RAISED)
+        assert "was lost" in lost.content
+        assert "cannot be reached" in still.content
+        async with http_server(port):
+            assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_calls_of_a_server_that_stays_away_share_one_try(monkeypatch):
+    """No storm of connections, or of processes: not of calls at one time, nor of those in the pause after it."""
+    tries = []
+    monkeypatch.setattr("rollout_worker.task.tools.mcp_server.RETRY_AFTER_S", 600.0)
+    async with http_server() as (url, process), box_of(url) as box:
+        process.kill()
+        process.wait()
+        await one(box, "add", a=2, b=3)
+        opened = mcp_server._Connection.open
+        monkeypatch.setattr(mcp_server._Connection, "open", lambda *given: tries.append(1) or opened(*given))
+        for _ in range(2):
+            results = await box.run([ToolCall("add", {"a": 2, "b": 3})] * 20)
+            assert all("cannot be reached" in result.content for result in results)
+    assert len(tries) == 1
+
+
+async def test_a_stdio_server_ends_with_the_context():
+    async with box_of(STDIO) as box:
+        server, guard = json.loads((await one(box, "pid")).content)
+    assert ended(server)
+    assert ended(guard)
+
+
+async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path):
+    """Not even one that does not read its stdin, and one that it has started itself."""
+    (tmp_path / "stubborn.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}} end')\n"
+        "time.sleep(600)\n"
+    )
+    worker = (
+        "import asyncio\nfrom pathlib import Path\nfrom rollout_worker.task.tools.mcp import mcp_tools\n"
+        "async def main():\n"
+        f"    async with mcp_tools([{shlex.join([sys.executable, 'stubborn.py'])!r}], Path({str(tmp_path)!r})): pass\n"
+        "asyncio.run(main())\n"
+    )
+    process = started("-c", worker)
+    pids = tmp_path / "pids"
+    try:
+        await until(lambda: pids.exists() and pids.read_text().endswith("end"), 60)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for pid in map(int, pids.read_text().split()[:2]):
+        await until(lambda pid=pid: ended(pid))
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://127.0.0.1:9/mcp?key=secret", r"http://127.0.0.1:9/mcp cannot be reached.*start it"),
+        ("no-such-program --serve", "no program 'no-such-program'.*install it"),
+        (command("print('hello', flush=True); import time; time.sleep(600)"), "did not answer within 1 s"),
+        (command("raise SystemExit(3)"), "cannot be reached: .*look at what it wrote to stderr"),
+        (command("import time; time.sleep(600)"), "did not answer within 1 s"),
+    ],
+)
+async def test_a_server_that_gives_no_tools_is_refused_with_a_remedy(address, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        async with mcp_tools([address], HERE, connect_timeout_s=1.0):
+            pass
+    assert "secret" not in str(caught.value)
+    for child in psutil.Process().children(recursive=True):
+        assert "mcp_guard" not in " ".join(child.cmdline())
+
+
+@pytest.mark.parametrize("address", ["", "http://", "ws://host/mcp", "server 'unclosed", 3])
+def test_what_cannot_be_an_address_is_refused_without_connecting(address):
+    with pytest.raises(ConfigError, match="mcp_servers"):
+        check_addresses([address])
+
+
+async def test_a_name_that_two_servers_have_is_refused_naming_both():
+    def add(a: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+        """
+        return a
+
+    async with mcp_tools([STDIO], HERE) as tools:
+        with pytest.raises(
+            ConfigError, match=f"two tools are named 'add', one from a function of {__name__}, one from the MCP"
+        ):
+            ToolBox([add, *tools])
+
+
+async def test_the_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("rollout_worker.task.tools.mcp.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\[mcp\]'"):
+        async with mcp_tools([STDIO], HERE):
+            pass
+
+
+def test_a_task_with_servers_connects_to_none_when_it_is_made():
+    made = task(mcp_servers=[f"{sys.executable} -c 'raise SystemExit'", f"http://127.0.0.1:{os.getpid()}/mcp"])
+    assert len(made.mcp_servers) == 2
+    with pytest.raises(ConfigError, match="prompts are text"):
+        task(dataset=[{"prompt": "text", "answer": 1}], tools=[], mcp_servers=[STDIO])
+
+
+async def test_episodes_call_the_servers_of_the_task_and_of_the_run_file():
+    def calling(tool: str) -> str:
+        return f'<tool_call>{{"name": "{tool}", "arguments": {{"a": 20, "b": 22}}}}</tool_call>'
+
+    policy = scripted(TOKENIZER, in_turn([calling("add") + calling("tool_2") + calling("multiply"), "done"]))
+    roomy = {"max_turn_tokens": 600, "max_episode_tokens": 2000}
+    of_the_run = {"mcp_servers": [f"{STDIO} low"]}
+    run_config = config(WORKER, task=of_the_run, rollout=roomy, vllm={"max_model_len": 8000})
+    run = await roll(task(mcp_servers=[STDIO]), fake(policy), config=run_config)
+    for rollout in run.rollouts:
+        said = [message["content"] for message in json.loads(rollout.messages) if message["role"] == "tool"]
+        assert said == ["42", '{"called": "tool_2"}', "440"]
+        assert rollout.tool_failures == 0
+    assert len(run.rollouts) == 2

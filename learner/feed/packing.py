@@ -1,18 +1,21 @@
-"""Sequences packed into rows of at most `token_budget` tokens, without padding.
+"""Sequences packed into rows of at most `token_budget` tokens: no padding, and what they share stands there once.
 
-Packing must not change what is learnt: each row carries the bounds of its sequences, attention stays within them,
+Packing must not change what is learnt: in a row every sequence attends to its own tokens only (`learner.feed.trie`),
 and the loss is a sum over tokens with one normaliser for the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from learner.feed import trie
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Sample:
 
     token_ids: int32 [T]; sampled: bool [T]; behaviour: float32 [T], log-probs under the policy that sampled;
     weights: float32 [T], loss weights, 0 for the first token and where not sampled; staleness: int32 [T], versions
-    between sampling and training; advantage: its rollout's.
+    between sampling and training; advantage: its rollout's; group: a number that samples with a common prompt share.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -30,39 +33,40 @@ class Sample:
     weights: npt.NDArray[np.float32]
     staleness: npt.NDArray[np.int32]
     advantage: float
+    group: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def trimmed(self) -> Sample:
-        """Without what follows the last token with weight: attention is causal, so nothing there matters."""
-        end = int(np.flatnonzero(self.weights)[-1]) + 1
-        return Sample(
-            self.token_ids[:end],
-            self.sampled[:end],
-            self.behaviour[:end],
-            self.weights[:end],
-            self.staleness[:end],
-            self.advantage,
-        )
+    @property
+    def forwarded(self) -> npt.NDArray[np.int32]:
+        """The tokens that must be computed: the last one is predicted only, and what follows the last token with weight
+        does not matter, as attention is causal."""
+        return self.token_ids[: int(np.flatnonzero(self.weights)[-1])]
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Several sequences end to end, longest first, and the sampled tokens in them.
+    """Several sequences as a trie in depth-first order, and the tokens with weight in them.
 
-    input_ids, position_ids: int64 [1, T]; cu_seqlens: int32 [n + 1], where each sequence starts, and T; max_seqlen:
-    length of the longest. For each of the N sampled tokens: positions, int64 [N], index in the row of the token
-    *before* it, whose output predicts it; targets, int64 [N], its id; behaviour, advantages, weights, float32 [N];
-    staleness, int32 [N].
+    input_ids, position_ids: int64 [1, T]; starts: n + 1 places, where each of the trie's nodes begins, and T; reach: n
+    places, where what descends from each ends; longest: tokens of the longest sequence. positions, targets: int64 [U],
+    the pairs to be scored, each once: index in the row of the token before, whose output predicts, and the id that is
+    predicted. For each of the N tokens with weight: scored, int64 [N], its pair; behaviour, advantages, weights,
+    float32 [N]; staleness, int32 [N]. order: the samples as their tokens stand among the N; raw_tokens: T, if nothing
+    were shared.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
+    starts: list[int]
+    reach: list[int]
+    longest: int
+    order: list[int]
+    raw_tokens: int
     positions: torch.Tensor
     targets: torch.Tensor
+    scored: torch.Tensor
     behaviour: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
@@ -82,10 +86,16 @@ class PackedRow:
         return replace(self, **moved)
 
 
-def pack(samples: Sequence[Sample], token_budget: int) -> list[PackedRow]:
-    """Rows of at most `token_budget` tokens that hold every sample once; raises `ValueError` if one is longer."""
-    bins = assign([len(sample) for sample in samples], token_budget)
-    return [pack_row([samples[i] for i in members]) for members in bins]
+def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True) -> list[PackedRow]:
+    """Rows of at most `token_budget` tokens that hold every sample once; raises `ValueError` if one is longer.
+
+    Samples of one group stand in one row, unless they need more than a row: then neighbours in the trie stand together.
+    `branches` false: for attention that knows whole sequences only.
+    """
+    by_group = groupby(sorted(samples, key=_group), key=_group)
+    units = [unit for _, group in by_group for unit in _units(list(group), token_budget, branches)]
+    bins = assign([unit.tokens for unit in units], token_budget)
+    return [pack_row([sample for i in members for sample in units[i].samples], branches) for members in bins]
 
 
 def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -114,31 +124,67 @@ def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return bins
 
 
-def pack_row(samples: Sequence[Sample]) -> PackedRow:
-    """One row of `samples`, in their order."""
-    lengths = np.array([len(sample) for sample in samples])
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    targets = np.concatenate([_predicted(sample) + start for sample, start in zip(samples, starts, strict=False)])
-    token_ids = np.concatenate([sample.token_ids for sample in samples]).astype(np.int64)
-    behaviour = np.concatenate([sample.behaviour for sample in samples])
-    weights = np.concatenate([sample.weights for sample in samples])
-    staleness = np.concatenate([sample.staleness for sample in samples])
-    advantages = np.repeat(np.array([sample.advantage for sample in samples], dtype=np.float32), lengths)
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
+    """One row of `samples`."""
+    paths = trie.build([sample.forwarded for sample in samples], branches)
+    positions, targets, entries = [], [], []
+    for index, places in zip(paths.order, paths.places, strict=True):
+        sample = samples[index]
+        trained = np.flatnonzero(sample.weights)
+        positions.append(places[trained - 1])
+        targets.append(sample.token_ids[trained].astype(np.int64))
+        entries.append(
+            (
+                sample.behaviour[trained],
+                np.full(len(trained), sample.advantage, dtype=np.float32),
+                sample.weights[trained],
+                sample.staleness[trained],
+            )
+        )
+    pairs, scored = np.unique(np.concatenate(positions) << 32 | np.concatenate(targets), return_inverse=True)
+    behaviour, advantages, weights, staleness = (np.concatenate(column) for column in zip(*entries, strict=True))
     return PackedRow(
-        input_ids=torch.from_numpy(token_ids)[None],
-        position_ids=torch.from_numpy(positions)[None],
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        max_seqlen=int(lengths.max()),
-        positions=torch.from_numpy(targets - 1),
-        targets=torch.from_numpy(token_ids[targets]),
-        behaviour=torch.from_numpy(behaviour[targets]),
-        advantages=torch.from_numpy(advantages[targets]),
-        weights=torch.from_numpy(weights[targets]),
-        staleness=torch.from_numpy(staleness[targets]),
+        input_ids=torch.from_numpy(paths.token_ids)[None],
+        position_ids=torch.from_numpy(paths.depths)[None],
+        starts=paths.starts.tolist(),
+        reach=paths.reach.tolist(),
+        longest=int(paths.depths.max()) + 1,
+        order=paths.order,
+        raw_tokens=sum(len(places) for places in paths.places),
+        positions=torch.from_numpy(pairs >> 32),
+        targets=torch.from_numpy(pairs & 0xFFFFFFFF),
+        scored=torch.from_numpy(scored),
+        behaviour=torch.from_numpy(behaviour),
+        advantages=torch.from_numpy(advantages),
+        weights=torch.from_numpy(weights),
+        staleness=torch.from_numpy(staleness),
     )
 
 
-def _predicted(sample: Sample) -> npt.NDArray[np.int64]:
-    """Indices of the sampled tokens that follow another token."""
-    return np.flatnonzero(sample.sampled[1:]) + 1
+@dataclass(frozen=True)
+class _Unit:
+    """Samples that stand in one row, and the tokens that they need there."""
+
+    samples: list[Sample]
+    tokens: int
+
+
+def _group(sample: Sample) -> int:
+    return sample.group
+
+
+def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iterator[_Unit]:
+    """A group's samples, cut between sorted neighbours where they need more than a row: each part repeats the path."""
+    paths = [sample.forwarded for sample in samples]
+    members: list[Sample] = []
+    tokens = 0
+    before = np.empty(0, dtype=np.int32)
+    for index in trie.sorted_order(paths):
+        added = len(paths[index]) - trie.shared(before, paths[index], branches)
+        if members and tokens + added > token_budget:
+            yield _Unit(members, tokens)
+            members, tokens, added = [], 0, len(paths[index])
+        members.append(samples[index])
+        tokens += added
+        before = paths[index]
+    yield _Unit(members, tokens)

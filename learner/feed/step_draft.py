@@ -19,6 +19,7 @@ from learner.feed.packing import PackedRow, Sample, pack
 from learner.feed.rollout_choice import choose
 from learner.feed.rollout_metrics import RolloutMetrics
 from learner.feed.tally import JudgedGroup, Tally, rewards_of, tally
+from learner.model.attention import NAME as VARLEN_SDPA
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import LARGEST_FIGURE, Group
@@ -116,7 +117,8 @@ class Draft:
     def finish(self) -> Batch:
         """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
-        rows = pack([sample for standing in self._standing.values() for sample in _sequences(standing)], budget)
+        samples = [s for number, standing in enumerate(self._standing.values()) for s in _sequences(standing, number)]
+        rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
         weights = [standing.weights for standing in self._standing.values()]
         counts = tally(list(self._judged.values()), self._metrics, weights, rows, budget)
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts, self._samples())
@@ -172,7 +174,7 @@ def _trained_length(weights: npt.NDArray[np.float32]) -> int:
     return int(trained[-1]) + 1 if len(trained) else 0
 
 
-def _sequences(standing: _Standing) -> Iterator[Sample]:
+def _sequences(standing: _Standing, group: int) -> Iterator[Sample]:
     segments = [
         (segment, float(advantage))
         for rollout, advantage in zip(standing.group.rollouts, standing.advantages, strict=True)
@@ -181,6 +183,4 @@ def _sequences(standing: _Standing) -> Iterator[Sample]:
     of = standing.weights
     for (segment, advantage), weights, staleness in zip(segments, of.weights, of.staleness, strict=True):
         if weights.any():
-            yield Sample(
-                segment.token_ids, segment.loss_mask, segment.logprobs, weights, staleness, advantage
-            ).trimmed()
+            yield Sample(segment.token_ids, segment.loss_mask, segment.logprobs, weights, staleness, advantage, group)

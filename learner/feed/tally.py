@@ -58,7 +58,9 @@ class Tally:
     `_in_flight` and `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every
     group that arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason; tokens_prompt, of the
     same groups.
-    packing_fill: tokens of the rows by rows times budget. epoch: whole passes over the data before the newest group.
+    packing_fill: tokens of the rows by rows times budget; tokens_forwarded: tokens of the rows, of which what samples
+    share is one; tokens_unshared: what they would be if nothing were shared.
+    epoch: whole passes over the data before the newest group.
     metrics: see `RolloutMetrics`; task_metrics: the task's own.
     """
 
@@ -78,6 +80,8 @@ class Tally:
     two_span_rollouts: int
     rows: int
     packing_fill: float
+    tokens_forwarded: int = 0
+    tokens_unshared: int = 0
     tokens_prompt: int = 0
     epoch: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -119,6 +123,8 @@ def tally(
         two_span_rollouts=sum(group.two_span_rollouts for group in judged),
         rows=len(rows),
         packing_fill=sum(row.tokens for row in rows) / (len(rows) * budget),
+        tokens_forwarded=sum(row.tokens for row in rows),
+        tokens_unshared=sum(row.raw_tokens for row in rows),
         tokens_prompt=metrics.prompt_tokens,
         epoch=max(group.epoch for group in judged),
         metrics=metrics.ours(),

@@ -40,9 +40,10 @@ class Policy(torch.nn.Module):
         self._scoring = scoring
 
     def forward(self, row: PackedRow) -> TokenScores:
-        """Log-probs and entropies at the sampler's temperature, each float32 [N], for the row's N sampled tokens."""
+        """Log-probs and entropies at the sampler's temperature, each float32 [N], of the row's N tokens with weight."""
         hidden = self._hidden(row)[row.positions]
-        return token_scores(self._lm_head(self._scoring.temperature), hidden, row.targets)
+        scores = token_scores(self._lm_head(self._scoring.temperature), hidden, row.targets)
+        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored])
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
@@ -132,6 +133,6 @@ def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
 
 def _plain_row(token_ids: list[int]) -> PackedRow:
     ids = np.array(token_ids, dtype=np.int32)
-    zeros = np.zeros(len(ids), dtype=np.float32)
-    staleness = np.zeros(len(ids), dtype=np.int32)
-    return pack_row([Sample(ids, np.ones(len(ids), dtype=np.bool_), zeros, zeros, staleness, 0.0)])
+    weights = np.ones(len(ids), dtype=np.float32)
+    weights[0] = 0.0
+    return pack_row([Sample(ids, weights > 0, np.zeros_like(weights), weights, np.zeros_like(ids), 0.0)])

@@ -26,7 +26,7 @@ def sample(length: int, prompt: int, seed: int) -> Sample:
         token_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
         sampled=sampled,
         behaviour=np.where(sampled, random.normal(-4.2, 0.3, length), 0).astype(np.float32),
-        weights=(sampled & (random.random(length) < 0.9)).astype(np.float32),
+        weights=(sampled & (np.arange(length) > 0) & (random.random(length) < 0.9)).astype(np.float32),
         staleness=random.integers(0, 3, length).astype(np.int32),
         advantage=float(random.normal()),
     )

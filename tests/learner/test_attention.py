@@ -2,51 +2,73 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import masking_utils
 
-from learner.feed.packing import pack_row
-from learner.model.attention import layout, varlen_sdpa
+from learner.feed.packing import PackedRow, Sample, pack_row
+from learner.model import trie_attention
+from learner.model.attention import Layout, along_paths, layout, paths, varlen_sdpa
 from learner.model.policy import Policy
 from tests.kit.learner import sample
 
 CPU = torch.device("cpu")
 
 
+def row_of(*sequences: list[int]) -> PackedRow:
+    """A row in which each sequence trains its last token."""
+    samples = []
+    for tokens in sequences:
+        ids = np.array([*tokens, 0], dtype=np.int32)
+        weights = np.zeros(len(ids), dtype=np.float32)
+        weights[-1] = 1.0
+        samples.append(Sample(ids, weights > 0, weights, weights, np.zeros_like(ids), 1.0))
+    return pack_row(samples)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_buckets_cover_the_row_and_bound_the_padding(lengths: list[int]) -> None:
-    buckets = layout(lengths, CPU).buckets
-    assert [bucket.start for bucket in buckets] == [0, *[bucket.end for bucket in buckets[:-1]]]
-    assert buckets[-1].end == sum(lengths)
+    starts = [0, *np.cumsum(lengths).tolist()]
+    buckets = trie_attention.layout(starts, starts[1:]).buckets
+    assert sorted(torch.cat([bucket.tokens for bucket in buckets]).tolist()) == list(range(sum(lengths)))
     assert sum(bucket.count for bucket in buckets) == len(lengths)
-    assert all(bucket.end - bucket.start >= 0.8 * bucket.count * bucket.length for bucket in buckets)
+    assert all(len(bucket.slots) >= 0.8 * bucket.count * bucket.length for bucket in buckets)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("lengths", [[9], [5, 5, 5], [12, 11, 10, 4, 1], [1, 8, 2]])
-def test_each_sequence_attends_to_itself_only(heads: tuple[int, int], lengths: list[int]) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, n, sum(lengths), 8) for n in (heads[0], heads[1], heads[1]))
-    actual, _ = varlen_sdpa(torch.nn.Module(), query, key, value, None, varlen_layout=layout(lengths, CPU))
-    start = 0
-    for length in lengths:
-        q, k, v = (tensor[0, :, start : start + length] for tensor in (query, key, value))
-        k, v = (tensor.repeat_interleave(heads[0] // heads[1], 0) for tensor in (k, v))
-        scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-        expected = (scores.softmax(-1) @ v).transpose(0, 1)
-        torch.testing.assert_close(actual[0, start : start + length], expected, atol=1e-5, rtol=1e-5)
-        start += length
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_attention_along_gathered_paths_is_that_of_the_trie(sequences: list[list[int]]) -> None:
+    """What runs where there is no trie attention, such as on a GPU: outputs and gradients, here on a CPU."""
+    row = row_of(*sequences)
+    inputs = [torch.randn(row.tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    gathered = along_paths(*inputs, paths(row, CPU), None)
+    merged = trie_attention.trie_attention(*inputs, trie_attention.layout(row.starts, row.reach), None)
+    torch.testing.assert_close(gathered, merged, atol=1e-12, rtol=1e-10)
+    upstream = torch.randn_like(merged)
+    for one, other in zip(
+        torch.autograd.grad(gathered, inputs, upstream), torch.autograd.grad(merged, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
+
+
+def test_a_cpu_takes_the_trie_and_other_devices_its_paths() -> None:
+    row = row_of([1, 2, 3], [1, 2, 4])
+    assert layout(row, CPU).paths is None
+    elsewhere = layout(row, torch.device("meta"))
+    assert elsewhere.trie is None
+    assert elsewhere.longest == 3
 
 
 def test_model_output_equals_eager_attention(make_policy: Callable[..., Policy]) -> None:
     samples = [sample(length, 1, seed) for seed, length in enumerate([17, 16, 9, 2])]
-    packed = make_policy()(pack_row(samples)).logprobs
+    row = pack_row(samples)
+    packed = make_policy()(row).logprobs
     eager = make_policy("eager")
-    apart = torch.cat([eager(pack_row([item])).logprobs for item in samples])
+    apart = torch.cat([eager(pack_row([samples[i]])).logprobs for i in row.order])
     torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-5)
 
 
@@ -65,13 +87,14 @@ def test_transformers_builds_no_mask_for_it(
 
 def test_a_window_that_would_cut_a_sequence_is_refused() -> None:
     tensor = torch.randn(1, 2, 9, 4)
-    call = {"varlen_layout": layout([9], CPU)}
+    row_layout = Layout(9, trie=trie_attention.layout([0, 9], [9]))
     with pytest.raises(ValueError, match=r"sequence of 9 tokens .* window of 8"):
-        varlen_sdpa(torch.nn.Module(), tensor, tensor, tensor, None, sliding_window=8, **call)
-    varlen_sdpa(torch.nn.Module(), tensor, tensor, tensor, None, sliding_window=9, **call)
+        varlen_sdpa(torch.nn.Module(), tensor, tensor, tensor, None, sliding_window=8, row_layout=row_layout)
+    varlen_sdpa(torch.nn.Module(), tensor, tensor, tensor, None, sliding_window=9, row_layout=row_layout)
 
 
 def test_attention_that_it_would_compute_wrongly_is_refused() -> None:
     tensor = torch.randn(1, 2, 9, 4)
+    row_layout = Layout(9, trie=trie_attention.layout([0, 9], [9]))
     with pytest.raises(ValueError, match="does not support softcap"):
-        varlen_sdpa(torch.nn.Module(), tensor, tensor, tensor, None, varlen_layout=layout([9], CPU), softcap=30.0)
+        varlen_sdpa(torch.nn.Module(), tensor, tensor, tensor, None, row_layout=row_layout, softcap=30.0)

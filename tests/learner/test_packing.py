@@ -49,27 +49,53 @@ def test_best_fit_fills_the_smallest_gap() -> None:
 
 
 def test_a_sequence_beyond_the_budget_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"sequence of 65 tokens .* learner.token_budget = 64"):
-        pack([sample(65, 3, 0)], 64)
+    with pytest.raises(ValueError, match=r"sequence of 6\d tokens .* learner.token_budget = 64"):
+        pack([sample(67, 3, 0)], 64)
 
 
-def test_a_row_points_at_the_token_before_each_sampled_one() -> None:
-    first, second = sample(5, 2, seed=1), sample(3, 0, seed=2)
-    row = pack_row([first, second])
-    assert row.cu_seqlens.tolist() == [0, 5, 8]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-    assert row.positions.tolist() == [1, 2, 3, 5, 6]
-    np.testing.assert_array_equal(row.targets, [*first.token_ids[2:], *second.token_ids[1:]])
-    np.testing.assert_array_equal(row.weights, [*first.weights[2:], *second.weights[1:]])
-    np.testing.assert_array_equal(row.staleness, [*first.staleness[2:], *second.staleness[1:]])
-    np.testing.assert_array_equal(row.behaviour, [*first.behaviour[2:], *second.behaviour[1:]])
-    assert row.max_seqlen == 5
+def test_a_row_points_at_the_token_before_each_one_with_weight() -> None:
+    first, second = _sample([1, 2, 3, 4], [0, 0, 1, 1]), _sample([1, 2, 5], [0, 1, 1])
+    row = pack_row([second, first])
+    assert row.input_ids.tolist() == [[1, 2, 3]]
+    assert row.position_ids.tolist() == [[0, 1, 2]]
+    assert row.order == [1, 0] or row.order == [0, 1]
+    pairs = [(int(row.positions[place]), int(row.targets[place])) for place in row.scored]
+    of_first, of_second = [(1, 3), (2, 4)], [(0, 2), (1, 5)]
+    assert pairs == (of_second + of_first if row.order == [0, 1] else of_first + of_second)
+    assert (row.longest, row.raw_tokens) == (3, 5)
 
 
-def test_trimming_cuts_what_follows_the_last_token_with_weight() -> None:
-    whole = sample(6, 2, 0)
-    weights = np.array([0, 0, 1, 1, 0, 0], dtype=np.float32)
-    assert len(Sample(whole.token_ids, whole.sampled, whole.behaviour, weights, whole.staleness, 1.0).trimmed()) == 4
+def test_a_pair_that_samples_share_is_scored_once() -> None:
+    row = pack_row([_sample([1, 2, 3], [0, 1, 1], 1.0), _sample([1, 2, 3], [0, 1, 1], -1.0)])
+    assert len(row.targets) == 2
+    assert sorted(row.scored.tolist()) == [0, 0, 1, 1]
+    assert sorted(row.advantages.tolist()) == [-1, -1, 1, 1]
+
+
+def test_what_follows_the_last_token_with_weight_is_not_computed() -> None:
+    assert _sample([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 0]).forwarded.tolist() == [1, 2, 3]
+
+
+def test_a_group_stands_in_one_row_and_one_above_the_budget_is_cut() -> None:
+    group = [_sample([1, 2, 3, token, 9], [0, 0, 0, 0, 1]) for token in range(10, 16)]
+    (row,) = pack(group, 12)
+    assert (row.tokens, row.raw_tokens) == (9, 24)
+    rows = pack(group, 6)
+    assert sum(len(row.weights) for row in rows) == 6
+    assert all(row.tokens <= 6 for row in rows)
+    assert len(rows) == 2
+
+
+def test_attention_that_knows_whole_sequences_only_gets_them() -> None:
+    group = [_sample([1, 2, 3, token, 9], [0, 0, 0, 0, 1]) for token in (10, 11, 11)]
+    (row,) = pack(group, 64, branches=False)
+    assert row.starts == [0, 4, 8]
+    assert row.reach == row.starts[1:]
+
+
+def _sample(tokens: list[int], weights: list[float], advantage: float = 1.0) -> Sample:
+    ids, loss = np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32)
+    return Sample(ids, loss > 0, -loss, loss, np.zeros_like(ids), advantage)
 
 
 @settings(max_examples=8, deadline=None)
@@ -80,6 +106,14 @@ def test_packed_loss_and_gradients_equal_unpacked_ones(
 ) -> None:
     """Whatever the budget and the order; the unpacked side runs transformers' own attention and full logits."""
     samples = [sample(length, 1 + length // 3, seed) for seed, length in enumerate(lengths)]
+    # Two thirds share a beginning with their neighbour, and some are equal.
+    for seed, item in enumerate(samples):
+        if seed % 3:
+            size = min(len(item), len(samples[seed - 1])) * (seed % 3) // 2
+            item.token_ids[:size] = samples[seed - 1].token_ids[:size]
+    samples = [item for item in samples if item.weights.any()]
+    if not samples:
+        return
     expected = _train(policies.plain, [pack_row([item]) for item in samples], _whole_logprobs)
     order.shuffle(samples)
     actual = _train(policies.packed, pack(samples, budget), lambda policy, row: policy(row).logprobs)
@@ -104,4 +138,4 @@ def _train(policy: Policy, rows: list[PackedRow], logprobs: Callable[[Policy, Pa
 
 def _whole_logprobs(policy: Policy, row: PackedRow) -> torch.Tensor:
     logits = policy.model(input_ids=row.input_ids, use_cache=False).logits[0]
-    return logits.log_softmax(-1)[row.positions, row.targets]
+    return logits.log_softmax(-1)[row.positions, row.targets][row.scored]

@@ -27,7 +27,8 @@ sync_count sync_pause_ms_p50 sync_pause_ms_p95 sync_transfer_ms_p50 sync_learner
 KEYS = """
 step version reward reward_std loss entropy grad_norm learning_rate staleness_mean staleness_max
 staleness_in_flight staleness_in_queue groups_trained groups_dropped tokens_sampled tokens_trained tokens_masked
-tokens_dropped tokens_prompt num_tokens epoch rollouts two_span_rollouts rows packing_fill wait_s train_s step_time
+tokens_dropped tokens_prompt num_tokens epoch rollouts two_span_rollouts rows packing_fill tokens_forwarded
+tokens_unshared wait_s train_s step_time
 cpu_s publish_blocked_ms log_ratio_max sampler/kl_staleness_0 sampler/tokens_staleness_0 kl wild
 """
 

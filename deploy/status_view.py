@@ -40,6 +40,8 @@ def render(status: Status) -> RenderableType:
         for what, counts in (("dropped", status.drops), ("rejected", status.rejections))
         if counts
     ]
+    if hung := sum(worker.hung_calls for worker in status.workers):
+        parts.append(Text(f"hung: {hung} calls of user code have not come back"))
     return Group(*parts)
 
 
@@ -106,7 +108,7 @@ def _workers(status: Status) -> Table:
             f"{w.episodes_in_flight}/{w.capacity}",
             f"{w.episodes_done}/{w.episodes_failed}",
             _short(w.tokens_sampled),
-            f"{w.tool_calls}/{w.tool_failures}" + (f", {w.hung_calls} hung" if w.hung_calls else ""),
+            f"{w.tool_calls}/{w.tool_failures}",
             _percent(w.wait_share),
             _ago(w.seen_s_ago),
         )

@@ -28,6 +28,7 @@ def a_status() -> Status:
         cpu_ms_per_episode=3.5,
         seen_s_ago=2.2,
         failures={"tool:multiply": 3},
+        hung_calls=5,
     )
     return Status(
         run="quickstart",
@@ -82,6 +83,7 @@ def shown(status: Status, width: int = 100) -> str:
         "gpu-node-17.cluster.example-4711-ab12",
         "96/128",
         "2040/3",
+        "hung: 5 calls of user code have not come back",
         "quarantined",
         "probe differs by 0.31",
         "dropped: overage 3",

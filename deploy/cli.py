@@ -223,7 +223,7 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
 @app.command(**reading(), hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read; where
-    nothing is, the number of the data set's rows."""
+    nothing is, and epochs are to be counted, the number of rows."""
     from deploy.preflight import check
 
     code = 0
@@ -231,8 +231,10 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
-            rows = check(load(run_file, context.args, needs=EVERYTHING), resume)
-            answer.write("" if rows is None else str(rows))
+            config = load(run_file, context.args, needs=EVERYTHING)
+            rows = check(config, resume)
+            if config.learner.epochs is not None:
+                answer.write(str(rows))
         except ConfigError as error:
             answer.write(str(error))
             code = 2

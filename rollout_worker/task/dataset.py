@@ -62,7 +62,9 @@ def _rows_of(source: Any) -> Rows:
             f"reads it again; give the function that makes it, or a list"
         )
     if isinstance(source, Iterable):
-        return Stream(lambda epoch: _iteration(source, epoch), _is_of_datasets(source))
+        is_arrow = _is_of_datasets(source)
+        skip = _skipping(source) if is_arrow else None
+        return Stream(lambda epoch: _iteration(source, epoch), is_arrow, skip=skip)
     if callable(source):
         return _rows_made_by(source)
     raise ConfigError(f"Task(dataset=...) is a {type(source).__name__}; give {_FORMS}")
@@ -88,6 +90,11 @@ def _iteration(source: Iterable[Any], epoch: int) -> Iterator[Any]:
     if callable(set_epoch := getattr(source, "set_epoch", None)):
         set_epoch(epoch)
     return iter(source)
+
+
+def _skipping(source: Any) -> Callable[[int], Iterator[Any]]:
+    """From a row of the first epoch on: `datasets` passes over rows without reading them."""
+    return lambda number: iter(source.skip(number))
 
 
 def _is_table(source: Any) -> bool:

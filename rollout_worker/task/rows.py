@@ -14,6 +14,8 @@ from rollout_worker.task.columns import without_none
 
 # Rows that a stream keeps: more than the tickets of the deepest queue are apart.
 KEPT_ROWS = 4096
+# Rows of a table that are read at once where many are wanted.
+_BATCH = 1000
 
 
 class Row(NamedTuple):
@@ -68,14 +70,33 @@ class Table:
         return Row(place.epoch, place.number, self._read(place.number))
 
     def sample(self, most: int) -> Iterator[tuple[int, Any]]:
-        for number in spread(self.size, most):
+        numbers = spread(self.size, most)
+        for start in range(0, len(numbers), _BATCH):
+            batch = numbers[start : start + _BATCH]
             try:
-                yield number, self._read(number)
-            except (Exception, SystemExit) as error:  # the data set is the user's
-                yield number, error
+                yield from self._read_batch(batch)
+            except _Broken:
+                for number in batch:
+                    try:
+                        yield number, self._read(number)
+                    except (Exception, SystemExit) as error:  # the data set is the user's
+                        yield number, error
+
+    def _read_batch(self, numbers: list[int]) -> list[tuple[int, Any]]:
+        """Several rows at once, where the data set can: Arrow tables are six times as fast then. Raises `_Broken`."""
+        if not hasattr(self._rows, "__getitems__"):
+            raise _Broken
+        try:
+            rows = self._rows.__getitems__(numbers)
+            return [(number, self._plain(row)) for number, row in zip(numbers, rows, strict=True)]
+        except (Exception, SystemExit) as error:
+            raise _Broken from error
 
     def _read(self, number: int) -> Any:
-        return without_none(self._rows[number], deep=self._from_arrow)
+        return self._plain(self._rows[number])
+
+    def _plain(self, row: Any) -> Any:
+        return without_none(row, deep=self._from_arrow)
 
 
 class Stream:
@@ -83,12 +104,21 @@ class Stream:
 
     A row whose place is behind, and not among the last `keep`, has the epoch iterated again from its start. Safe to be
     read from several threads. `begin(epoch)` starts an iteration; each must give the same rows on every worker.
+    `skip(number)`, if given, starts one of the first epoch at that row, for a worker that comes late.
     """
 
     size: int | None = None
 
-    def __init__(self, begin: Callable[[int], Iterator[Any]], from_arrow: bool = False, keep: int = KEPT_ROWS) -> None:
+    def __init__(
+        self,
+        begin: Callable[[int], Iterator[Any]],
+        from_arrow: bool = False,
+        keep: int = KEPT_ROWS,
+        skip: Callable[[int], Iterator[Any]] | None = None,
+    ) -> None:
         self._begin = begin
+        self._skip = skip
+        self._skipped = 0
         self._from_arrow = from_arrow
         self._keep = keep
         self._kept: dict[Place, Any] = {}
@@ -128,22 +158,40 @@ class Stream:
         if place in self._kept:
             return self._kept[place]
         if self._iterator is None or self._next.epoch != place.epoch or self._next > place:
-            self._iterator, self._next = None, Place(place.epoch, 0)
-            self._iterator = self._begin(place.epoch)
+            self._go_to(Place(place.epoch, 0))
+        # As many before it as tickets may be behind it.
+        near = Place(place.epoch, place.number - self._keep // 4)
+        if self._skip is not None and place.epoch == 0 and self._next.number + self._keep < near.number:
+            self._go_to(near)
         while self._next <= place:
-            row = self._advance(self._iterator)
+            try:
+                row = self._advance()
+            except _PastTheEnd:
+                self._skip = None  # where the epoch ends is to be found row by row
+                self._go_to(Place(0, 0))
+                continue
             self._kept[self._next] = row
             while len(self._kept) > self._keep:
                 del self._kept[next(iter(self._kept))]
             self._next = Place(self._next.epoch, self._next.number + 1)
         return row
 
-    def _advance(self, iterator: Iterator[Any]) -> Any:
+    def _go_to(self, place: Place) -> None:
+        self._iterator, self._next, self._skipped = None, place, 0
+        if place.number and self._skip is not None:
+            self._iterator, self._skipped = self._skip(place.number), place.number
+        else:
+            self._iterator = self._begin(place.epoch)
+
+    def _advance(self) -> Any:
+        assert self._iterator is not None
         try:
-            return without_none(next(iterator), deep=self._from_arrow)
+            return without_none(next(self._iterator), deep=self._from_arrow)
         except StopIteration:
             self._iterator = None
             epoch, count = self._next
+            if self._skipped and count == self._skipped:
+                raise _PastTheEnd from None
             if self.size is None:
                 self.size = count or None
                 raise _Ended from None
@@ -158,6 +206,14 @@ class Stream:
 
 class _Ended(Exception):
     """The first epoch ended."""
+
+
+class _PastTheEnd(Exception):
+    """No row followed those that were skipped."""
+
+
+class _Broken(Exception):
+    """A batch cannot be read; its rows may be, one by one."""
 
 
 def spread(size: int, most: int) -> list[int]:

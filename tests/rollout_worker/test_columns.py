@@ -81,6 +81,23 @@ def test_i9_rows_that_cannot_be_read_or_used_are_named_and_end_nothing() -> None
     )
 
 
+class Batches(Rows):
+    """Rows that can be read several at once."""
+
+    batches = 0
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        self.batches += 1
+        return [self[number] for number in numbers]
+
+
+def test_rows_are_read_in_batches_where_they_can_be_and_else_one_by_one() -> None:
+    rows = Batches([{"prompt": "a"}] * 3000)
+    assert check(rows) == Findings(3000, {})
+    assert rows.batches == 4, "one of the first 1,000, three of all"
+    assert check(Batches([{"prompt": "a"}, None, {"prompt": "b"}])) == Findings(3, {1: "SystemExit: gone"})
+
+
 def test_of_rows_that_take_long_to_read_a_part_is_looked_at() -> None:
     """1,000 rows in 2 s: 5,000 in 10 s."""
     rows = Rows([{"prompt": "a"}] * 20_000)

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,37 @@ def test_a_worker_that_comes_late_finds_the_same_row() -> None:
     rows = [early.row_for(index, 0, True) for index in range(40)]
     assert late.row_for(39, 0, True) == rows[39]
     assert late.row_for(3, 0, True) == rows[3]
+
+
+def skipping(source: Counting, keep: int) -> Stream:
+    return Stream(lambda epoch: iter(source), keep=keep, skip=lambda number: islice(iter(source), number, None))
+
+
+@given(st.integers(1, 60), st.integers(1, 8), st.lists(st.integers(0, 150), max_size=20))
+def test_a_stream_that_can_skip_gives_the_same_rows(size: int, keep: int, indices: list[int]) -> None:
+    rows = skipping(Counting(size), keep)
+    for index in indices:
+        assert place_and_answer(rows.row_for(index, 0, True)) == (*divmod(index, size), index % size)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_worker_that_comes_late_skips_what_the_library_can_skip(shuffled: bool) -> None:
+    table = datasets.Dataset.from_list([{"prompt": "a", "answer": number} for number in range(20_000)])
+    source = table.to_iterable_dataset()
+    source = source.shuffle(seed=1, buffer_size=50) if shuffled else source
+    read: list[int] = []
+
+    def note(row: dict[str, Any]) -> dict[str, Any]:
+        read.append(row["answer"])
+        return row
+
+    answers = [row["answer"] for row in islice(source, 15_000, 15_010)]
+    late = task_of(source.map(note))
+    _ = late.rows
+    assert [late.row_for(index, 0).columns["answer"] for index in range(15_000, 15_010)] == answers
+    assert late.row_for(14_990, 0).number == 14_990, "kept"
+    assert shuffled or len(read) < 20_000
+    assert late.row_for(20_003, 0)[:2] == (1, 3), "the end is found row by row"
 
 
 def test_each_epoch_of_a_shuffled_stream_has_its_own_order() -> None:

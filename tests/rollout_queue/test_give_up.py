@@ -102,7 +102,7 @@ async def test_attack_2_a_run_that_had_a_group_goes_on_after_a_restart_and_a_res
         assert (await client.status()).gave_up is None
 
 
-@pytest.mark.parametrize("reason", [reasons.SERVER, reasons.WORKER_STOPPED])
+@pytest.mark.parametrize("reason", [reasons.SERVER, reasons.WORKER_STOPPED, reasons.UNVERIFIED_SERVER])
 def test_what_a_run_survives_does_not_count(reason: str) -> None:
     assert not trial(1).failed(ticket(0), reasons.failed(reason), "", [])
 

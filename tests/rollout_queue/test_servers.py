@@ -241,6 +241,23 @@ def test_hole_4_facts_of_a_group_say_which_server_sampled_which_versions() -> No
     assert facts == GroupFacts(9, 4, 3, (SampledBy("a", 7, 7), SampledBy("b", 3, 5)))
 
 
+def test_i5_facts_of_a_group_keep_apart_what_a_server_sampled_before_and_after_a_failed_proof() -> None:
+    """One range from 3 to 5 would cover the version 4 that failed, of which the group has no token."""
+    fleet = fleet_in(SE)
+    for state, version in ((Q, 4), (SY, None), (SE, 5)):
+        move(fleet, state, version, serial=9)
+    facts = GroupFacts.of(group(server_names=["a"], versions=(None, 3, 5, 5)), 9)
+    assert facts.servers == (SampledBy("a", 3, 3), SampledBy("a", 5, 5))
+    assert fleet.distrusted(facts, serial=0) is None
+    assert fleet.distrusted(GroupFacts.of(group(server_names=["a"], versions=(3, 4, 5)), 9), serial=0) == "a"
+
+
+def test_facts_of_a_group_stay_small_whatever_versions_it_names() -> None:
+    facts = GroupFacts.of(group(server_names=["a"], versions=range(0, 2000, 2)), 9)
+    assert len(facts.servers) == 32
+    assert facts.servers[-1] == SampledBy("a", 62, 1998), "what is beyond is one range: distrusted rather than trusted"
+
+
 def test_i5_a_restarted_server_sampled_nothing_for_tickets_of_later_until_it_is_proven_again() -> None:
     fleet = fleet_in(SE)
     move(fleet, J, serial=10)

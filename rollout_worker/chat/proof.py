@@ -15,8 +15,8 @@ from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptErro
 from rollout_worker.chat.sameness import same_value
 
 _REMEDY = (
-    "name a renderer that knows the model with chat.renderer, another template with chat.template = file.jinja, or give "
-    "a task without tools"
+    "name a renderer that knows the model with chat.renderer, another template with chat.template = file.jinja, or "
+    "give a task without tools"
 )
 _PARSER = (
     "name the notation with chat.parser (docs/models.md lists them), a function of yours with chat.parser = "
@@ -25,6 +25,7 @@ _PARSER = (
 
 _USER: Message = {"role": "user", "content": "slipstream question"}
 _REASONING = "slipstream reasoning"
+_EMPTY_THOUGHT = re.compile(r"\s*(?:<[^<>]+>|\[[A-Z_]+\])\w*\s*(?:<[^<>]+>|\[/[A-Z_]+\])\s*")
 # What breaks notations: quotes of both kinds, a line break, an apostrophe, a value within a value, other alphabets.
 ARGUMENTS: dict[str, Any] = {
     "slipstream_number": 7,
@@ -81,8 +82,8 @@ async def prove(chat: ChatFormat, schemas: Sequence[dict[str, Any]]) -> Proof:
     second = await _round(chat, [_Exchange(name, 1, ids), _Exchange(name, 1, ids)], problems, "a second round: ")
     if second.exact and not any(turn.endswith(later) for turn in first.turns for later in second.turns):
         problems.append(
-            f"a second round: the turn begins with what the policy is not asked for, {second.turns[0][:200]!r} instead of "
-            f"{first.turns[0][:200]!r}; {_REMEDY}"
+            f"a second round: the turn begins with what the policy is not asked for, {second.turns[0][:200]!r} instead "
+            f"of {first.turns[0][:200]!r}; {_REMEDY}"
         )
         second = _Found(second.parsed, False)
     parallel = await _round(chat, [_Exchange(name, 2, ids)], [])
@@ -197,25 +198,21 @@ def _turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: li
     if shared == len(prompt):
         return shared
     # An empty thought with which the prompt asks for a turn is left out later: sampled turns keep it. But not an open
-    # one, of which the policy's own words would be left out with it.
-    after = chat.parse(prompt, chat.tokenizer.encode("x", add_special_tokens=False))
-    empty = after.reasoning is None and after.content.strip() == "x"
-    if not empty or shared < len(bare) or prompt[: len(bare)] != bare:
-        return None
-    while shared > len(bare) and str(chat.tokenizer.decode(prompt[shared:])).lstrip()[:1] not in ("<", "["):
-        shared -= 1  # the two may share the first character of their tags
-    return shared
+    # one, of which the policy's own words would be left out with it. The two may share the first character of a tag.
+    for begin in range(shared, len(bare) - 1, -1):
+        if _EMPTY_THOUGHT.fullmatch(str(chat.tokenizer.decode(prompt[begin:]))) is not None:
+            return begin
+    return None
 
 
 def _parsed_back(turn: ParsedTurn, exchange: _Exchange, problems: list[str]) -> bool:
     expected = exchange.expected()
     calls = [call for call in turn.calls if isinstance(call, ToolCall)]
-    if len(calls) == len(turn.calls) == len(expected):
-        if all(
-            call.name == name and same_value(arguments, call.arguments)
-            for call, (name, arguments) in zip(calls, expected, strict=True)
-        ):
-            return True
+    if len(calls) == len(turn.calls) == len(expected) and all(
+        call.name == name and same_value(arguments, call.arguments)
+        for call, (name, arguments) in zip(calls, expected, strict=True)
+    ):
+        return True
     read = ", ".join(str(call)[:300] for call in turn.calls) or "no call"
     problems.append(f"a tool call that the format wrote, {turn.text[:300]!r}, is read as {read}; {_PARSER}")
     return False
@@ -239,8 +236,8 @@ async def _schemas_shown(chat: ChatFormat, schemas: Sequence[dict[str, Any]], pr
         missing = next((word for word in _words(function) if word not in prompt), None)
         if missing is not None:
             problems.append(
-                f"the prompt does not show the tool {function['name']!r}: {missing!r} of its schema is missing, so that "
-                f"the policy cannot know how to call it; {_REMEDY}"
+                f"the prompt does not show the tool {function['name']!r}: {missing!r} of its schema is missing, so "
+                f"that the policy cannot know how to call it; {_REMEDY}"
             )
             return False
     return True

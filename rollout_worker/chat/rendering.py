@@ -18,12 +18,14 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """arguments_as_text: a call's arguments are JSON text; reasoning_field: what the template reads reasoning from,
+    """content_as_parts: text is a list of one part, as templates of models that see want it; arguments_as_text: a
+    call's arguments are JSON text; reasoning_field: what the template reads reasoning from,
     None where it reads none; variables: the run file's, for the template."""
 
     tokenizer: Any
     tools: Sequence[dict[str, Any]] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    content_as_parts: bool = False
     arguments_as_text: bool = False
     reasoning_field: str | None = None
 
@@ -59,6 +61,8 @@ class Rendering:
                     message = {**message, "tool_call_id": open_ids.pop(0) if open_ids else call_id(number)}
                 elif answers in open_ids:
                     open_ids.remove(answers)
+            if self.content_as_parts and isinstance(text := message.get("content"), str):
+                message = {**message, "content": [{"type": "text", "text": text}]}
             wanted.append(message)
         return wanted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -23,14 +24,10 @@ def same_value(written: Any, read: Any) -> bool:
 
 def _readings(text: str) -> list[Any]:
     readings = []
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         readings.append(json.loads(text))
-    except (ValueError, RecursionError):
-        pass
-    try:
+    with contextlib.suppress(Unreadable):
         value, end = _LITERALS.read(text, 0)
         if not text[end:].strip():
             readings.append(value)
-    except Unreadable:
-        pass
     return readings

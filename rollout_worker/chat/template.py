@@ -60,6 +60,7 @@ class TemplateFormat:
             if tools:
                 raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
             return
+        self._rendering = turns.taking_text(self._rendering)
         try:
             if tools:
                 self._rendering = turns.checked_rendering(self._rendering, self._stop_texts)

@@ -81,6 +81,13 @@ def _from_stop(text: str, at: int, stops: Sequence[str]) -> Following | None:
     return None if found is None else Following(text[found[0] :], found[1])
 
 
+def taking_text(rendering: Rendering) -> Rendering:
+    """The rendering, with text as the template takes it: as it is, or as a part."""
+    parts = rendering.but(content_as_parts=True)
+    shown = (_ASKED in _rendered(each, [USER]) for each in (rendering, parts))
+    return parts if list(shown) == [False, True] else rendering
+
+
 def checked_rendering(rendering: Rendering, stops: Sequence[str]) -> Rendering:
     """The rendering, with arguments as the template takes them. Raises `Unfit` if it takes no tool messages, or leaves
     them out."""

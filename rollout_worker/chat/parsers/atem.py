@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import MalformedCall, ParsedTurn
-from rollout_worker.chat.parsers.base import Before, Calls, Source
+from rollout_worker.chat.parsers.base import Before, Calls, Source, no_more
 from rollout_worker.chat.parsers.blocks import blocks, said_header
 from rollout_worker.chat.parsers.tagged_values import TaggedValues
 
@@ -39,7 +39,9 @@ def parse(text: str, before: Before) -> ParsedTurn:
                 content.append(block.body)
     if not calls and not thoughts and "<|" not in text:
         return ParsedTurn(text, text, [])
-    return ParsedTurn(text, "\n\n".join(filter(None, content)).strip(), calls, "\n\n".join(thoughts).strip() or None)
+    return ParsedTurn(
+        text, "\n\n".join(filter(None, content)).strip(), no_more(calls), "\n\n".join(thoughts).strip() or None
+    )
 
 
 def _calls(body: str) -> Calls:

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
 
+# A turn with more of them is no use to anybody: no more are read.
+MOST_CALLS = 256
+
 Call = ToolCall | MalformedCall
 Calls = list[Call]
 
@@ -62,6 +65,13 @@ class Notation(Protocol):
     def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
         """The calls of the block that `opened` begins, and where it ends, after the opening. No calls: it was none.
         A malformed call's text stays in the content."""
+
+
+def no_more(calls: Calls) -> Calls:
+    """The calls, cut to those that are run, with what the policy is told of the others."""
+    if len(calls) <= MOST_CALLS:
+        return calls
+    return [*calls[:MOST_CALLS], MalformedCall(f"a turn may make {MOST_CALLS} tool calls; the others were not run")]
 
 
 class Unreadable(ValueError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
-from rollout_worker.chat.parsers.base import Before, Call, Calls, Unreadable, read_json
+from rollout_worker.chat.parsers.base import Before, Call, Calls, Unreadable, no_more, read_json
 from rollout_worker.chat.parsers.blocks import Block, blocks, said_header
 
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]{1,256})")
@@ -30,7 +30,9 @@ def parse(text: str, before: Before) -> ParsedTurn:
             content.append(block.body)
     if not calls and not thoughts and "<|" not in text:
         return ParsedTurn(text, text, [])
-    return ParsedTurn(text, "\n\n".join(filter(None, content)).strip(), calls, "\n\n".join(thoughts).strip() or None)
+    return ParsedTurn(
+        text, "\n\n".join(filter(None, content)).strip(), no_more(calls), "\n\n".join(thoughts).strip() or None
+    )
 
 
 def _call(name: str, block: Block) -> Call:

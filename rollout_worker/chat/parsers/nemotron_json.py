@@ -1,4 +1,4 @@
-"""`<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`: Nemotron before its third generation, which is qwen3_xml."""
+"""`<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`: Nemotron before Nemotron 3, which writes qwen3_xml."""
 
 from rollout_worker.chat.parsers.tagged_json import TaggedJson
 

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from rollout_worker.chat.base import MalformedCall, ParsedTurn
-from rollout_worker.chat.parsers.base import Before, Calls, Notation, Source
-
+from rollout_worker.chat.parsers.base import MOST_CALLS, Before, Calls, Notation, Source, no_more
 
 OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
 
@@ -59,6 +58,7 @@ class Scan:
                 content.append(text[start:closed])
             return closed
 
+        reads = 0
         at = think(0, 0) if thought.is_open(before.said) else 0
         while at < len(text):
             opened = self._either.search(text, at)
@@ -68,6 +68,11 @@ class Scan:
             if opened["slipstream_thought"] is not None:
                 at = think(opened.start(), opened.end())
                 continue
+            if reads >= MOST_CALLS:
+                calls.append(MalformedCall(f"more than {MOST_CALLS} tool calls were begun; the others are not read"))
+                at = opened.start()
+                break
+            reads += 1
             found, at = self.notation.read(source, opened)
             calls += found
             if not found or any(isinstance(call, MalformedCall) for call in found):
@@ -76,4 +81,4 @@ class Scan:
         if not calls and not (thought.told and thoughts):
             return ParsedTurn(text, text, [])
         reasoning = "\n\n".join(stripped for part in thoughts if (stripped := part.strip())) if thought.told else ""
-        return ParsedTurn(text, "".join(content).strip(), calls, reasoning or None)
+        return ParsedTurn(text, "".join(content).strip(), no_more(calls), reasoning or None)

@@ -32,9 +32,6 @@ def build_chat_format(config: RunConfig, tools: Sequence[dict[str, Any]]) -> Cha
 def _check(config: RunConfig, chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> None:
     # On a loop of its own, in a thread: the caller's may be running.
     with ThreadPoolExecutor(max_workers=1) as thread:
-        try:
-            proof = thread.submit(asyncio.run, prove(chat, tools)).result()
-        except NotImplementedError:
-            return
+        proof = thread.submit(asyncio.run, prove(chat, tools)).result()
     if not proof.fit_for_tools:
         raise ConfigError(f"model.path = {config.model.path} cannot be used with tools: {'; '.join(proof.problems)}")

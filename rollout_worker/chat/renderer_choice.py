@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from protocol.config import ChatSection, ConfigError, RunConfig
 from rollout_worker.chat.renderer import RendererFormat
-from rollout_worker.chat.template import load_tokenizer
+from rollout_worker.chat.tokenizer import load_tokenizer
 
 # Of the library's configurations those that are no notation: the choice by name, and the tokenizer's own template,
 # which `chat.format = "template"` does better.
@@ -47,7 +48,7 @@ def load(config: RunConfig, name: str, tools: Sequence[dict[str, Any]]) -> Rende
     """The renderer `name` for the run's tokenizer, with its options. Raises `ConfigError`."""
     options = renderer_config(config.chat, name)
     path = config.model.path
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(config.model)
     try:
         return RendererFormat(tokenizer, options, tools, path)
     except Exception as error:  # of many types, by what the tokenizer lacks, or cannot be fetched
@@ -91,6 +92,8 @@ def renderer_config(chat: ChatSection, name: str) -> Any:
 
 
 def _known(path: str) -> str | None:
+    if Path(path).is_dir():  # no name of the hub: the library, which takes a second to import, is not asked
+        return None
     from renderers.base import MODEL_RENDERER_MAP
 
     name: str | None = MODEL_RENDERER_MAP.get(path)

@@ -1,172 +1,217 @@
-"""The tokenizer's own chat template, with Hermes tool calls.
+"""The tokenizer's own chat template, or a file's, with a parser of tool calls.
 
-Only two things are tokenised: a prompt, and the suffix that the template puts between the end of a turn and the next
-one. The suffix is found by rendering a dummy conversation, so that no sampled token is rendered or tokenised again.
-That is sound only if the template leaves what came before as it is, which is checked at the start.
+Only two things are tokenised: a prompt, and what the template puts between the end of a turn and the next one. The
+latter is found in a made-up conversation, so that no sampled token is rendered or tokenised again. Where the template
+would change what came before, as those that drop reasoning do, there is no such suffix and a new segment opens.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import cached_file
-
 from protocol.config import ConfigError, RunConfig
-from rollout_worker import user_code
-from rollout_worker.chat.base import Message, ParsedTurn, PromptError
-from rollout_worker.chat.parsers import hermes
-
-_USER = {"role": "user", "content": "dummy question"}
-_TURN = {"role": "assistant", "content": "dummy turn"}
-_TOOL = {"role": "tool", "name": "dummy", "content": "dummy result"}
+from rollout_worker.chat import turns
+from rollout_worker.chat.base import Message, ParsedTurn, PromptError, ToolCall
+from rollout_worker.chat.choice import choose_parser
+from rollout_worker.chat.parsers import Before, Parser, Scan
+from rollout_worker.chat.rendering import Rendering, call_id
+from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
 
 _NO_TEMPLATE = (
-    "the tokenizer has no chat template, which messages and tools need; save one with it (tokenizer.chat_template), "
-    "or use a model that is made for chat"
+    "the tokenizer has no chat template, which messages and tools need; name a file with chat.template, save one with "
+    "the tokenizer (tokenizer.chat_template), or use a model that is made for chat"
 )
-
-# Longer texts are tokenised in a thread; one of this length takes about 1 ms.
-_INLINE_CHARACTERS = 2048
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model folder or hub name; raises `ConfigError`.
-
-    Not AutoTokenizer: importing it imports torch, which costs a worker seconds and memory for nothing.
-    """
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(path)
-    except Exception as error:  # of many types, by what is missing or broken
-        first = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"model.path = {path}: no tokenizer.json could be loaded from it ({type(error).__name__}: {first}); save "
-            f"the tokenizer there with tokenizer.save_pretrained"
-        ) from error
-
-
-def stop_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Ids that end a turn: the tokenizer's and those of the model's generation_config.json. Raises `ConfigError`."""
-    ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    found = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    if found is not None:
-        given = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
-        ids.update(given if isinstance(given, list) else [] if given is None else [given])
-    if not ids:
-        raise ConfigError(
-            f"model.path = {path}: neither the tokenizer nor generation_config.json has an eos token; set one"
-        )
-    return sorted(ids)
+# The end of a prompt that is looked at to tell what of a turn the prompt has written.
+_TAIL_IDS = 128
 
 
 class TemplateFormat:
-    """One model's chat template and tokenizer. Raises `ConfigError` for a template that cannot be appended to.
+    """One model's chat template, tokenizer and notation of calls. Raises `ConfigError` for tools that the template
+    cannot be used with, and for a parser that there is not.
 
-    tools: JSON schemas; origin: where the template is from, for messages.
+    tools: JSON schemas; origin: where the template is from, for messages; parser, variables: `chat.parser` and
+    `chat.chat_template_kwargs`.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Any,
         stop_token_ids: list[int],
         tools: Sequence[dict[str, Any]],
         origin: str,
+        *,
+        parser: str = "auto",
+        variables: dict[str, Any] | None = None,
     ) -> None:
-        self.stop_token_ids = stop_token_ids
-        self._stops = frozenset(stop_token_ids)
         self.tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer  # __call__ would set truncation on it, which no two threads may
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._tools = list(tools) or None
-        self._origin = origin
-        if tools and not tokenizer.chat_template:
-            raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
-        self._end_of_turn = self._checked_end_of_turn() if tools else ""
+        self.stop_token_ids = stop_token_ids
+        self._codec = Codec(tokenizer)
+        self._stops = frozenset(stop_token_ids)
+        self._stop_texts = [text for text in map(tokenizer.convert_ids_to_tokens, stop_token_ids) if text]
+        self._parser: Parser | None = None
+        self._places: list[str] = []
+        self._asks_for_ids = False
+        self.parser_name: str | None = None
+        self._rendering = Rendering(tokenizer, list(tools) or None, _checked(variables or {}))
+        if not tokenizer.chat_template:
+            if tools:
+                raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
+            return
+        self._rendering = turns.taking_text(self._rendering)
+        try:
+            if tools:
+                self._rendering = turns.checked_rendering(self._rendering, self._stop_texts)
+            self.reasoning = turns.reasoning_of(self._rendering, with_calls=bool(tools))
+            self._rendering = self._rendering.but(reasoning_field=self.reasoning.field)
+            self._places = turns.places_to_speak(self._rendering, self.reasoning.thought.opening)
+            if tools:
+                self._choose_parser(parser)
+        except turns.Unfit as unfit:
+            raise ConfigError(
+                f"the chat template of {origin} cannot be used with tools: {unfit}; name one that can with "
+                f"chat.template = file.jinja, a renderer with chat.renderer, or give a task without tools"
+            ) from None
+        self._following = self._rendering
+        if tools and self._same_without_tools():
+            self._following = self._rendering.but(tools=None)
 
     @classmethod
     def load(cls, config: RunConfig, tools: Sequence[dict[str, Any]]) -> TemplateFormat:
         """That of the run's model, for tools with these schemas; raises `ConfigError`."""
-        path = config.model.path
-        tokenizer = load_tokenizer(path)
-        return cls(tokenizer, stop_ids(path, tokenizer), tools, f"model.path = {path}")
+        tokenizer = load_tokenizer(config.model)
+        origin = f"model.path = {config.model.path}"
+        if config.chat.template is not None:
+            tokenizer.chat_template = _read(config.chat.template)
+            origin = f"chat.template = {config.chat.template}"
+        return cls(
+            tokenizer,
+            stop_ids(config.model, tokenizer),
+            tools,
+            origin,
+            parser=config.chat.parser,
+            variables=config.chat.chat_template_kwargs,
+        )
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
         """Messages through the template; text as it is, with the tokenizer's special tokens."""
-        try:
-            if isinstance(prompt, str):
-                return await self._encode(prompt, add_special_tokens=True)
-            if not self.tokenizer.chat_template:
-                raise PromptError(_NO_TEMPLATE)
-            return await self._encode(self._render(prompt))
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise PromptError(repr(error)) from error
+        if isinstance(prompt, str):
+            return await self._codec.encode(prompt, special_tokens=True)
+        messages = list(prompt)
+        last = messages[-1] if messages else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            if last.get("tool_calls"):
+                raise PromptError("the conversation ends in tool calls that no tool message answers; add the answers")
+            if last.get("content"):
+                return await self._codec.encode(self._text(messages, continue_final_message=True))
+            messages.pop()  # nothing to continue
+        return await self.render_ids(messages, generation_prompt=True)
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, tokenize=False, add_generation_prompt=generation_prompt
-        )
-        return await self._encode(text)
+        return await self._codec.encode(self._text(messages, generation_prompt))
 
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
-    ) -> list[int]:
-        """What the template makes of the messages. After a turn that a stop string ended, it begins with the end of
-        turn that was not sampled."""
-        text = self._render([_USER, _TURN, *messages])
-        said = text.index(_TURN["content"]) + len(_TURN["content"])
-        ended = bool(turn_ids) and turn_ids[-1] in self._stops
-        return await self._encode(text[said + len(self._end_of_turn) if ended else said :])
+    ) -> list[int] | None:
+        """What the template writes after a turn, with the token that ends it where the turn was cut off before."""
+        if not self.tokenizer.chat_template or self._drops_reasoning(prompt_ids, turn_ids, messages):
+            return None
+        following = turns.following(self._following, self._stop_texts, messages)
+        if following is None:
+            return None
+        ids = await self._codec.encode(following.text)
+        if not ids or ids[0] not in self._stops:
+            return None
+        return ids[1:] if turn_ids and turn_ids[-1] == ids[0] else ids
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
         """Special tokens stay in the text, apart from the one that ended the turn: calls may be made of them."""
         ended = bool(turn_ids) and turn_ids[-1] in self._stops
-        text: str = self._backend.decode(turn_ids[:-1] if ended else turn_ids, skip_special_tokens=False)
-        return hermes.parse(text) if self._tools else ParsedTurn(text, text, [])
+        text = self._codec.decode(turn_ids[:-1] if ended else turn_ids)
+        if self._parser is None:
+            return ParsedTurn(text, text, [])
+        turn = self._parser(text, self._before(prompt_ids))
+        return _with_ids(turn, len(prompt_ids)) if self._asks_for_ids and turn.calls else turn
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-            list(messages), tools=self._tools, tokenize=False, add_generation_prompt=True
-        )
-
-    async def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        if len(text) < _INLINE_CHARACTERS:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
-        # Of the backend's functions this one lets go of the interpreter lock; `encode` would stop the loop (F19).
-        (encoding,) = await user_code.in_thread(
-            self._backend.encode_batch_fast, input=[text], add_special_tokens=add_special_tokens
-        )
-        return encoding.ids  # type: ignore[no-any-return]
-
-    def _checked_end_of_turn(self) -> str:
-        """The template's text from the end of a turn's content to its stop token, found while checking that every
-        rendering starts with the rendering of the conversation so far."""
-        more = [{**_TURN, "content": "other turn"}, {**_TOOL, "content": "other result"}]
+    def _text(
+        self, messages: Sequence[Message], generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> str:
+        if not self.tokenizer.chat_template:
+            raise PromptError(_NO_TEMPLATE)
         try:
-            prompt, once, twice = (
-                self._render(messages) for messages in ([_USER], [_USER, _TURN, _TOOL], [_USER, _TURN, _TOOL, *more])
-            )
-        except TemplateError as error:
-            raise self._unfit(f"it refuses a tool message ({error})") from None
-        if not once.startswith(prompt + _TURN["content"]):
-            raise self._unfit("it renders a turn differently from what it asks for")
-        rest = once[len(prompt) + len(_TURN["content"]) :]
-        stops = [self.tokenizer.convert_ids_to_tokens(stop) for stop in self.stop_token_ids]
-        ends = [rest.index(stop) + len(stop) for stop in stops if stop and stop in rest]
-        if not ends:
-            raise self._unfit(f"it ends a turn with none of the stop tokens {stops}")
-        if _TOOL["content"] not in rest[min(ends) :]:
-            raise self._unfit("it leaves out tool messages")
-        if not twice.startswith(once):
-            raise self._unfit("it changes the earlier conversation when messages are added")
-        return rest[: min(ends)]
+            return self._rendering(messages, generation_prompt, continue_final_message)
+        except turns.REFUSALS as error:
+            raise PromptError(repr(error)) from error
 
-    def _unfit(self, why: str) -> ConfigError:
-        return ConfigError(
-            f"the chat template of {self._origin} cannot be used with tools: {why}; use a template that only ever "
-            f"appends, or a task without tools"
+    def _before(self, prompt_ids: Sequence[int]) -> Before:
+        tail = self._codec.decode(prompt_ids[-_TAIL_IDS:])
+        at = self._speaks_from(tail)
+        if at < 0 and len(prompt_ids) > _TAIL_IDS and self._places:  # a long prefill
+            tail = self._codec.decode(prompt_ids)
+            at = self._speaks_from(tail)
+        return Before(tail, tail[at:] if at >= 0 else "")
+
+    def _speaks_from(self, tail: str) -> int:
+        return max((at + len(place) for place in self._places if (at := tail.rfind(place)) >= 0), default=-1)
+
+    def _drops_reasoning(self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]) -> bool:
+        """Would the template leave out reasoning that was sampled, if these messages follow?"""
+        thought = self.reasoning.thought
+        if not thought.told:
+            return False
+        if all(message.get("role") == "tool" for message in messages):
+            return not self.reasoning.in_cycle and self.parse(prompt_ids, turn_ids).reasoning is not None
+        return not self.reasoning.across and self._thinks(prompt_ids, turn_ids)
+
+    def _thinks(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> bool:
+        """Is there a thought that is not empty, in this turn or an earlier one?"""
+        thought = self.reasoning.thought
+        _, *parts = (self._codec.decode(prompt_ids) + self._codec.decode(turn_ids)).split(thought.opening)
+        return any(part.partition(thought.closing)[0].strip() for part in parts)
+
+    def _choose_parser(self, parser: str) -> None:
+        ends = self._stop_texts[0] if self._stop_texts else ""
+        choice = choose_parser(parser, self._rendering, self._stop_texts, self.reasoning.thought, ends)
+        self._parser, self.parser_name = choice.parser, choice.name
+        self._rendering = choice.rendering
+        if isinstance(choice.parser, Scan):
+            self.reasoning = replace(self.reasoning, thought=choice.parser.thought)
+        self._asks_for_ids = choice.shows_ids
+
+    def _same_without_tools(self) -> bool:
+        """Is what follows a turn the same where the template is not given the tools? They are long, and rendered anew
+        for each turn."""
+        messages = [{"role": "tool", "name": "tool", "content": "result", "tool_call_id": call_id(2)}]
+        bare = self._rendering.but(tools=None)
+        return all(
+            turns.following(bare, self._stop_texts, following)
+            == turns.following(self._rendering, self._stop_texts, following)
+            for following in (messages, messages * 2, [turns.USER])
         )
+
+
+def _with_ids(turn: ParsedTurn, length: int) -> ParsedTurn:
+    """The turn, whose calls that have no id get one that no earlier turn's have: `length` is that of the prompt."""
+    calls = [
+        ToolCall(call.name, call.arguments, f"{length % 10_000_000:07d}{place % 100:02d}")
+        if isinstance(call, ToolCall) and call.id is None
+        else call
+        for place, call in enumerate(turn.calls)
+    ]
+    return ParsedTurn(turn.text, turn.content, calls, turn.reasoning)
+
+
+def _checked(variables: dict[str, Any]) -> dict[str, Any]:
+    taken = {"tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation", "chat_template"}
+    if wrong := sorted(taken & set(variables)):
+        raise ConfigError(f"chat.chat_template_kwargs: {wrong[0]} is not the run file's to set; leave it out")
+    return variables
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat.template = {file}: the template cannot be read ({error}); name a Jinja file") from None

@@ -1,14 +1,21 @@
 import asyncio
+import json
+import re
 import time
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from protocol.config import ConfigError
+from protocol.config import ConfigError, ModelSection
 from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.template import TemplateFormat, load_tokenizer, stop_ids
+from rollout_worker.chat.proof import Proof, prove
+from rollout_worker.chat.template import TemplateFormat
+from rollout_worker.chat.tokenizer import load_tokenizer, stop_ids
 from rollout_worker.task.tools import ToolBox
+from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_model_folder
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
@@ -18,6 +25,10 @@ USER = {"role": "user", "content": "Multiply 2 by 3."}
 
 def tool(content):
     return {"role": "tool", "name": "multiply", "content": content}
+
+
+def model(path, **settings):
+    return ModelSection(path=str(path), **settings)
 
 
 def with_template(template):
@@ -78,25 +89,67 @@ def test_a_turns_text_keeps_all_but_the_token_that_ended_it():
         (
             "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}<|im_end|>{% endif %}"
             "{% endfor %}{{ '>' if add_generation_prompt }}",
-            "renders a turn differently",
+            "leaves out",
         ),
-        (CHAT_TEMPLATE.replace("+ message.content +", "+"), "leaves out tool messages|renders a turn differently"),
+        (CHAT_TEMPLATE.replace("+ message.content +", "+"), "leaves out tool messages"),
         (CHAT_TEMPLATE.replace('message.role == "tool"', 'message.role == "no"'), "leaves out tool messages"),
         (CHAT_TEMPLATE.replace("{{- '<|im_end|>\\n' }}", "{{- '\\n' }}"), "none of the stop tokens"),
         ("{{ raise_exception('no tools here') }}", "refuses a tool message"),
+        (CHAT_TEMPLATE.replace("message.tool_calls or []", "[]"), "leaves out the tool calls"),
         (
-            "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-            "{% if messages | length > 4 %}{{ '' }}{% endif %}".replace(
-                "m.content", "(m.content if messages | length < 5 else m.content | upper)"
+            CHAT_TEMPLATE.replace(
+                "(call.function | tojson)", "call.function.name + (call.function.arguments | tojson)"
             ),
-            "changes the earlier conversation",
+            "none of the notations",
+        ),
+        ("{% for m in messages %}{{ m.content }}", "refuses a tool message"),  # which does not even compile
+    ],
+)
+def test_a_template_that_cannot_be_used_with_tools_is_refused_by_name(template, why):
+    with pytest.raises(ConfigError, match=f"chat template of my-model cannot be used with tools: .*({why})"):
+        with_template(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (CHAT_TEMPLATE.replace("{{- tool | tojson }}", ""), "does not show the tool 'multiply'"),
+        (
+            CHAT_TEMPLATE.replace("'<|im_start|>user\\n' + message.content", "messages | length ~ message.content"),
+            "the conversation changes when",
+        ),
+        (
+            CHAT_TEMPLATE.replace(
+                "'\\n<tool_response>\\n'", "'\\n' ~ messages[1].tool_calls[0].function.arguments | length"
+            ),
+            "what would be appended",
+        ),
+        (
+            CHAT_TEMPLATE.replace(
+                "'<|im_start|>assistant\\n' + message",
+                "('' if messages[loop.index0 - 1].role == 'tool' else '<|im_start|>assistant\\n') + message",
+            ),
+            "a second round: the conversation changes",
         ),
     ],
 )
-def test_a_template_that_cannot_be_appended_to_is_refused_by_name(template, why):
-    with pytest.raises(ConfigError, match=f"chat template of my-model cannot be used with tools: .*({why})"):
-        with_template(template)
+def test_a_template_that_is_not_what_it_seems_is_found_by_the_start_check(template, why):
+    proof = asyncio.run(prove(with_template(template), SCHEMAS))
+    assert not proof.fit_for_tools
+    assert why in "; ".join(proof.problems)
+    assert all("chat.template" in problem and "chat.renderer" in problem for problem in proof.problems)
+
+
+def test_the_start_check_names_a_parser_that_does_not_read_the_templates_calls():
+    chat = TemplateFormat(TOKENIZER, [END_OF_TURN], SCHEMAS, "my-model", parser="mistral")
+    proof = asyncio.run(prove(chat, SCHEMAS))
+    assert (proof.schemas_shown, proof.suffix_exact, proof.call_parses_back) == (True, True, False)
+    assert "is read as no call; name the notation with chat.parser" in proof.problems[0]
+    assert not proof.fit_for_tools
+
+
+def test_without_tools_there_is_nothing_to_prove():
+    assert asyncio.run(prove(chat_format(), [])) == Proof()
 
 
 def test_a_template_that_renders_the_last_turn_differently_is_fine():
@@ -106,7 +159,7 @@ def test_a_template_that_renders_the_last_turn_differently_is_fine():
         "'<|im_start|>assistant\\n' + ('' if not loop.last else '<think>') + message.content",
     )
     assert "<think>" in template
-    with_template(template)
+    assert asyncio.run(prove(with_template(template), SCHEMAS)).fit_for_tools
 
 
 async def test_f19_a_long_text_is_tokenised_beside_the_loop():
@@ -131,16 +184,230 @@ async def test_f19_a_long_text_is_tokenised_beside_the_loop():
 
 def test_a_tokenizer_is_read_from_a_model_folder(tmp_path):
     save_model_folder(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(model(tmp_path))
     text = "Multiply 12 by 34.<|im_end|>"
     assert tokenizer.encode(text, add_special_tokens=False) == TOKENIZER.encode(text, add_special_tokens=False)
-    assert stop_ids(str(tmp_path), tokenizer) == sorted([END_OF_TURN, TOKENIZER.convert_tokens_to_ids("<|endoftext|>")])
+    ends = [END_OF_TURN, TOKENIZER.convert_tokens_to_ids("<|endoftext|>")]
+    assert stop_ids(model(tmp_path), tokenizer) == sorted(ends)
+
+
+def test_a_tokenizer_apart_from_the_model_is_taken(tmp_path):
+    save_model_folder(tmp_path / "apart")
+    settings = model(tmp_path / "nowhere", tokenizer=str(tmp_path / "apart"))
+    assert len(load_tokenizer(settings)) == len(TOKENIZER)
+    with pytest.raises(ConfigError, match=r"model.tokenizer = .*nowhere"):
+        load_tokenizer(model(tmp_path / "apart", tokenizer=str(tmp_path / "nowhere")))
+
+
+def test_a_revision_is_asked_for_and_named_where_it_cannot_be_had(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast, "from_pretrained", lambda path, **options: asked.append((path, options)) or TOKENIZER
+    )
+    load_tokenizer(model("hub/name", revision="v2"))
+    load_tokenizer(model("hub/name", revision="v2", tokenizer="hub/another"))  # a revision is the model's
+    assert asked == [("hub/name", {"revision": "v2"}), ("hub/another", {})]
 
 
 def test_a_folder_without_tokenizer_or_eos_says_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match=r"no tokenizer.json.*save the tokenizer there"):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model.path = .*no tokenizer.json.*save the tokenizer there"):
+        load_tokenizer(model(tmp_path))
     tokenizer = build_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="has an eos token; set one"):
-        stop_ids(str(tmp_path), tokenizer)
+        stop_ids(model(tmp_path), tokenizer)
+
+
+def test_a_tokenizer_that_is_the_models_own_code_is_loaded_only_where_that_is_allowed(tmp_path, monkeypatch):
+    asked = []
+
+    class AutoTokenizer:
+        @staticmethod
+        def from_pretrained(path, **options):
+            asked.append((path, options))
+            if "broken" in path:
+                raise ImportError("no such module")
+            return TOKENIZER
+
+    monkeypatch.setitem(vars(transformers), "AutoTokenizer", AutoTokenizer)
+    with pytest.raises(ConfigError, match=r"no tokenizer.json"):
+        load_tokenizer(model(tmp_path))
+    assert not asked
+    assert load_tokenizer(model(tmp_path, trust_remote_code=True)) is TOKENIZER
+    assert asked == [(str(tmp_path), {"trust_remote_code": True})]
+    with pytest.raises(ConfigError, match=r"nor with the model's own code \(ImportError: no such module\)"):
+        load_tokenizer(model(tmp_path / "broken", trust_remote_code=True))
+
+
+def loaded(tmp_path, tools=SCHEMAS, **chat):
+    save_model_folder(tmp_path / "model")
+    return TemplateFormat.load(config(WORKER, model={"path": str(tmp_path / "model")}, chat=chat), tools)
+
+
+async def test_a_file_takes_the_place_of_the_tokenizers_template(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(CHAT_TEMPLATE.replace("# Tools", "# My tools"), encoding="utf-8")
+    chat = loaded(tmp_path, template=str(file))
+    assert "# My tools" in TOKENIZER.decode(await chat.prompt_ids([USER]))
+    assert "# My tools" in chat.tokenizer.chat_template  # of which the fingerprint is taken
+
+
+def test_a_template_file_that_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"chat.template = .*nowhere.jinja: the template cannot be read"):
+        loaded(tmp_path, template=str(tmp_path / "nowhere.jinja"))
+    file = tmp_path / "broken.jinja"
+    file.write_text("{% if %}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"chat template of chat.template = .*broken.jinja"):
+        loaded(tmp_path, template=str(file))
+
+
+async def test_chat_template_kwargs_reach_the_template(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(CHAT_TEMPLATE.replace("# Tools", "# {{ mood }} tools"), encoding="utf-8")
+    file.write_text(CHAT_TEMPLATE + "{{ mood | default('') }}", encoding="utf-8")
+    chat = loaded(tmp_path, template=str(file), chat_template_kwargs={"mood": "bright"})
+    ids = await chat.prompt_ids([USER])
+    assert TOKENIZER.decode(ids).endswith("assistant\nbright")
+    suffix = await chat.suffix_ids(ids, [END_OF_TURN], [tool("6")])
+    assert TOKENIZER.decode(suffix).endswith("assistant\nbright")
+    with pytest.raises(ConfigError, match=r"chat.chat_template_kwargs: tools is not the run file's to set"):
+        loaded(tmp_path, chat_template_kwargs={"tools": []})
+
+
+def test_a_parser_that_there_is_not_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(ConfigError, match=r"chat.parser = nonsense: there is no such parser; take auto, one of hermes"):
+        loaded(tmp_path, parser="nonsense")
+    with pytest.raises(ConfigError, match=r"chat.parser = response_template: there is no such parser"):
+        loaded(tmp_path, parser="response_template")  # the tokenizer has none
+
+
+def test_a_parser_of_ones_own_reads_the_turns(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import json, re\n"
+        "def calls(text):\n"
+        "    found = [json.loads(call) for call in re.findall('<tool_call>(.*?)</tool_call>', text, re.DOTALL)]\n"
+        "    return [(call['name'], call['arguments']) for call in found]\n",
+        encoding="utf-8",
+    )
+    chat = loaded(tmp_path, parser=f"{file}:calls")
+    assert chat.parser_name == f"{file}:calls"
+    assert asyncio.run(prove(chat, SCHEMAS)).fit_for_tools
+
+
+def test_auto_takes_the_tokenizers_response_template_where_it_reads_the_calls_and_else_a_notation():
+    def chosen(opens):
+        tokenizer = build_tokenizer()
+        call = {"open": opens, "close": "</tool_call>", "repeats": True, "content": "json"}
+        call["transform"] = {"type": "function", "function": "{content}"}
+        ends = {"close_pattern": r"<\|im_end\|>\s*|$", "content": "text"}
+        tokenizer.response_template = {
+            "start_anchor": "<|im_start|>assistant\n",
+            "fields": {"tool_calls": call, "content": ends},
+        }
+        chat = TemplateFormat(tokenizer, [END_OF_TURN], SCHEMAS, "my-model")
+        assert asyncio.run(prove(chat, SCHEMAS)).fit_for_tools
+        return chat.parser_name
+
+    assert chosen("<tool_call>") == "response template"
+    assert chosen("<something else>") == "hermes"
+
+
+async def test_a_prompt_that_ends_in_an_assistants_message_is_continued():
+    chat = chat_format(SCHEMAS)
+    ids = await chat.prompt_ids([USER, {"role": "assistant", "content": "The product is"}])
+    assert TOKENIZER.decode(ids).endswith("<|im_start|>assistant\nThe product is")
+    assert await chat.prompt_ids([USER, {"role": "assistant", "content": ""}]) == await chat.prompt_ids([USER])
+    call = {"type": "function", "function": {"name": "multiply", "arguments": {}}}
+    with pytest.raises(PromptError, match="no tool message answers"):
+        await chat.prompt_ids([USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+async def test_i9_a_call_inside_a_thought_that_the_prompt_began_is_not_a_call():
+    chat = chat_format(SCHEMAS)
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    turn = TOKENIZER.encode(f" or {call}", add_special_tokens=False)
+    for begun, calls in [("<think>I could", 0), ("<think>I could</think>", 1), ("I could", 1)]:
+        prompt = await chat.prompt_ids([USER, {"role": "assistant", "content": begun}])
+        assert len(chat.parse(prompt, turn).calls) == calls
+        long = await chat.prompt_ids([USER, {"role": "assistant", "content": begun + " well" * 500}])
+        assert len(chat.parse(long, turn).calls) == calls
+    # What a user or a tool writes opens no thought of the policy's.
+    prompt = await chat.prompt_ids([{"role": "user", "content": "Say <think> twice: <think>"}])
+    assert len(chat.parse(prompt, turn).calls) == 1
+
+
+MISTRAL = """\
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+{%- for message in messages %}
+{%- if message.role == "user" %}[INST]{{ message.content }}[/INST]
+{%- elif message.role == "tool" %}
+{%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+{{- raise_exception("ids have nine characters") }}
+{%- endif -%}
+[TOOL_RESULTS]{"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- elif message.tool_calls is defined and message.tool_calls %}[TOOL_CALLS][
+{%- for call in message.tool_calls %}
+{%- if call.id is not defined or call.id | length != 9 %}{{ raise_exception("ids have nine characters") }}{% endif -%}
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}
+{{- ", " if not loop.last }}
+{%- endfor %}]<|im_end|>
+{%- else %}{{ message.content }}<|im_end|>{% endif %}
+{%- endfor %}"""
+
+
+async def test_a_call_has_mistrals_nine_characters_and_its_answer_names_it():
+    chat = with_template(MISTRAL)
+    assert chat.parser_name == "mistral"
+    assert (await prove(chat, SCHEMAS)).fit_for_tools
+    prompt = await chat.prompt_ids([USER])
+
+    def turn(call_id):
+        calls = [{"name": "multiply", "arguments": {"a": 2, "b": 3}, **call_id}]
+        return [*TOKENIZER.encode(f"[TOOL_CALLS]{json.dumps(calls)}", add_special_tokens=False), END_OF_TURN]
+
+    async def answered(call, ids):
+        suffix = await chat.suffix_ids(prompt, ids, [{**tool("6"), "tool_call_id": call.id}])
+        return TOKENIZER.decode(suffix)
+
+    (given,) = chat.parse(prompt, turn({"id": "abcDEF123"})).calls
+    assert given.id == "abcDEF123"
+    assert '"call_id": "abcDEF123"' in await answered(given, turn({}))
+    for wrong in ({}, {"id": "short"}, {"id": 3}):
+        (without,) = chat.parse(prompt, turn(wrong)).calls
+        assert re.fullmatch("[A-Za-z0-9]{9}", without.id)
+        assert f'"call_id": "{without.id}"' in await answered(without, turn(wrong))
+        (later,) = chat.parse([*prompt, *turn(wrong)], turn(wrong)).calls
+        assert later.id != without.id
+    # A data set's conversation whose calls have none.
+    call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}}
+    said = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "6"}]
+    (written,) = re.findall('"id": "(.{9})"', text := TOKENIZER.decode(await chat.prompt_ids(said)))
+    assert f'"call_id": "{written}"' in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{{- call.function.arguments -}}", "{{- '{' + call.function.arguments[1:] -}}"],
+    ids=["as is", "sliced"],
+)
+def test_arguments_are_json_text_for_a_template_that_takes_them_so(arguments):
+    call = "'\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>'"
+    assert call in CHAT_TEMPLATE
+    names = (
+        '\'<tool_call>{"name": "\' + call.function.name + \'", "arguments": \' }}' + arguments + "{{- '}</tool_call>'"
+    )
+    chat = with_template(CHAT_TEMPLATE.replace(call, names))
+    assert chat.parser_name == "hermes"
+    assert asyncio.run(prove(chat, SCHEMAS)).fit_for_tools
+
+
+async def test_messages_that_the_template_refuses_open_a_segment():
+    refusing = CHAT_TEMPLATE.replace(
+        'message.role == "tool" %}',
+        "message.role == \"tool\" %}{% if 'no' in message.content %}{{ raise_exception('no') }}{% endif %}",
+    )
+    chat = with_template(refusing)
+    prompt = await chat.prompt_ids([USER])
+    assert await chat.suffix_ids(prompt, [END_OF_TURN], [tool("yes")]) is not None
+    assert await chat.suffix_ids(prompt, [END_OF_TURN], [tool("no")]) is None

@@ -1,0 +1,5 @@
+"""`<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`: Nemotron before Nemotron 3, which writes qwen3_xml."""
+
+from rollout_worker.chat.parsers.tagged_json import TaggedJson
+
+NOTATION = TaggedJson("<TOOLCALL>", "</TOOLCALL>")

@@ -1,0 +1,117 @@
+"""A model's tokenizer: loading it, the ids that end a turn, and encoding beside the event loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from protocol.config import ConfigError, ModelSection
+from rollout_worker import user_code
+
+# Longer texts are tokenised in a thread; one of this length takes about 1 ms.
+_INLINE_CHARACTERS = 2048
+
+
+def load_tokenizer(model: ModelSection) -> Any:
+    """That of `model.tokenizer`, else of `model.path`, at `model.revision`. Raises `ConfigError`.
+
+    Not AutoTokenizer: importing it imports torch, which costs a worker seconds and memory for nothing. Only a
+    tokenizer that has no tokenizer.json and is code of the model's own, allowed with `model.trust_remote_code`, is
+    loaded with it.
+    """
+    path = model.tokenizer or model.path
+    # A revision is one of the model's repository: another repository's tokenizer has its own.
+    revision = {} if model.revision is None or model.tokenizer else {"revision": model.revision}
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(path, **revision)
+    except Exception as error:  # of many types, by what is missing or broken
+        if model.trust_remote_code:
+            return _own_code(path, revision)
+        raise _not_loaded(model, error) from error
+
+
+def stop_ids(model: ModelSection, tokenizer: Any) -> list[int]:
+    """Ids that end a turn: the tokenizer's and those of the model's generation_config.json. Raises `ConfigError`."""
+    ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    revision = {} if model.revision is None else {"revision": model.revision}
+    found = cached_file(
+        model.path,
+        "generation_config.json",
+        **revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if found is not None:
+        given = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
+        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+    if not ids:
+        raise ConfigError(
+            f"model.path = {model.path}: neither the tokenizer nor generation_config.json has an eos token; set one"
+        )
+    return sorted(ids)
+
+
+class Codec:
+    """A tokenizer's two directions. A fast one's own `__call__` would set truncation on it, which no two threads may:
+    its backend is used."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    async def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """The text's ids. special_tokens: with those that the tokenizer puts around a text."""
+        if len(text) < _INLINE_CHARACTERS:
+            return self.encode_now(text, special_tokens)
+        if self._backend is None:
+            ids: list[int] = await user_code.in_thread(self.encode_now, text=text, special_tokens=special_tokens)
+            return ids
+        # Of the backend's functions this one lets go of the interpreter lock; `encode` would stop the loop (F19).
+        (encoding,) = await user_code.in_thread(
+            self._backend.encode_batch_fast, input=[text], add_special_tokens=special_tokens
+        )
+        return encoding.ids  # type: ignore[no-any-return]
+
+    def encode_now(self, text: str, special_tokens: bool = False) -> list[int]:
+        if self._backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=special_tokens)  # type: ignore[no-any-return]
+        return self._backend.encode(text, add_special_tokens=special_tokens).ids  # type: ignore[no-any-return]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids' text, special tokens included."""
+        if self._backend is None:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)  # type: ignore[no-any-return]
+        return self._backend.decode(ids, skip_special_tokens=False)  # type: ignore[no-any-return]
+
+
+def _own_code(path: str, revision: dict[str, str]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=True, **revision)
+    except Exception as error:  # the model's own code: anything
+        raise ConfigError(
+            f"{path}: its tokenizer could not be loaded, neither from a tokenizer.json nor with the model's own code "
+            f"({type(error).__name__}: {_first_line(error)})"
+        ) from error
+
+
+def _not_loaded(model: ModelSection, error: Exception) -> ConfigError:
+    setting, path = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
+    at = f" at model.revision = {model.revision}" if model.revision and not model.tokenizer else ""
+    return ConfigError(
+        f"{setting} = {path}{at}: no tokenizer.json could be loaded from it ({type(error).__name__}: "
+        f"{_first_line(error)}); save the tokenizer there with tokenizer.save_pretrained, or name another with "
+        f"model.tokenizer"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

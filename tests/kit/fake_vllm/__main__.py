@@ -7,7 +7,7 @@ import asyncio
 import re
 
 from tests.kit.fake_vllm.engine import FakeEngine
-from tests.kit.fake_vllm.policies import multiplying, scripted
+from tests.kit.fake_vllm.policies import persistent, scripted
 from tests.kit.fake_vllm.server import FakeVllm, serving
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 
@@ -18,10 +18,12 @@ async def main() -> None:
     parser.add_argument("--version", default="default", help="label of the weights, as weight_info gives it")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds that a turn takes")
     parser.add_argument("--jitter", type=float, default=0.0, help="further seconds, by the index of the continuation")
+    parser.add_argument("--turns", type=int, default=2, help="turns of an episode, all but the last with a tool call")
+    parser.add_argument("--before", default="", help="text in front of every turn")
     arguments = parser.parse_args()
     tokenizer = tiny_tokenizer()
     engine = FakeEngine(
-        policy=scripted(tokenizer, multiplying),
+        policy=scripted(tokenizer, persistent(arguments.turns, arguments.before)),
         stop_token_ids=[tokenizer.eos_token_id],
         weight_version=arguments.version,
         latency_s=lambda index: arguments.latency + arguments.jitter * index,

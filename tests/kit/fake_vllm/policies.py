@@ -34,6 +34,19 @@ def multiplying(text: str, index: int) -> str:
     return f'<tool_call>{{"name": "multiply", "arguments": {{"a": {numbers[1]}, "b": {numbers[2]}}}}}</tool_call>'
 
 
+def persistent(turns: int, before: str = "") -> Callable[[str, int], str]:
+    """As `multiplying`, but it asks the tool again and again, `turns` turns in all, and writes calls as Qwen's template
+    does, with the text `before` in front of every turn."""
+
+    def reply(text: str, index: int) -> str:
+        if text.count("<|im_start|>assistant\n") >= turns:
+            return before + multiplying(text, index)
+        call = multiplying(text[: text.index("<|im_end|>\n<|im_start|>assistant\n")], index)
+        return before + call.replace("<tool_call>", "<tool_call>\n").replace("</tool_call>", "\n</tool_call>")
+
+    return reply
+
+
 def in_turn(replies: Sequence[str]) -> Callable[[str, int], str]:
     """Says the k-th reply in the k-th turn, counted by the turns that the prompt shows."""
 

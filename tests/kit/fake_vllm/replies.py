@@ -88,8 +88,10 @@ def event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data)}\n\n".encode()
 
 
-def completion(prompt: list[int], prompt_logprobs: list[dict[str, Any] | None] | None) -> dict[str, Any]:
-    """`/v1/completions`, with what a teacher-forced scoring reads."""
+def completion(
+    prompt: list[int], prompt_logprobs: list[dict[str, Any] | None] | None, sample: Sample | None = None
+) -> dict[str, Any]:
+    """`/v1/completions`, with what a teacher-forced scoring reads, or a client that asks for the sampled ids."""
     return {
         "id": "cmpl-fake",
         "object": "text_completion",
@@ -99,10 +101,10 @@ def completion(prompt: list[int], prompt_logprobs: list[dict[str, Any] | None] |
             {
                 "index": 0,
                 "text": "",
-                "logprobs": None,
-                "finish_reason": "length",
+                "logprobs": None if sample is None else {"token_logprobs": sample.logprobs},
+                "finish_reason": "length" if sample is None else sample.finish_reason,
                 "stop_reason": None,
-                "token_ids": None,
+                "token_ids": None if sample is None else sample.token_ids,
                 "prompt_logprobs": prompt_logprobs,
                 "prompt_token_ids": None,
             }

@@ -188,6 +188,9 @@ class FakeVllm:
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         prompt = body["prompt"]
+        if body.get("prompt_logprobs") is None and body.get("return_token_ids"):
+            sample = await self.engine.sample(prompt, 0, body["max_tokens"], body.get("stop_token_ids") or [])
+            return web.json_response(replies.completion(prompt, None, sample))
         scored = self._scored(prompt) if body.get("prompt_logprobs") is not None else None
         return web.json_response(replies.completion(prompt, scored))
 

@@ -86,9 +86,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
-def save_model_folder(folder: Path) -> Path:
+def save_model_folder(folder: Path, chat_template: str | None = None) -> Path:
     """A folder with what a worker reads of a model: tokenizer, config.json, generation_config.json."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer() if chat_template is None else build_tokenizer(chat_template)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")

@@ -1,0 +1,186 @@
+"""The ways that `benchmarks.worker` compares, each measured in the process that calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import uvloop
+
+from rollout_worker.chat import build_chat_format
+from rollout_worker.inference.client import InferenceClient
+from rollout_worker.task.tools import ToolBox
+from rollout_worker.ticket_loop import Worker
+from rollout_worker.user_code import UserCode
+from tests.kit import WORKER, config
+from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
+from tests.kit.worker import multiply, row, task
+
+WARM_UP_GROUPS = 8
+GROUP_SIZE = 8
+IN_FLIGHT = 256
+ROWS = [row(a, a + 7) for a in range(100, 1000)]
+
+
+def ours(url: str, model: str, groups: int, turns: int, episodes: int = IN_FLIGHT) -> dict[str, float]:
+    """Our worker with `episodes` at once."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_ours(url, model, groups, turns, episodes))
+
+
+def ours_1000(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
+    """Our worker with 1,000 episodes at once."""
+    return ours(url, model, max(groups, 250), turns, episodes=1000)
+
+
+async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) -> dict[str, float]:
+    run_config = config(
+        WORKER,
+        model={"path": model},
+        chat={"format": "template"},
+        rollout={"group_size": GROUP_SIZE, "max_turns": turns + 1, "max_episode_tokens": 10_000},
+        worker={"request_timeout_s": 60.0, "episodes": episodes},
+        vllm={"max_num_seqs": 1024, "max_model_len": 4096},
+    )
+    the_task = task(dataset=ROWS, rewards=[_accuracy])
+    async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
+        tools = ToolBox(the_task.tools, run_config.worker.tool_timeout_s, code)
+        chat = build_chat_format(run_config, tools.schemas)
+        probe = LagProbe()
+        for count in (WARM_UP_GROUPS, groups):
+            stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
+            worker = Worker(run_config, the_task, stand_in, "bench", chat, tools, client, code)
+            async with asyncio.TaskGroup() as tasks:
+                probing = tasks.create_task(probe.run())
+                wall, cpu = time.perf_counter(), time.process_time()
+                await worker.run(asyncio.Event())
+                cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
+                probing.cancel()
+    rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]
+    if any(rollout.reward != 1.0 or rollout.turns != turns for rollout in rollouts):
+        raise RuntimeError(f"episodes did not run as scripted: {stand_in.failures or rollouts[0]}")
+    return {**_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s), **probe.figures()}
+
+
+def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
+    """TRL 1.16's own rollout loop. What it makes is counted where it would be pickled for the trainer's process, which
+    is left out to its advantage."""
+    from accelerate.state import PartialState
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo import async_rollout_worker
+
+    PartialState()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    made = _Made(warm=IN_FLIGHT, all=IN_FLIGHT + groups * GROUP_SIZE)
+    loop = async_rollout_worker._AsyncRolloutLoop(
+        model_name="policy",
+        dataset=Dataset.from_list(ROWS),
+        reward_funcs=[_accuracy],
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        rollout_buffer=made,
+        model_version_value=SimpleNamespace(value=1),
+        heartbeat_value=SimpleNamespace(value=0.0),
+        failed_event=threading.Event(),
+        exception_info_queue=queue.Queue(),
+        metrics_queue=queue.Queue(),
+        tools=[multiply],
+        num_generations=GROUP_SIZE,
+        max_inflight_tasks=IN_FLIGHT,
+        vllm_server_url=url,
+        max_tokens=64,
+    )
+    made.full = loop._stop_event.set
+    loop.run()
+    # Where a conversation is forked, a rollout is several samples.
+    measured = made.samples[made.warm : made.all]
+    if any(sample.metrics["reward"] != 1.0 for sample in made.samples):
+        raise RuntimeError(f"TRL's episodes did not run as scripted: {made.samples[0]}")
+    tokens = sum(int(sample.completion_mask.sum()) for sample in measured)
+    return _figures(len(measured), tokens, made.cpu_s, made.wall_s)
+
+
+class _Made:
+    """Takes samples in place of TRL's queue, and stops its loop when there are enough."""
+
+    def __init__(self, warm: int, all: int) -> None:
+        self.samples: list[Any] = []
+        self.warm, self.all = warm, all
+        self.cpu_s = self.wall_s = 0.0
+        self.full: Callable[[], None] = lambda: None
+
+    def put_nowait(self, sample: Any) -> None:
+        self.samples.append(sample)
+        if len(self.samples) == self.warm:
+            self.cpu_s, self.wall_s = -time.process_time(), -time.perf_counter()
+        if len(self.samples) == self.all:
+            self.cpu_s += time.process_time()
+            self.wall_s += time.perf_counter()
+            self.full()
+
+    def qsize(self) -> int:
+        return 0
+
+
+WAYS: dict[str, Callable[[str, str, int, int], dict[str, float]]] = {"ours": ours, "ours_1000": ours_1000, "trl": trl}
+
+
+class LagProbe:
+    """A task that asks for the loop again and again. What its thread computed in between is what others did."""
+
+    def __init__(self) -> None:
+        self._cpu_ms: list[float] = []
+        self._wall_ms: list[float] = []
+
+    async def run(self) -> None:
+        while True:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            await asyncio.sleep(0)
+            self._cpu_ms.append(1000 * (time.thread_time() - cpu))
+            self._wall_ms.append(1000 * (time.perf_counter() - wall))
+            await asyncio.sleep(0.001)
+
+    def figures(self) -> dict[str, float]:
+        return {"lag_p99_ms": _p99(self._cpu_ms), "lag_wall_p99_ms": _p99(self._wall_ms)}
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def _figures(episodes: int, tokens: int, cpu_s: float, wall_s: float) -> dict[str, float]:
+    return {
+        "cpu_ms_per_episode": 1000 * cpu_s / episodes,
+        "cpu_us_per_token": 1e6 * cpu_s / tokens,
+        "wall_ms_per_episode": 1000 * wall_s / episodes,
+        "episodes_per_s": episodes / wall_s,
+        "tokens_per_episode": tokens / episodes,
+    }
+
+
+def _accuracy(completions: list[Any], answer: list[int], **columns: Any) -> list[float]:
+    said = [turns[-1]["content"].rpartition("</think>")[2].strip() for turns in completions]
+    return [float(text == str(right)) for text, right in zip(said, answer, strict=True)]
+
+
+async def chat_us_per_turn() -> dict[str, float]:
+    """Microseconds of this thread for the suffix and the parse of one short turn with a call, by chat format."""
+    schemas = ToolBox([multiply]).schemas
+    found = {}
+    for case in [*renderer_cases.CASES, *template_cases.CASES]:
+        chat = case.build(schemas)
+        prompt_ids = await chat.prompt_ids([QUESTION])
+        turn_ids = (await chat.render_ids([QUESTION, CALLING], generation_prompt=False))[len(prompt_ids) :]
+        answers = [{"role": "tool", "name": "multiply", "content": "10700", "tool_call_id": "abcdefghi"}]
+        cpu = time.thread_time()
+        for _ in range(TURNS):
+            chat.parse(prompt_ids, turn_ids)
+            await chat.suffix_ids(prompt_ids, turn_ids, answers)
+        found[f"{case.family}, {case.how}"] = round(1e6 * (time.thread_time() - cpu) / TURNS, 1)
+    return found

@@ -1,6 +1,7 @@
 """Every chat template that TRL 1.16.0 ships, on tokenizers that stand in: fit for tools, or refused with the reason."""
 
 import asyncio
+import copy
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_a_turn_that_was_cut_off_is_closed_as_context(template):
 @pytest.mark.parametrize("template", FIT, ids=named)
 def test_d13_the_notation_is_told_from_the_template_and_not_from_its_text(template):
     """A fine-tune's template with a comment in it is as good as the original."""
-    tokenizer = template.format([]).tokenizer
+    tokenizer = copy.deepcopy(template.format([]).tokenizer)
     tokenizer.chat_template = "{# mine #}" + tokenizer.chat_template
     original = template.format(SCHEMAS)
     edited = type(original)(tokenizer, original.stop_token_ids, SCHEMAS, "mine")

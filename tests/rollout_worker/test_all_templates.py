@@ -39,9 +39,11 @@ def test_all_that_trl_ships_are_here_and_the_25_that_work_there_work_here():
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}], ids=str)
 def test_a_template_that_is_fit_is_proven_to_be(template, variables):
     """Schemas shown, the rendered call read back, the suffix what the whole conversation has, over two rounds."""
-    proof = proof_of(template, variables=variables)
+    chat = template.format(SCHEMAS, variables=variables)
+    proof = asyncio.run(prove(chat, SCHEMAS))
     assert proof.problems == []
     assert proof.fit_for_tools
+    assert chat.parser_name == template.format(SCHEMAS).parser_name
 
 
 @pytest.mark.parametrize("template", [template for template in TEMPLATES if template.refused], ids=named)

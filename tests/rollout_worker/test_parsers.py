@@ -323,13 +323,22 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("begins", ["", "<tool_call><function=f>", "<tool_call>f", "<|tool_call_start|>[f("])
-def test_i9_hostile_text_is_searched_once_for_each_pattern(name, begins, monkeypatch):
+@pytest.mark.parametrize(
+    ("begins", "ends"),
+    [
+        ("", ""),
+        ("<tool_call><function=f>", ""),
+        ("<tool_call><function=f>", "<parameter="),
+        ("<tool_call>f", "<arg_key>"),
+        ("<|tool_call_start|>[f(", ""),
+    ],
+)
+def test_i9_hostile_text_is_searched_once_for_each_pattern(name, begins, ends, monkeypatch):
     monkeypatch.setattr(scan, "Source", CountingSource)
     monkeypatch.setattr(atem, "Source", CountingSource)
     for unit in HOSTILE:
         CountingSource.searched = 0
-        text = begins + unit * (4_000 // len(unit))
+        text = begins + unit * (4_000 // len(unit)) + ends
         assert parse(name, text).text == text
         assert CountingSource.searched <= 4 * len(text)
 

@@ -25,7 +25,7 @@ _NO_TEMPLATE = (
     "the tokenizer (tokenizer.chat_template), or use a model that is made for chat"
 )
 # The end of a prompt that is looked at to tell what of a turn the prompt has written.
-_TAIL_IDS = 128
+_TAIL_IDS = 32
 
 
 class TemplateFormat:

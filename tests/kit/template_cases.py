@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,17 @@ class Template:
         return (templates_folder() / f"{self.stem}.jinja").read_text(encoding="utf-8")
 
     def format(self, tools: Sequence[dict[str, Any]], **settings: Any) -> TemplateFormat:
-        special = dict.fromkeys([*self.ends, *self.special, *_TOKENS.findall(self.text)])
-        tokenizer = stand_in_tokenizer(list(special), self.ends[0], bos=self._bos(), chat_template=self.text)
+        tokenizer = _tokenizer(self)
         stops = [tokenizer.convert_tokens_to_ids(token) for token in self.ends]
         return TemplateFormat(tokenizer, stops, tools, self.stem, **settings)
 
-    def _bos(self) -> str | None:
-        return next(
-            (token for token in self.special if token in ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")), None
-        )
+
+@cache
+def _tokenizer(template: Template) -> Any:
+    """Shared, and not to be changed."""
+    special = dict.fromkeys([*template.ends, *template.special, *_TOKENS.findall(template.text)])
+    bos = next((token for token in template.special if token in _BOS), None)
+    return stand_in_tokenizer(list(special), template.ends[0], bos=bos, chat_template=template.text)
 
 
 def templates_folder() -> Path:

@@ -1,6 +1,7 @@
 """Every chat template that TRL 1.16.0 ships, on tokenizers that stand in: fit for tools, or refused with the reason."""
 
 import asyncio
+import copy
 
 import pytest
 
@@ -38,9 +39,11 @@ def test_all_that_trl_ships_are_here_and_the_25_that_work_there_work_here():
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}], ids=str)
 def test_a_template_that_is_fit_is_proven_to_be(template, variables):
     """Schemas shown, the rendered call read back, the suffix what the whole conversation has, over two rounds."""
-    proof = proof_of(template, variables=variables)
+    chat = template.format(SCHEMAS, variables=variables)
+    proof = asyncio.run(prove(chat, SCHEMAS))
     assert proof.problems == []
     assert proof.fit_for_tools
+    assert chat.parser_name == template.format(SCHEMAS).parser_name
 
 
 @pytest.mark.parametrize("template", [template for template in TEMPLATES if template.refused], ids=named)
@@ -87,7 +90,7 @@ def test_a_turn_that_was_cut_off_is_closed_as_context(template):
 @pytest.mark.parametrize("template", FIT, ids=named)
 def test_d13_the_notation_is_told_from_the_template_and_not_from_its_text(template):
     """A fine-tune's template with a comment in it is as good as the original."""
-    tokenizer = template.format([]).tokenizer
+    tokenizer = copy.deepcopy(template.format([]).tokenizer)
     tokenizer.chat_template = "{# mine #}" + tokenizer.chat_template
     original = template.format(SCHEMAS)
     edited = type(original)(tokenizer, original.stop_token_ids, SCHEMAS, "mine")

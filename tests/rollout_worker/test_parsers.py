@@ -62,7 +62,6 @@ MALFORMED = [
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "JSON object"),
     ("hermes", '<tool_call>{"name": 3}</tool_call>', "JSON object"),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments"'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
     ("hermes", '{"name": "f", "arguments": {}}</tool_call>', "without <tool_call>"),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
@@ -324,13 +323,22 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("begins", ["", "<tool_call><function=f>", "<tool_call>f", "<|tool_call_start|>[f("])
-def test_i9_hostile_text_is_searched_once_for_each_pattern(name, begins, monkeypatch):
+@pytest.mark.parametrize(
+    ("begins", "ends"),
+    [
+        ("", ""),
+        ("<tool_call><function=f>", ""),
+        ("<tool_call><function=f>", "<parameter="),
+        ("<tool_call>f", "<arg_key>"),
+        ("<|tool_call_start|>[f(", ""),
+    ],
+)
+def test_i9_hostile_text_is_searched_once_for_each_pattern(name, begins, ends, monkeypatch):
     monkeypatch.setattr(scan, "Source", CountingSource)
     monkeypatch.setattr(atem, "Source", CountingSource)
     for unit in HOSTILE:
         CountingSource.searched = 0
-        text = begins + unit * (4_000 // len(unit))
+        text = begins + unit * (4_000 // len(unit)) + ends
         assert parse(name, text).text == text
         assert CountingSource.searched <= 4 * len(text)
 

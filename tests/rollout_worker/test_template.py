@@ -379,11 +379,18 @@ async def test_a_call_has_mistrals_nine_characters_and_its_answer_names_it():
         assert f'"call_id": "{without.id}"' in await answered(without, turn(wrong))
         (later,) = chat.parse([*prompt, *turn(wrong)], turn(wrong)).calls
         assert later.id != without.id
-    # A data set's conversation whose calls have none.
+    # A data set's conversation whose calls have none, or some have.
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}}
     said = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "6"}]
     (written,) = re.findall('"id": "(.{9})"', text := TOKENIZER.decode(await chat.prompt_ids(said)))
     assert f'"call_id": "{written}"' in text
+    named = {**call, "id": "abcDEF123"}
+    answers = [{"role": "tool", "tool_call_id": "abcDEF123", "content": "5"}, {"role": "tool", "content": "6"}]
+    said = [USER, {"role": "assistant", "content": "", "tool_calls": [named, call]}, *answers]
+    first, second = re.findall('"id": "(.{9})"', text := TOKENIZER.decode(await chat.prompt_ids(said)))
+    assert first == "abcDEF123"
+    assert f'"5", "call_id": "{first}"' in text
+    assert f'"6", "call_id": "{second}"' in text
 
 
 @pytest.mark.parametrize(

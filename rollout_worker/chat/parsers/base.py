@@ -82,11 +82,7 @@ class Unreadable(ValueError):
         self.at = at
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse)
+_JSON = json.JSONDecoder()
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
@@ -98,7 +94,7 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
         raise Unreadable(f"{error.msg} at character {error.pos - at}", error.pos) from None
     except RecursionError:
         raise Unreadable("it is nested too deeply", len(text)) from None
-    except ValueError as error:  # a number of thousands of digits, NaN
+    except ValueError as error:  # a number of thousands of digits
         raise Unreadable(str(error), len(text)) from None
     if "\\u" in text[at:end]:  # half of a surrogate pair, which no tokenizer takes
         value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))

@@ -62,6 +62,15 @@ class _Call:
             self.future.set_result(self.outcome)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Start:
+    """A thread to be started for `call`; `failed` is called on the loop where the machine gives no more."""
+
+    jobs: _Jobs
+    call: _Call
+    failed: Callable[[_Call, str], None]
+
+
 class Threads:
     """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `on_hung` is called at each
     new one, `on_full` with the text where a call found no thread in time. Any event loop may call, one at a time."""
@@ -78,6 +87,7 @@ class Threads:
         self._on_full = on_full
         self._working = 0
         self._idle: list[_Jobs] = []
+        self._starter: SimpleQueue[_Start | None] | None = None
         self._waiting: deque[_Call] = deque()
 
     async def run(self, function: Callable[..., Any], step: Callable[[], Any], timeout_s: float) -> Any:
@@ -102,6 +112,8 @@ class Threads:
     def close(self) -> None:
         """Let idle threads end; those at work end with their calls."""
         self.limit = 0
+        if self._starter is not None:
+            self._starter.put(None)
         while self._idle:
             self._idle.pop().put(None)
 
@@ -109,21 +121,25 @@ class Threads:
         self.close()
 
     def _begin(self, call: _Call) -> None:
-        jobs: _Jobs
         if self._idle:
-            jobs = self._idle.pop()
+            self._idle.pop().put(call)
         else:
-            jobs = SimpleQueue()
-            thread = threading.Thread(target=_serve, args=(jobs,), daemon=True, name="user code")
-            try:
-                thread.start()
-            except RuntimeError as error:  # the machine gives no more
-                text = f"not called: {error}; lower worker.user_threads, or raise the limit of processes (ulimit -u)"
-                call.settle(UserCodeError(text, "RuntimeError", defined_at(call.function)))
-                return
+            jobs: _Jobs = SimpleQueue()
+            if self._starter is None:
+                self._starter = SimpleQueue()
+                _start(_start_all, self._starter)
+            self._starter.put(_Start(jobs, call, self._not_started))
         self._working += 1
         call.timer = call.loop.call_later(call.timeout_s, self._give_up, call)
-        jobs.put(call)
+
+    def _not_started(self, call: _Call, why: str) -> None:
+        text = f"not called: {why}; lower worker.user_threads, or raise the limit of processes (ulimit -u)"
+        if call.given_up:
+            self.hung -= 1
+        else:
+            self._working -= 1
+        call.settle(UserCodeError(text, "RuntimeError", defined_at(call.function)))
+        self._begin_waiting()
 
     def _came_back(self, jobs: _Jobs, call: _Call) -> None:
         if call.given_up:
@@ -163,6 +179,23 @@ class Threads:
         )
         call.settle(UserCodeError(text, reasons.TIMEOUT, defined_at(call.function)))
         self._on_full(text)
+
+
+def _start_all(starts: SimpleQueue[_Start | None]) -> None:
+    """The life of the thread that starts the others: `start` waits until the new thread runs, which takes long where
+    many compete for the interpreter lock, and the loop must not wait for it."""
+    while (wanted := starts.get()) is not None:
+        wanted.jobs.put(wanted.call)
+        try:
+            _start(_serve, wanted.jobs)
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+                wanted.call.loop.call_soon_threadsafe(wanted.failed, wanted.call, str(error))
+        del wanted
+
+
+def _start(target: Callable[[Any], None], jobs: SimpleQueue[Any]) -> None:
+    threading.Thread(target=target, args=(jobs,), daemon=True, name="user code").start()
 
 
 def _serve(jobs: _Jobs) -> None:

@@ -197,6 +197,22 @@ async def test_i9_signal_handlers_are_explained():
             await call(code, signal.signal, signalnum=signal.SIGALRM, handler=as_it_is)
 
 
+async def test_i9_a_machine_that_gives_no_more_threads_fails_the_call_alone(monkeypatch):
+    start, refused = threading.Thread.start, iter([False, True])
+
+    def start_the_first_only(thread):
+        if next(refused, False):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_the_first_only)
+    async with UserCode(threads=1) as code:
+        with pytest.raises(UserCodeError, match=r"not called: can't start new thread; lower worker.user_threads"):
+            await call(code, threading.get_ident)
+        assert await call(code, lambda: 1) == 1
+        assert code.hung == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGVTALRM, signal.SIGPROF])
 async def test_i9_a_timer_without_a_handler_does_not_end_the_worker(number):
     """As signal.alarm sets one; pytest-timeout has its SIGALRM."""

@@ -159,11 +159,11 @@ class Router:
         for affinity in affinities:
             if affinity.born is None:
                 affinity.born = self.tick
-        usable = [name for name in self._serving if admits(name) and not self._barred(name, affinities)]
+        usable = [name for name in self._serving if admits(name) and not self._bars(name, affinities)]
         names = [name for name in usable if name != avoid] or usable
         if not names:
             return None
-        name = min(names, key=lambda candidate: (*self.load_of(candidate), candidate))
+        name = min(names, key=lambda candidate: (self._tokens[candidate], self._ties[candidate], candidate))
         best, own, theirs = self.load_of(name), affinities[0].server, affinities[0].siblings.server
         if own in names:
             name = own if stays(self.load_of(own), best, need) else name
@@ -174,7 +174,9 @@ class Router:
 
     def barred(self, affinities: Sequence[Affinity]) -> bool:
         """Whether servers serve, but none that these may use: what it gave them now would not be trained on (I5)."""
-        return bool(self._serving) and all(self._barred(name, affinities) for name in self._serving)
+        if self.taints.none or not self._serving:
+            return False
+        return all(self._bars(name, affinities) for name in self._serving)
 
     def tainted(self, affinity: Affinity) -> str | None:
         """The server, if any, whose tokens in this episode must not be trained on (I5)."""
@@ -204,7 +206,9 @@ class Router:
             affinity.server = affinity.siblings.server = name
             self._ties[name] += 1
 
-    def _barred(self, name: str, affinities: Sequence[Affinity]) -> bool:
+    def _bars(self, name: str, affinities: Sequence[Affinity]) -> bool:
+        if self.taints.none:
+            return False
         version = self._version_of(name)
         return any(self.taints.bars(name, version, affinity.born) for affinity in affinities)
 

@@ -34,6 +34,11 @@ class Taints:
         self.tick = 0
         self._of: dict[str, list[Taint]] = {}
 
+    @property
+    def none(self) -> bool:
+        """Whether no proof ever failed, as in most runs."""
+        return not self._of
+
     def update(self, servers: Iterable[Server]) -> None:
         """Take the registry over."""
         self.tick += 1
@@ -47,7 +52,7 @@ class Taints:
 
     def find(self, sampled: Iterable[tuple[str, int]], born: int | None) -> str | None:
         """The server, if any, of which an episode has a tainted token. `sampled`: its servers and versions."""
-        if not self._of:
+        if self.none:
             return None
         for name, version in sampled:
             for taint in self._of.get(name, ()):

@@ -13,11 +13,12 @@ from typing import Any
 import uvloop
 
 from rollout_worker.chat import build_chat_format
+from rollout_worker.chat.proof import prove
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode
-from tests.kit import WORKER, config
+from tests.kit import WORKER, config, renderer_cases, template_cases
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
 from tests.kit.worker import multiply, row, task
 
@@ -25,6 +26,15 @@ WARM_UP_GROUPS = 8
 GROUP_SIZE = 8
 IN_FLIGHT = 256
 ROWS = [row(a, a + 7) for a in range(100, 1000)]
+
+TURNS = 200
+QUESTION = {"role": "user", "content": "Multiply 100 by 107."}
+CALL = {"name": "multiply", "arguments": {"a": 100, "b": 107}}
+CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALL}],
+}
 
 
 def ours(url: str, model: str, groups: int, turns: int, episodes: int = IN_FLIGHT) -> dict[str, float]:
@@ -175,6 +185,8 @@ async def chat_us_per_turn() -> dict[str, float]:
     found = {}
     for case in [*renderer_cases.CASES, *template_cases.CASES]:
         chat = case.build(schemas)
+        if not (await prove(chat, schemas)).fit_for_tools:
+            continue
         prompt_ids = await chat.prompt_ids([QUESTION])
         turn_ids = (await chat.render_ids([QUESTION, CALLING], generation_prompt=False))[len(prompt_ids) :]
         answers = [{"role": "tool", "name": "multiply", "content": "10700", "tool_call_id": "abcdefghi"}]

@@ -191,7 +191,7 @@ def _cannot_continue(said: str) -> str:
 def _read(call: ParsedToolCall) -> ToolCall | MalformedCall:
     """Arguments that are no JSON go on as text: the tools read what can be read. A name that is not known does too:
     the tools say which there are."""
-    readable = call.status in ("ok", "unknown_tool") or (call.status == "invalid_json" and call.arguments)
+    readable = call.status not in _REASONS or (call.status == "invalid_json" and call.arguments)
     if readable and call.name and isinstance(call.name, str):
         return ToolCall(call.name, _arguments(call.arguments), call.id)
     reason = _REASONS.get(call.status, _REASONS["missing_name"])

@@ -109,7 +109,7 @@ async def test_i4_a_turn_that_a_stop_string_ended_trains_whole_and_its_end_of_tu
     assert (episode.rollout.finish_reason, episode.rollout.tool_calls) == ("stop", 1)
     (_, _), (second, _) = sampler.requests
     assert second[: len(PROMPT) + len(cut) + 1] == [*PROMPT, *cut, END_OF_TURN]
-    segment = episode.segment(["b", "a"])
+    (segment,) = episode.segments(["b", "a"])
     assert segment.token_ids[segment.loss_mask].tolist() == [*cut, *sampler.sampled[1]]
     assert not segment.loss_mask[len(PROMPT) + len(cut)]
 

@@ -77,7 +77,7 @@ class Broken(dict):
         (lambda: {}["gone"], "KeyError: 'gone'"),
         (lambda: exit(3), "SystemExit(3)"),
         (lambda: Broken(prompt="x"), "SystemExit(3)"),
-        (lambda: None, "ValueError: it is a NoneType; give a mapping of columns, such as a dict"),
+        (lambda: None, "TypeError: it is a NoneType, not a mapping of columns"),
         (lambda: {"promt": "x"}, "ValueError: it has no column 'prompt', it has ['promt']"),
         (lambda: {"prompt": []}, "ValueError: its prompt is empty"),
         (lambda: {"prompt": ["x"]}, "ValueError: its prompt is a list; give text or a list of messages"),

@@ -64,7 +64,7 @@ async def test_never_more_tokens_than_allowed(text, most):
 
 async def test_results_are_cut_one_by_one():
     chat = TemplateFormat(TOKENIZER, [END_OF_TURN], [], "the tiny model")
-    results = [ToolResult("a", "x" * 90, failed=False), ToolResult("b", "y" * 900, failed=True, call_id="c1")]
+    results = [ToolResult("a", "x" * 90), ToolResult("b", "y" * 900, reason="raised", call_id="c1")]
     short, long = await cut_results(results, 100, chat)
     assert short is results[0]
     assert (long.name, long.failed, long.call_id) == ("b", True, "c1")

@@ -9,7 +9,7 @@ import pytest
 
 from deploy import vllm_server
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.errors import Rejected
+from rollout_worker.inference.errors import ServerUnfit
 from rollout_worker.inference.wire import GenerateRequest, sampling_params
 from tests.kit import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
@@ -100,5 +100,5 @@ async def test_i8_the_worker_sends_the_token() -> None:
         async with InferenceClient(5, token="secret") as client:
             assert [choice.token_ids async for choice in client.generate(url, request)]
         async with InferenceClient(5) as client:
-            with pytest.raises(Rejected, match="Unauthorized"):
+            with pytest.raises(ServerUnfit, match="Unauthorized"):
                 [choice async for choice in client.generate(url, request)]

@@ -189,7 +189,8 @@ class FakeVllm:
         body = await request.json()
         prompt = body["prompt"]
         if body.get("prompt_logprobs") is None and body.get("return_token_ids"):
-            sample = await self.engine.sample(prompt, 0, body["max_tokens"], body.get("stop_token_ids") or [])
+            stops = body.get("stop_token_ids") or []
+            sample = await self.engine.sample(prompt, 0, body["max_tokens"], stops, asyncio.Event())
             return web.json_response(replies.completion(prompt, None, sample))
         scored = self._scored(prompt) if body.get("prompt_logprobs") is not None else None
         return web.json_response(replies.completion(prompt, scored))

@@ -20,7 +20,8 @@ from protocol import reasons
 from protocol.messages import FinishReason, Rollout, Segment
 from rollout_worker import user_code
 from rollout_worker.budget import Limits
-from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
+from rollout_worker.chat.base import ChatFormat, MalformedCall, Message, ParsedTurn, PromptError
+from rollout_worker.chat.parsers.own import plain_turn
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
@@ -106,6 +107,8 @@ class EpisodeRunner:
     timeout_s: float
     clock: Callable[[], float] = time.monotonic
     troubles: Troubles = field(default_factory=Troubles)
+    code: user_code.UserCode = field(default_factory=user_code.UserCode)
+    parse_timeout_s: float = 60.0
 
     async def run(
         self,
@@ -199,11 +202,24 @@ class EpisodeRunner:
         return None
 
     async def _parsed(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
-        """A long turn is read in a thread: it would stop the loop."""
+        """A long turn is read in a thread: it would stop the loop. What reads it may be the user's own."""
+        if chat.parses_by_user_code:
+            return await self._parsed_by_user_code(chat, prompt_ids, turn_ids)
         if len(turn_ids) < _INLINE_TOKENS:
             return chat.parse(prompt_ids, turn_ids)
         parsed: ParsedTurn = await user_code.in_thread(chat.parse, prompt_ids=prompt_ids, turn_ids=turn_ids)
         return parsed
+
+    async def _parsed_by_user_code(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
+        try:
+            found: ParsedTurn = await self.code.call(
+                chat.parse, plain_turn, self.parse_timeout_s, prompt_ids=prompt_ids, turn_ids=turn_ids
+            )
+            return found
+        except user_code.UserCodeError as error:
+            self.troubles.add("code", f"parser {error.kind}", f"the parser of turns failed: {error}", error.where)
+            text = chat.tokenizer.decode(turn_ids, skip_special_tokens=False)
+            return ParsedTurn(text, text, [MalformedCall(f"the turn cannot be read: {error.kind}")])
 
     def _count(self, results: Sequence[ToolResult], rollout: Rollout) -> None:
         """Calls and failures, in all, by tool and by reason; what the tools' own code raised is a trouble."""

@@ -120,7 +120,13 @@ class Worker:
             chat=chat,
             tools=tools,
             episodes=EpisodeRunner(
-                self._sampler, Limits.of(config), config.worker.episode_timeout_s, clock, self._troubles
+                self._sampler,
+                Limits.of(config),
+                config.worker.episode_timeout_s,
+                clock,
+                self._troubles,
+                code,
+                config.worker.tool_timeout_s,
             ),
             counters=self.counters,
             troubles=self._troubles,

@@ -74,6 +74,10 @@ class ChatFormat(Protocol):
     def stop_token_ids(self) -> list[int]:
         """Ids that end a turn."""
 
+    @property
+    def parses_by_user_code(self) -> bool:
+        """Whether `parse` runs code of the user's: then it is called behind the boundary (I9)."""
+
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
         """Ids of a conversation, up to where the policy is to speak; text is taken as it is, and a conversation that
         ends in an assistant's message is continued in it. Raises `PromptError`.

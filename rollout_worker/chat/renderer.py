@@ -58,6 +58,7 @@ class RendererFormat:
         self._tools_size = len(json.dumps(self._tools))
         self.stop_token_ids = sorted(self._renderer.get_stop_token_ids())
         self._stops = frozenset(self.stop_token_ids)
+        self.parses_by_user_code = renderer_config.name == "custom"
         self._closes_itself = renderer_config.name in _CLOSES_ITSELF
         self._tags = self._thinks_in_tags()
 

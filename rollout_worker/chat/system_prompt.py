@@ -26,6 +26,10 @@ class WithSystemPrompt:
     def stop_token_ids(self) -> list[int]:
         return self._chat.stop_token_ids
 
+    @property
+    def parses_by_user_code(self) -> bool:
+        return self._chat.parses_by_user_code
+
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
         return await self._chat.prompt_ids(prompt if isinstance(prompt, str) else self._whole(prompt))
 

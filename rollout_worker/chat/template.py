@@ -52,6 +52,7 @@ class TemplateFormat:
         self._stops = frozenset(stop_token_ids)
         self._stop_texts = [text for text in map(tokenizer.convert_ids_to_tokens, stop_token_ids) if text]
         self._parser: Parser | None = None
+        self.parses_by_user_code = bool(tools) and ".py:" in parser
         self._places: list[str] = []
         self._asks_for_ids = False
         self.parser_name: str | None = None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollout_queue.ledger import validation
 from rollout_worker.budget import Limits
 from rollout_worker.chat.base import PromptError
+from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.episode import MOST_SEGMENTS, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
@@ -19,6 +20,7 @@ from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.segment import whole_conversation
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
+from rollout_worker.user_code import UserCode
 from tests.kit import config
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
@@ -146,6 +148,7 @@ class NoSuffix:
     cannot be."""
 
     parse = staticmethod(CHAT.parse)
+    parses_by_user_code = False
 
     def __init__(self, anew=(7, 8, 9)):
         self.anew = anew
@@ -388,3 +391,29 @@ async def test_timings_say_where_the_time_went():
     runner = EpisodeRunner(sampler, ROOMY, 5.0, clock=lambda: float(next(ticks)))
     episode = await runner.run(list(PROMPT), CHAT, TOOLS, Affinity(), None)
     assert episode.rollout.timings == {"generate": 2.0, "tools": 1.0, "total": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("parser", "kind"),
+    [
+        ("time.sleep(30)", "timeout"),
+        ("exit(3)", "SystemExit"),
+        ("[('multiply', {'a': object()})]", None),
+        ("[(type('Name', (str,), {'__eq__': exit})('multiply'), {'a': 2, 'b': 3})]", None),
+    ],
+)
+async def test_i9_a_parser_of_ones_own_runs_behind_the_boundary(tmp_path, parser, kind):
+    """Whatever it does: the loop goes on meanwhile, and the policy gets a turn that it can answer."""
+    file = tmp_path / "own.py"
+    file.write_text(f"import time\n\ndef read(text):\n    return {parser} if text == 'go' else []\n")
+    chat = TemplateFormat(TOKENIZER, [END_OF_TURN], TOOLS.schemas, "the tiny model", parser=f"{file}:read")
+    troubles = Troubles()
+    sampler = ScriptedSampler("go", "6")
+    async with UserCode() as code:
+        runner = EpisodeRunner(sampler, ROOMY, 20.0, troubles=troubles, code=code, parse_timeout_s=0.05)
+        episode = await runner.run(list(PROMPT), chat, TOOLS, Affinity(), None, "")
+    assert episode.rollout.turns == 2
+    assert json.dumps(episode.messages)
+    if kind is not None:
+        assert episode.messages[1]["role"] == "tool"
+        assert kind in episode.messages[1]["content"]

@@ -1,13 +1,13 @@
 """A parser of one's own: `chat.parser = "path/to/file.py:function"`.
 
 The function takes a turn's text, without the token that ended it, and returns a `ParsedTurn` or a list of
-(name, arguments). It is called for each turn on the worker's event loop: it should take no longer than a
-regular expression.
+(name, arguments). It is called for each turn behind the boundary around user code, with `worker.tool_timeout_s`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any
 
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
-from rollout_worker.chat.parsers.base import Before
+from rollout_worker.chat.parsers.base import MOST_CALLS, Before
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,28 @@ def load_own(setting: str) -> OwnParser:
     if not callable(function):
         raise ConfigError(f"chat.parser = {setting}: {file} defines no function {name!r}; define it there")
     return OwnParser(function, setting)
+
+
+def plain_turn(turn: ParsedTurn) -> ParsedTurn:
+    """The same of plain data: what a function of the user's returns may hold objects of any kind. Raises whatever they
+    do."""
+    calls: list[ToolCall | MalformedCall] = []
+    for call in turn.calls[:MOST_CALLS]:
+        if isinstance(call, MalformedCall):
+            calls.append(MalformedCall(_text(call.reason)))
+            continue
+        arguments = call.arguments
+        if not isinstance(arguments, str):
+            arguments = json.loads(json.dumps(arguments, default=str))
+        calls.append(ToolCall(_text(call.name), arguments, None if call.id is None else _text(call.id)))
+    reasoning = None if turn.reasoning is None else _text(turn.reasoning)
+    return ParsedTurn(_text(turn.text), _text(turn.content), calls, reasoning)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a turn and its calls are of text, not {type(value).__name__}")
+    return str.__str__(value)
 
 
 def _turn(text: str, found: Any) -> ParsedTurn:

@@ -8,18 +8,35 @@ if TYPE_CHECKING:
     from deploy.supervisor import RunFailed
     from protocol.client import QueueClient
     from protocol.config import ConfigError
+    from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
     from rollout_worker.task.task import Task
+    from rollout_worker.task.tools.base import Tool
     from slipstream.script import train
 
     __version__: str
 
-__all__ = ["ConfigError", "QueueClient", "RunFailed", "Task", "__version__", "train"]
+__all__ = [
+    "ConfigError",
+    "MalformedCall",
+    "ParsedTurn",
+    "QueueClient",
+    "RunFailed",
+    "Task",
+    "Tool",
+    "ToolCall",
+    "__version__",
+    "train",
+]
 
 _MODULES = {
     "ConfigError": "protocol.config",
+    "MalformedCall": "rollout_worker.chat.base",
+    "ParsedTurn": "rollout_worker.chat.base",
     "QueueClient": "protocol.client",
     "RunFailed": "deploy.supervisor",
     "Task": "rollout_worker.task.task",
+    "Tool": "rollout_worker.task.tools.base",
+    "ToolCall": "rollout_worker.chat.base",
     "train": "slipstream.script",
 }
 

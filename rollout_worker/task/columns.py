@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from protocol.config import ConfigError
 from rollout_worker.task.rewards.base import GIVEN
-
-if TYPE_CHECKING:
-    from rollout_worker.task.rows import Rows
-
+from rollout_worker.task.rows import Rows
 
 # Rows that are looked at before a start: of a table at most this many, spread over it, as far as they can be read in
 # this time; of a stream the first few.
@@ -38,20 +35,6 @@ class Findings:
 
     looked_at: int = 0
     unusable: dict[int, str] = field(default_factory=dict)
-
-
-def without_none(columns: Any, deep: bool) -> Any:
-    """`columns` without the None that stands for what a message of the prompt does not have.
-
-    Files and Arrow tables fill up messages that differ in their keys. `deep`: inside of them too (tool calls), where
-    an Arrow table cannot tell None from what is not there.
-    """
-    if not isinstance(columns, Mapping):
-        raise TypeError(f"it is a {type(columns).__name__}, not a mapping of columns")
-    prompt = columns.get("prompt")
-    if not isinstance(prompt, list) or not any(_has_none(message, deep) for message in prompt):
-        return columns
-    return {**columns, "prompt": [_without_none(message, deep) for message in prompt]}
 
 
 def check_first(columns: Any, has_tools: bool) -> None:
@@ -144,15 +127,3 @@ def _look(rows: Rows, most: int) -> Findings:
                 f"completions of the same kind: make all prompts {kind}, or all {its}"
             )
     return Findings(looked_at, unusable)
-
-
-def _has_none(value: Any, deep: bool) -> bool:
-    if isinstance(value, Mapping):
-        return any(entry is None or (deep and _has_none(entry, deep)) for entry in value.values())
-    return deep and isinstance(value, list) and any(_has_none(entry, deep) for entry in value)
-
-
-def _without_none(value: Any, deep: bool) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(entry, deep) if deep else entry for key, entry in value.items() if entry is not None}
-    return [_without_none(entry, deep) for entry in value] if deep and isinstance(value, list) else value

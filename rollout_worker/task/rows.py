@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rollout_worker.task.columns import without_none
+from rollout_worker.task.absent_keys import without_none
 
 # Rows that a stream keeps: more than the tickets of the deepest queue are apart.
 KEPT_ROWS = 4096

@@ -17,7 +17,7 @@ from protocol.config.text import toml_value
 
 INTRODUCTION = """# Settings
 
-Every setting of a run file, from `protocol/config/sections.py` by `python -m deploy.settings_page`. Any of them can be
+Every setting of a run file, from `protocol/config/sections/` by `python -m deploy.settings_page`. Any of them can be
 given on the command line, as `--section.key value`. `slipstream config run.toml` prints a run file whole and checks it.
 """
 

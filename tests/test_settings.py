@@ -12,7 +12,8 @@ from protocol.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rollout_queue", "rollout_worker", "learner", "weight_sync", "deploy", "slipstream")
-SCHEMA = [ROOT / "protocol" / "config" / name for name in ("sections.py", "schema.py")]
+CONFIG = ROOT / "protocol" / "config"
+SCHEMA = [CONFIG / "schema.py", *(CONFIG / "sections").glob("*.py")]
 SETTINGS = [
     f"{section}.{key}"
     for section, field in RunConfig.model_fields.items()

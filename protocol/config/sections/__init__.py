@@ -1,0 +1,25 @@
+"""The settings of a run, section by section: typed, bounded, each with its meaning and the reason for its default."""
+
+from protocol.config.sections.base import LOOPBACK, Section
+from protocol.config.sections.learner import LearnerSection
+from protocol.config.sections.queue import QueueSection
+from protocol.config.sections.rollout import RolloutSection
+from protocol.config.sections.run import ChatSection, ModelSection, RunSection, TaskSection
+from protocol.config.sections.servers import DeploySection, VllmSection, WeightSyncSection
+from protocol.config.sections.worker import WorkerSection
+
+__all__ = [
+    "LOOPBACK",
+    "ChatSection",
+    "DeploySection",
+    "LearnerSection",
+    "ModelSection",
+    "QueueSection",
+    "RolloutSection",
+    "RunSection",
+    "Section",
+    "TaskSection",
+    "VllmSection",
+    "WeightSyncSection",
+    "WorkerSection",
+]

@@ -1,0 +1,107 @@
+"""The learner's settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import field_validator
+
+from protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
+
+
+class LearnerSection(Section):
+    steps: Count = setting(100, description="optimiser steps", why="enough to see whether it learns")
+    epochs: float | None = setting(
+        None,
+        gt=0,
+        le=10**6,
+        description="passes over the data set, in place of steps: rows x epochs / groups_per_step steps, rounded up",
+        why="steps are the same for any data set",
+    )
+    groups_per_step: Count = setting(
+        16, description="B: groups per optimiser step", why="128 rollouts a step with the default group size"
+    )
+    learning_rate: float = setting(
+        1e-6,
+        gt=0,
+        le=1,
+        description="AdamW's learning rate after the warm-up",
+        why="TRL's default for GRPO; safe for models of 0.5 B and more",
+    )
+    warmup_steps: CountOrZero = setting(
+        0, description="steps of linear warm-up; constant afterwards", why="the learning rate is small already"
+    )
+    betas: tuple[float, float] = setting(
+        (0.9, 0.95),
+        strict=False,
+        description="AdamW's two decay rates",
+        why="the usual pair for language models; 0.999 forgets too slowly for a few hundred steps",
+    )
+    weight_decay: float = setting(
+        0.0, ge=0, le=10, description="AdamW's weight decay", why="RL moves the weights too little for it to matter"
+    )
+    max_grad_norm: float = setting(
+        1.0, gt=0, le=1e9, description="gradients are scaled down to this norm", why="the usual bound; TRL's too"
+    )
+    advantage: Literal["grpo", "rloo"] = setting(
+        "grpo",
+        description="of a reward r in its group: grpo (r - mean) / std, rloo r - mean of the others",
+        why="what most people mean by GRPO",
+    )
+    objective: Literal["ppo_clip"] = setting(
+        "ppo_clip",
+        description="the loss of a token, from its ratio and advantage",
+        why="a bounded ratio needs no second model and no second forward pass",
+    )
+    clip_low: float = setting(
+        0.2, gt=0, lt=1, description="PPO clip: the ratio stays above 1 - clip_low", why="PPO's own"
+    )
+    clip_high: float = setting(
+        0.28,
+        gt=0,
+        le=1000,
+        description="PPO clip: the ratio stays below 1 + clip_high",
+        why="DAPO's: leaves rare tokens room to grow",
+    )
+    advantage_epsilon: float = setting(1e-4, gt=0, le=1, description="(reward - mean) / (std + epsilon)", why="TRL's")
+    zero_variance: Literal["refill", "drop", "keep"] = setting(
+        "refill",
+        description="groups whose rewards are all equal: refill replaces them with others, drop shortens the "
+        "step, keep trains them (they have no gradient)",
+        why="a step keeps its size, so its gradient keeps its noise",
+    )
+    token_budget: Count = setting(
+        8192, description="tokens of one packed micro-batch", why="one long episode, or many short ones"
+    )
+    logprob_chunk_tokens: Count = setting(
+        1024, description="tokens whose logits exist at one time", why="logits of 150,000 words then take 0.6 GB"
+    )
+    prefetch_steps: CountOrZero = setting(
+        1,
+        description="steps whose groups are leased ahead",
+        why="the next batch is ready when the step ends, and is at most one version older for it",
+    )
+    checkpoint_every: CountOrZero = setting(
+        50, description="steps between checkpoints; 0: at the end only", why="a crash costs at most 50 steps"
+    )
+    keep_checkpoints: Count = setting(
+        2, description="newest checkpoints that are kept", why="the newest, and one to fall back on"
+    )
+    sample_rollouts: CountOrZero = setting(
+        4, description="rollouts of each step that go to rollouts.jsonl", why="a best, a worst and two others a step"
+    )
+    show_rollout_every: CountOrZero = setting(
+        0, description="steps between rollouts that are shown on the terminal; 0: none", why="the terminal shows steps"
+    )
+    stall_timeout_s: Seconds = setting(
+        3600.0,
+        description="seconds without a group or a step, after which the learner gives up",
+        why="longer than the longest episode and its rewards",
+    )
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each must be at least 0 and below 1")
+        return value

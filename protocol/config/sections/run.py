@@ -1,0 +1,145 @@
+"""What is trained on what: the run, its model, task and chat format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from protocol.config.sections.base import Section, setting
+
+
+class RunSection(Section):
+    name: str = setting(
+        "run",
+        description="names the run and its directory: letters, digits, '_', '-' and, except at the start, '.'",
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+        why="one run needs no name of its own",
+    )
+    dir: Path = setting(
+        Path("runs"),
+        strict=False,
+        description="parent of the run directory, from the working directory",
+        why="results lie where you started the run",
+    )
+    seed: int = setting(
+        0,
+        ge=0,
+        lt=2**31,
+        description="data order, sampling and initial state follow from it",
+        why="runs are repeatable unless you ask for others",
+    )
+
+    @field_validator("dir")
+    @classmethod
+    def _home_is_expanded(cls, value: Path) -> Path:
+        return value.expanduser()
+
+
+class ModelSection(Section):
+    path: str = Field(description="a local model folder, such as ./model, or a Hugging Face hub name")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32",
+        description="type of the learner's weights and of the servers'",
+        why="right everywhere; on a GPU take bfloat16, which halves memory and traffic",
+    )
+    tokenizer: str | None = setting(
+        None,
+        description="folder or hub name of the tokenizer, if it is not the model's; its newest revision",
+        why="a model comes with its own",
+    )
+    revision: str | None = setting(
+        None,
+        description="branch, tag or commit of the model on the hub",
+        why="the newest; a run that must be repeatable names a commit",
+    )
+    trust_remote_code: bool = setting(
+        False,
+        description="run the code that comes with the model",
+        why="a model's code may do anything that you may",
+    )
+    attention: str = setting(
+        "varlen_sdpa",
+        description="attention of the learner: varlen_sdpa (any device) or a transformers implementation "
+        "that reads cu_seq_lens, such as flash_attention_2",
+        why="needs no package and no GPU; on a GPU flash_attention_2 is faster",
+    )
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the tokenizer is: a folder or a hub name."""
+        return self.tokenizer or self.path
+
+    @property
+    def tokenizer_revision(self) -> str | None:
+        """`revision`, where the tokenizer is the model's: another repository has its own."""
+        return self.revision if self.tokenizer is None else None
+
+
+class TaskSection(Section):
+    path: str = Field(description="the task object, as path/to/file.py:name", pattern=r"^.+\.py:[A-Za-z_]\w*$")
+    shuffle: bool = setting(
+        True,
+        description="new order of the rows in every epoch; false: the order of the data set, as a curriculum needs",
+        why="rows that stand together are often alike",
+    )
+    mcp_servers: list[str] = setting(
+        [],
+        description="MCP servers whose tools the task gets: a URL (streamable HTTP) or a command line (stdio)",
+        why="tools are the task's own functions unless you name some",
+    )
+    reward_servers: dict[str, str] = setting(
+        {},
+        description="URL of the vLLM pooling server that scores each classifier that the task names as a reward",
+        why="rewards are the task's own functions unless you name some",
+    )
+
+    @property
+    def file(self) -> Path:
+        return Path(self.path.rsplit(":", 1)[0])
+
+    @property
+    def object_name(self) -> str:
+        return self.path.rsplit(":", 1)[1]
+
+
+class ChatSection(Section):
+    format: Literal["auto", "renderer", "template"] = setting(
+        "auto",
+        description="between messages and ids: renderer is the one that the renderers library has for the model, "
+        "template the tokenizer's own; auto takes a renderer where the library knows the model by its name",
+        why="a renderer knows more of its model than a template says",
+    )
+    renderer: str | None = setting(
+        None,
+        description="name of the renderer, such as qwen3: for a fine-tune or a local folder of a model that is known",
+        why="told from the model's name where that is possible",
+    )
+    renderer_options: dict[str, Any] = setting(
+        {},
+        description="fields of the renderer's configuration, such as enable_thinking",
+        why="the renderer's own defaults",
+    )
+    template: Path | None = setting(
+        None,
+        strict=False,
+        description="a Jinja file in place of the tokenizer's chat template",
+        why="the model was trained with its own",
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        description="variables for the chat template, such as enable_thinking = false",
+        why="the template's own defaults",
+    )
+    parser: str = setting(
+        "auto",
+        description="how tool calls are written, where a template is used: auto tries the tokenizer's response schema "
+        "and then each notation on a rendered call; or the name of one (docs/models.md); or path/to/file.py:function",
+        why="the start check finds the notation, and refuses where it cannot",
+    )
+    system_prompt: str | None = setting(
+        None,
+        description="a system message before conversations that have none",
+        why="the data set's prompts are used as they are",
+    )

@@ -1,0 +1,99 @@
+"""The vLLM servers, their weights, and the processes that the launcher starts."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import field_validator
+
+from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Seconds, Section, setting, url_of
+
+
+class WeightSyncSection(Section):
+    transport: Literal["gloo"] = setting("gloo", description="gloo: CPU and plain TCP", why="runs everywhere")
+    every: Count = setting(
+        1,
+        description="N: optimiser steps between publications",
+        why="the fresher the better, and a publication costs little",
+    )
+    host: str = setting(
+        "127.0.0.1", description="the learner's address as the servers see it", why="right on one machine"
+    )
+    probe_tolerance: float = setting(
+        1e-3,
+        gt=0,
+        le=1000,
+        description="largest difference of log-probs between server and learner; bfloat16 needs 0.1",
+        why="a hundred times what float32 differs by; bfloat16 is coarser",
+    )
+    timeout_s: Seconds = setting(
+        300.0,
+        description="time-out of one publication to one server, every call included",
+        why="70 GB over a 2 Gbit/s line",
+    )
+    bucket_bytes: Bytes = setting(
+        64 * 1024**2,
+        description="bytes sent at one time",
+        why="large enough that calls do not count, small enough to be staged",
+    )
+
+
+class VllmSection(Section):
+    servers: list[str] = setting(
+        [], description="URLs of running servers; empty: the launcher starts `count`", why="one machine needs no list"
+    )
+    count: int = setting(1, ge=1, le=64, description="servers that the launcher starts", why="one GPU")
+    host: str = setting(
+        "127.0.0.1",
+        description="address that the launched servers listen on",
+        why="nobody else can reach it, so no token is needed",
+    )
+    port: Port = setting(
+        8100,
+        description="port of the first launched server; the next ones follow",
+        why="beside vLLM's usual 8000, which may be taken",
+    )
+    max_model_len: int = setting(
+        4096,
+        ge=16,
+        le=10**9,
+        description="context of the model: prompt, turns and tools",
+        why="prompt, two thousand sampled tokens and tool results",
+    )
+    max_num_seqs: Count = setting(
+        64, description="sequences that one server samples at once", why="vLLM slows down beyond what its cache holds"
+    )
+    start_timeout_s: Seconds = setting(
+        600.0, description="time-out of a server's start", why="loading a large model and compiling it"
+    )
+    args: list[str] = setting(
+        [],
+        description="further arguments of vLLM's server, as on its command line",
+        why="what is ours is set by itself",
+    )
+
+    @field_validator("servers")
+    @classmethod
+    def _urls(cls, value: list[str]) -> list[str]:
+        for url in value:
+            if not re.match(r"^https?://[^/\s]+", url):
+                raise ValueError(f"{url!r} is not a URL; write it as http://host:port")
+        return [url.rstrip("/") for url in value]
+
+    @property
+    def urls(self) -> list[str]:
+        return self.servers or [url_of(self.host, self.port + i) for i in range(self.count)]
+
+
+class DeploySection(Section):
+    restart: CountOrZero = setting(
+        3,
+        description="times in a row that a vLLM server, a worker or the queue is started again after it died",
+        why="a crash is outlived, a fault that comes back ends the run",
+    )
+    grace_s: Seconds = setting(
+        20.0,
+        description="after a stop, what has not ended within this time is killed",
+        why="long enough for a checkpoint of a small model",
+    )

@@ -1,0 +1,58 @@
+"""The workers' settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from protocol.config.sections.base import Count, Seconds, Section, setting
+
+
+class WorkerSection(Section):
+    count: int = setting(
+        1,
+        ge=0,
+        le=256,
+        description="workers that the launcher starts on this machine",
+        why="one process runs hundreds of episodes",
+    )
+    episodes: Count = setting(
+        256,
+        description="episodes that one worker runs at once",
+        why="fills a server of 64 to 256 sequences while tools run",
+    )
+    request_timeout_s: Seconds = setting(
+        600.0, description="time-out of one generation request", why="TRL's request_timeout"
+    )
+    request_attempts: Count = setting(
+        4, description="tries of a request after a 5xx or a lost connection", why="outlives the restart of one server"
+    )
+    tool_timeout_s: Seconds = setting(
+        60.0, description="time-out of one tool call", why="a web request or a test run; slower tools say so"
+    )
+    reward_timeout_s: Seconds = setting(
+        120.0, description="time-out of one reward function over one group", why="a judge model over one group"
+    )
+    episode_timeout_s: Seconds = setting(
+        1800.0, description="time-out of one episode", why="half an hour is a very long episode"
+    )
+    tool_isolation: Literal["thread", "process"] = setting(
+        "thread",
+        description="where tools run: process has each call in a child process that imports the task file and is "
+        "killed when it does not return; arguments and results cross as JSON",
+        why="a thread costs nothing; take process for code that may not be trusted to come back",
+    )
+    user_threads: Count = setting(
+        64,
+        description="threads, or processes, that tools, rewards and other code of the task run in at once",
+        why="as many as tools usually wait for; async tools need none",
+    )
+    reward_attempts: Count = setting(
+        2,
+        description="tries of a reward that fails, before its group fails; all within reward_timeout_s",
+        why="a judge's hiccup costs no generation",
+    )
+    keep_messages: bool = setting(
+        True,
+        description="keep each rollout's conversation, at most 64 KiB of it, to be read: slipstream rollouts",
+        why="what the policy says can then be read; it costs little beside the tokens",
+    )

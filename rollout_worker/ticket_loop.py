@@ -43,6 +43,7 @@ from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode, failure_of
+from rollout_worker.user_code.texts import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -204,18 +205,19 @@ class Worker:
         task.add_done_callback(end)
 
     async def _work(self, ticket: Ticket) -> None:
-        """From ticket to submitted group; whatever fails is counted and the ticket given back."""
+        """From ticket to submitted group; whatever fails is counted and the ticket given back, a group that cannot be
+        sent too. Raises `QueueError`."""
         try:
-            group = await self._groups.run(ticket)
+            await self._submit(await self._groups.run(ticket))
         except TicketFailed as failure:
             await self._fail(ticket, failure)
+        except QueueError:
+            raise
         except Exception as error:
             logger.exception("ticket %s failed unexpectedly", ticket.id)
             why = str(failure_of(error, None))
             self._troubles.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
             await self._fail(ticket, TicketFailed(reasons.INTERNAL, why, retryable=True))
-        else:
-            await self._submit(group)
 
     async def _submit(self, group: Group) -> None:
         try:
@@ -233,7 +235,8 @@ class Worker:
     async def _fail(self, ticket: Ticket, failure: TicketFailed) -> None:
         self._failed_in_a_row += 1
         self.counters.failures[reasons.failed(failure.reason)] += 1
-        await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, str(failure), failure.retryable))
+        detail = encodable(str(failure))
+        await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, detail, failure.retryable))
 
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""

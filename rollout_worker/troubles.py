@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 
 from protocol.messages import Trouble
+from rollout_worker.user_code.texts import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class Troubles:
         place = f" ({where[-MAX_CHARACTERS // 2 :]})" if where else ""
         room = MAX_CHARACTERS - len(place)
         whole = " ".join(text.split())
-        trouble = Trouble(kind, (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place)
+        shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place
+        trouble = Trouble(kind, encodable(shown))
         self.found.append(trouble)
         logger.warning("%s; others like it are only counted", trouble.text)
         self._told()

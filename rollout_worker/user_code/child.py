@@ -23,8 +23,6 @@ from typing import Any, TextIO
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.user_code.failures import defined_at, failure_in
 
-# Of a result; the worker cuts it further.
-MAX_CHARACTERS = 1024 * 1024
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,7 +58,7 @@ def _reply(
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
-        return {"result": _bounded(as_text(result))}
+        return {"result": as_text(result)}
     except BaseException as error:
         failure = failure_in(function, error)
         return {"error": str(failure), "kind": failure.kind, "where": failure.where}
@@ -68,13 +66,6 @@ def _reply(
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-def _bounded(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}... ({len(text) - 2 * half} characters left out) ...{text[-half:]}"
 
 
 def _tools(task_path: str) -> dict[str, Callable[..., Any]]:

@@ -8,28 +8,32 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rollout_worker.user_code.texts import encodable, type_name
+
 # Of one error's text: an exception may hold a whole page.
 MAX_CHARACTERS = 2000
 
 
 class UserCodeError(Exception):
     """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
-    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none."""
+    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none. All three can be sent as they are."""
 
     def __init__(self, text: str, kind: str, where: str | None) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.where = where
+        super().__init__(encodable(text))
+        self.kind = encodable(kind)
+        self.where = None if where is None else encodable(where)
 
 
 def failure_of(error: BaseException, file: str | None, otherwise: str | None = None) -> UserCodeError:
-    """`error` as text, raised at the innermost line of the user's `file`; `otherwise`, if it was not raised there."""
-    kind = type(error).__name__
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    """`error` as text, raised at the innermost line of the user's `file`; `otherwise`, if it was not raised there. Of
+    the error's own code only its text is run, and that may fail."""
+    kind = type_name(error)
+    trace = BaseException.__dict__["__traceback__"].__get__(error)
+    lines = [line for frame, line in traceback.walk_tb(trace) if frame.f_code.co_filename == file]
     try:
-        text = f"{kind}({error})" if isinstance(error, SystemExit) else f"{kind}: {error}"
+        text = f"{kind}({error})" if issubclass(type(error), SystemExit) else f"{kind}: {error}"
     except BaseException as another:
-        text = f"{kind}, whose text fails with {type(another).__name__}"
+        text = f"{kind}, whose text fails with {type_name(another)}"
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text) - MAX_CHARACTERS} characters left out)"
     return UserCodeError(text + _remedy(kind, text), kind, f"{file}:{lines[-1]}" if lines else otherwise)
@@ -38,7 +42,8 @@ def failure_of(error: BaseException, file: str | None, otherwise: str | None = N
 def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeError:
     """`error`, raised by `function` or by what works on its result. A `UserCodeError` is given back as it is, without
     the frames that would keep the user's objects alive."""
-    if isinstance(error, UserCodeError):
+    if issubclass(type(error), UserCodeError):  # not isinstance, which asks the error for its class
+        assert isinstance(error, UserCodeError)
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
     code = _code(function)
@@ -48,7 +53,7 @@ def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeEr
 def defined_at(function: Callable[..., Any]) -> str | None:
     """file:line of a function, method, partial or callable object; None of one that is not written in Python."""
     code = _code(function)
-    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return None if code is None else encodable(f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def file_of(function: Callable[..., Any]) -> str | None:

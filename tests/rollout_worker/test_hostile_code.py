@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from protocol import codec
+from protocol import codec, reasons
 from protocol.messages import Group
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
@@ -270,3 +270,40 @@ async def test_i9_a_tool_that_is_not_hostile_is_as_before():
     assert [rollout.reward for rollout in run.rollouts] == [1.0] * 4
     assert run.worker.report().hung_calls == 0
     assert run.worker.report().troubles == []
+
+
+async def test_i9_an_error_with_a_lone_surrogate_ends_no_worker():
+    """As the name of a file that is not UTF-8 has one."""
+
+    def reward(completions, **columns):
+        raise FileNotFoundError("no file caf\udce9.txt")
+
+    run = await roll(task(rewards=[reward]), fake(), tickets=3)
+    assert [(failure.reason, failure.detail) for failure in run.queue.failures.values()] == [
+        (reasons.REWARD, "reward: FileNotFoundError: no file caf?.txt")
+    ] * 3
+    codec.encode_json(run.worker.report())
+
+
+async def test_i9_a_tool_whose_error_has_a_lone_surrogate_ends_no_worker():
+    def multiply(a: int, b: int) -> int:
+        """Multiply two integers.
+
+        Args:
+            a: The first factor.
+            b: The second factor.
+        """
+        raise FileNotFoundError("no file caf\udce9.txt")
+
+    run = await roll(task(tools=[multiply]), fake())
+    assert [rollout.tool_failures for rollout in run.rollouts] == [1, 1]
+    assert wire(run)
+    codec.encode_json(run.worker.report())
+
+
+async def test_i9_a_group_that_cannot_be_sent_gives_its_ticket_back():
+    queue = StandInQueue(tickets_for(3))
+    queue.submit_error = UnicodeEncodeError("utf-8", "\udce9", 0, 1, "surrogates not allowed")
+    run = await roll(task(), fake(), queue=queue)
+    assert [failure.reason for failure in queue.failures.values()] == [reasons.INTERNAL] * 3
+    assert run.worker.counters.failures == {reasons.failed(reasons.INTERNAL): 3}

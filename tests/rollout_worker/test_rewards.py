@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import math
 import re
 import threading
@@ -148,3 +149,39 @@ def test_rewards_that_do_not_fit_are_refused(functions, weights, message):
 def test_a_reward_that_cannot_take_the_columns_is_refused_before_it_runs():
     with pytest.raises(ConfigError, match=r"<lambda> cannot be called with .*answer.*\*\*kwargs"):
         RewardFunctions([lambda completions: []]).check_signatures(BATCH.columns)
+
+
+@pytest.mark.parametrize("returned", [itertools.repeat(1.0), iter(int, 1)])
+async def test_i9_a_reward_without_end_is_too_many(returned):
+    """It ate memory for as long as the worker ran."""
+
+    def reward(completions, **kwargs):
+        return returned
+
+    with pytest.raises(RewardError, match="reward returned more than 2 rewards for 2 completions"):
+        await RewardFunctions([reward], timeout_s=5.0).score(BATCH)
+
+
+@pytest.mark.parametrize(
+    "returned", [{0: 1.0, 1: 2.0}, {0: 1}.keys(), "10", b"10", bytearray(b"10"), {0.0, 1.0}, frozenset({0.0, 1.0})]
+)
+async def test_i9_what_is_not_a_list_is_no_reward(returned):
+    """A dict trained on its keys, and "10" on 1.0 and 0.0."""
+
+    def reward(completions, **kwargs):
+        return returned
+
+    with pytest.raises(RewardError, match=f"not a list of numbers: it is a {type(returned).__name__}"):
+        await RewardFunctions([reward]).score(BATCH)
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "", 3, type("Name", (str,), {})("x")])
+def test_i9_a_reward_whose_name_cannot_be_sent_is_refused_at_the_start(name):
+    class Named:
+        __name__ = name
+
+        def __call__(self, completions, **kwargs):
+            return [0.0] * len(completions)
+
+    with pytest.raises(ConfigError, match="the name .* of a reward is not text that UTF-8 can write"):
+        RewardFunctions([Named()])

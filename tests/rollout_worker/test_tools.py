@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import sys
 import threading
@@ -16,6 +17,7 @@ from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
 from rollout_worker.task.tools import MOST_COUNTED, ToolBox
+from rollout_worker.task.tools.results import as_text
 
 
 def look_up(key: str, depth: int | None = None, kind: Literal["a", "b"] = "a") -> str:
@@ -359,3 +361,54 @@ def undescribed(a: int) -> int:
 def test_a_tool_without_a_schema_is_refused_with_a_remedy(tools, message):
     with pytest.raises(ConfigError, match=message):
         ToolBox(tools)
+
+
+class Greedy(str):
+    """A long text that tells when all of it is copied."""
+
+    def encode(self, *arguments):
+        raise AssertionError("encoded before it was cut")
+
+    def __str__(self):
+        raise AssertionError("copied before it was cut")
+
+
+@pytest.mark.parametrize(
+    "result", [Greedy("x" * 3_000_000), ["x" * 100] * 30_000, {"a": "\ud800" * 3_000_000}, {1: {2: itertools.repeat}}]
+)
+def test_i9_a_result_is_cut_before_it_is_copied(result):
+    """Ten megabytes held the interpreter lock, and so the worker's loop."""
+    text = as_text(result)
+    assert type(text) is str
+    assert len(text.encode()) < 1_100_000
+
+
+def test_i9_of_a_long_list_no_more_is_written_than_is_kept():
+    written = []
+
+    class Entry:
+        def __str__(self):
+            raise AssertionError
+
+        def tolist(self):
+            written.append(1)
+            return "x" * 1000
+
+    assert as_text([Entry() for _ in range(5000)]).endswith("(the rest is left out)")
+    assert len(written) < 1100
+
+
+def test_i9_a_tool_that_cannot_be_shown_as_utf_8_is_refused_at_the_start():
+    def lookup(word: str) -> str:
+        """Look it up.
+
+        Args:
+            word: A word.
+        """
+
+    lookup.__doc__ = lookup.__doc__.replace("it up", "caf\udce9 up")
+    with pytest.raises(ConfigError, match="UnicodeEncodeError"):
+        ToolBox([lookup])
+    lookup.__doc__, lookup.__name__ = lookup.__doc__.replace("\udce9", ""), "caf\udce9"
+    with pytest.raises(ConfigError, match="UnicodeEncodeError"):
+        ToolBox([lookup])

@@ -246,3 +246,9 @@ async def test_a_new_trouble_is_reported_at_once(monkeypatch):
         stop_when=lambda worker: any(report.troubles for report in queue.reports),
     )
     assert [trouble.kind for trouble in queue.reports[-1].troubles] == ["reward"]
+
+
+def test_i9_a_trouble_can_be_sent_whatever_its_text_is():
+    troubles = Troubles()
+    troubles.add("tool", "a", "caf\udce9", "/caf\udce9/task.py:3")
+    assert troubles.found[0].text.encode() == b"caf? (/caf?/task.py:3)"

@@ -472,6 +472,55 @@ async def test_i9_an_error_as_long_as_a_page_is_told_in_short():
     assert failure.value.where == f"{HERE}{fail.__code__.co_firstlineno + 1}"
 
 
+class Nameless(type):
+    @property
+    def __name__(cls):
+        raise RuntimeError("no name")
+
+
+class OddError(Exception, metaclass=Nameless):
+    """Whatever it is asked, it raises."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("no class")
+
+    @property
+    def __traceback__(self):
+        raise RuntimeError("no trace")
+
+    def __str__(self):
+        raise OddError
+
+
+def raise_odd():
+    raise OddError
+
+
+async def raise_odd_async():
+    raise OddError
+
+
+@pytest.mark.parametrize("function", [raise_odd, raise_odd_async])
+async def test_i9_an_error_that_tells_nothing_of_itself_is_told_at_once(function):
+    """It left its call to the time-out."""
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError, match="^OddError, whose text fails with OddError$") as failure:
+            await call(code, function)
+    assert failure.value.kind == "OddError"
+
+
+@pytest.mark.parametrize("text", ["caf\udce9", "\ud800" * 5000])
+async def test_i9_an_error_can_be_sent_whatever_its_text_is(text):
+    def fail():
+        raise type("Odd", (Exception,), {})(text)
+
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError) as failure:
+            await call(code, fail)
+    assert f"{failure.value} {failure.value.kind} {failure.value.where}".encode()
+
+
 class Callable:
     async def __call__(self, n):
         return [n, id(asyncio.get_running_loop())]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from protocol import reasons
@@ -13,6 +14,10 @@ from protocol.config import ConfigError
 from rollout_worker import user_code
 from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
 from rollout_worker.task.rewards.notes import Notes
+from rollout_worker.user_code.texts import type_name
+
+# Python iterates over them, but not over rewards in the order of the completions.
+_NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
 
 class FunctionReward:
@@ -84,12 +89,16 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
 
 def _checked(name: str, function: Callable[..., Any], size: int, values: Any) -> list[float | None]:
     try:
-        rewards = [None if value is None else float(value) for value in values]
+        if issubclass(type(values), _NO_LISTS):
+            raise TypeError(f"it is a {type_name(values)}")
+        # One too many is enough to see that it is too many, of values without end too.
+        rewards = [None if value is None else float(value) for value in islice(values, size + 1)]
     except (TypeError, ValueError) as error:
         text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
         raise RewardError(name, text, "not numbers", user_code.defined_at(function)) from None
     if len(rewards) != size:
-        text = f"{name} returned {len(rewards)} rewards for {size} completions; return one for each, in their order"
+        number = f"{len(rewards)}" if len(rewards) < size else f"more than {size}"
+        text = f"{name} returned {number} rewards for {size} completions; return one for each, in their order"
         raise RewardError(name, text, "wrong number", user_code.defined_at(function))
     if bad := [reward for reward in rewards if reward is not None and not math.isfinite(reward)]:
         text = f"{name} returned {bad[0]}; a reward is a finite number, or None for no reward"

@@ -14,6 +14,7 @@ from rollout_worker import user_code
 from rollout_worker.task.rewards.base import Reward, RewardBatch, RewardError, Score, Values
 from rollout_worker.task.rewards.classifier import ClassifierReward, how_to_serve
 from rollout_worker.task.rewards.function import FunctionReward
+from rollout_worker.user_code.texts import encodable
 
 DEFAULT_TIMEOUT_S = 120.0
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
@@ -45,7 +46,7 @@ class RewardFunctions:
             ClassifierReward(reward, servers) if isinstance(reward, str) else FunctionReward(reward, code)
             for reward in rewards
         ]
-        self.names = [reward.name for reward in self._rewards]
+        self.names = [_name(reward) for reward in self._rewards]
         if len(set(self.names)) < len(self.names):
             raise ConfigError(f"Task(rewards=...): the names {self.names} are not all different; rename one")
         self._weights = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
@@ -107,6 +108,17 @@ class RewardFunctions:
             await self._sleep(pause)
             left = deadline - self._clock()
             attempt += 1
+
+
+def _name(reward: Reward) -> str:
+    """Raises `ConfigError` for a name that cannot be sent with a rollout."""
+    name: object = reward.name
+    if type(name) is not str or not name or encodable(name) != name:
+        raise ConfigError(
+            f"Task(rewards=...): the name {name!r:.200} of a reward is not text that UTF-8 can write; give the function "
+            f"another __name__"
+        )
+    return name
 
 
 def build_rewards(

@@ -14,6 +14,7 @@ from typing import Any
 
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker.task.rewards.base import Values
+from rollout_worker.user_code.texts import encodable
 
 # Of one reward function and one group. The queue takes 256 figures a rollout, tools' counts among them.
 MOST_METRICS = 32
@@ -95,15 +96,10 @@ class Notes:
 
 
 def _name(name: object) -> str:
-    return _clean(str(name)[:NAME_CHARACTERS])
+    return encodable(str(name)[:NAME_CHARACTERS])
 
 
 def _text(value: object) -> str:
     """Called where the function runs, as the text of an object is the user's code too."""
     text = value if isinstance(value, str) else str(value)
-    return _clean(text if len(text) <= TEXT_CHARACTERS else f"{text[: TEXT_CHARACTERS - 3]}...")
-
-
-def _clean(text: str) -> str:
-    """A lone surrogate, as a policy may sample it, cannot be sent; it becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()
+    return encodable(text if len(text) <= TEXT_CHARACTERS else f"{text[: TEXT_CHARACTERS - 3]}...")

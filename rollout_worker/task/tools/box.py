@@ -22,8 +22,8 @@ from rollout_worker.task.tools.base import OTHER, UNKNOWN, ArgumentsError, Tool,
 from rollout_worker.task.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
 from rollout_worker.task.tools.mcp import McpTool
 from rollout_worker.task.tools.reading import short
-from rollout_worker.task.tools.results import encodable
 from rollout_worker.user_code import UserCode, UserCodeError, failure_of
+from rollout_worker.user_code.texts import encodable
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -84,7 +84,8 @@ class ToolBox:
         try:
             name, parameters = schema["function"]["name"], schema["function"].get("parameters", {})
             checked = Parameters(parameters, strict=isinstance(tool, FunctionTool))
-        except (SchemaError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            json.dumps([str.__str__(name), schema], ensure_ascii=False).encode()
+        except (SchemaError, KeyError, TypeError, AttributeError, RecursionError, UnicodeEncodeError) as error:
             text = error.message if isinstance(error, SchemaError) else f"{type(error).__name__}: {error}"
             raise ConfigError(
                 f"tools: {short(schema)} from {origin} is not a tool's JSON schema: {text:.300}"

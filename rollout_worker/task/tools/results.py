@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rollout_worker.user_code.texts import MAX_CHARACTERS, bounded
+
 # Parts of a message's content, as TRL takes them from a tool that returns a list.
 _PARTS = ("text", "image", "image_url", "video", "audio")
 
@@ -12,26 +14,35 @@ _PARTS = ("text", "image", "image_url", "video", "audio")
 def as_text(result: object) -> str:
     """Text as it is; lists, dicts, pydantic models and dataclasses as JSON where possible; all else as Python writes
     it, so None as "None", as in TRL. A list of content parts is its texts. Raises `TypeError` for bytes, images and
-    other parts, which the policy cannot read. It calls the user's objects, so it runs where user code runs."""
+    other parts, which the policy cannot read. No longer than `bounded` leaves it. It calls the user's objects, so it
+    runs where user code runs."""
     if isinstance(result, str):
-        return encodable(result)
+        return bounded(result)
     if isinstance(result, bytes | bytearray | memoryview):
         raise TypeError(f"the tool returned {type(result).__name__}, and the policy reads text: decode it in the tool")
     if type(result).__module__.partition(".")[0] == "PIL":
         raise TypeError("the tool returned an image, and the policy reads text: return a description of it")
     if _is_content(result):
-        return encodable(_texts(result))
+        return bounded(_texts(result))
     if isinstance(result, list | dict | tuple) or _has_fields(result):
         try:
-            return encodable(json.dumps(result, ensure_ascii=False, default=_jsonable))
+            return bounded(_as_json(result))
         except (TypeError, ValueError, RecursionError):
             pass
-    return encodable(str(result))
+    return bounded(str(result))
 
 
-def encodable(text: str) -> str:
-    """`text` as a plain str; what UTF-8 cannot write, a lone surrogate, is replaced, as no tokenizer takes it."""
-    return str.encode(text, "utf-8", "replace").decode("utf-8")
+def _as_json(result: object) -> str:
+    """Its beginning, where it is longer than would be kept. Piece by piece: in one piece, other threads would wait for
+    all of it."""
+    pieces, size = [], 0
+    for piece in json.JSONEncoder(ensure_ascii=False, default=_jsonable).iterencode(result):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            pieces.append("... (the rest is left out)")
+            break
+    return "".join(pieces)
 
 
 def _has_fields(value: object) -> bool:

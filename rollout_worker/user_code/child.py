@@ -1,7 +1,7 @@
 """The program of a child process that tools run in: `python -m rollout_worker.user_code.child path/to/file.py:task`.
 
-It reads requests and writes replies as lines of JSON, over what were its standard input and output; what the user's
-code prints goes to standard error. Tools run in the main thread, one at a time, so that signals work in them. It ends,
+It reads requests and writes replies as lines of JSON, over what were its standard input and output; a reply repeats
+its request's `id`. What the user's code prints goes to standard error. Tools run in the main thread, one at a time, so that signals work in them. It ends,
 with all that it has started, when its parent is gone.
 """
 
@@ -22,31 +22,33 @@ from typing import Any, TextIO
 
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.user_code.failures import defined_at, failure_in
+from rollout_worker.user_code.forks import end_if_copy
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main(task_path: str) -> None:
     requests, replies = _pipes()
+    pid = os.getpid()
     _die_with_the_parent()
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
     try:
         tools = _tools(task_path)
     except ConfigError as error:
-        _write(replies, {"refused": str(error)})
+        _write(replies, {"id": 0, "refused": str(error)})
         return
-    _write(replies, {"places": {name: defined_at(tool) for name, tool in tools.items()}})
+    _write(replies, {"id": 0, "places": {name: defined_at(tool) for name, tool in tools.items()}})
     with asyncio.Runner() as runner:
         while True:
             request = json.loads(lines.get())
-            reply = _reply(tools, request["tool"], request["arguments"], runner)
+            reply = _reply(tools, request["tool"], request["arguments"], runner, pid)
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the tool left is not the next one's
-            _write(replies, reply)
+            _write(replies, {"id": request["id"], **reply})
 
 
 def _reply(
-    tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner
+    tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner, pid: int
 ) -> dict[str, str | None]:
     from rollout_worker.task.tools.results import as_text
 
@@ -58,8 +60,11 @@ def _reply(
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
-        return {"result": as_text(result)}
+        text = as_text(result)
+        end_if_copy(pid)
+        return {"result": text}
     except BaseException as error:
+        end_if_copy(pid, error)
         failure = failure_in(function, error)
         return {"error": str(failure), "kind": failure.kind, "where": failure.where}
 

@@ -1,6 +1,7 @@
 """One child process that tools run in, as its parent sees it: start, ask, kill.
 
-Requests and replies are lines of JSON over pipes, nothing else (I8). The child has a process group of its own, which is
+Requests and replies are lines of JSON over pipes, nothing else (I8); a reply names its request, and any other line is
+dropped. The child has a process group of its own, which is
 killed as a whole; it ends by itself when its parent is gone (`child.py`). All but `kill` may block: call them in a
 thread.
 """
@@ -22,6 +23,8 @@ from rollout_worker.user_code.failures import UserCodeError
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 # A reply is longer than its text by what JSON escapes: up to twelve times.
 _MOST_REPLY_BYTES = 16 * 1024 * 1024
+# While one reply is awaited, lines that are not it: a few may come from a copy that a tool made of the child.
+MOST_STRAY_LINES = 100
 
 DIED = "died"
 
@@ -35,6 +38,7 @@ class ChildProcess:
         self._task_path = task_path
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
+        self._asked = 0
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -50,7 +54,7 @@ class ChildProcess:
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
-        hello = self._read()
+        hello = self._read(0, None)
         if "refused" in hello:
             self.kill()
             raise UserCodeError(f"its process cannot load the task: {hello['refused']}", DIED, None)
@@ -62,15 +66,16 @@ class ChildProcess:
         assert self._process is not None
         assert self._process.stdin is not None
         try:
-            line = json.dumps({"tool": tool, "arguments": arguments}).encode() + b"\n"
+            number = self._asked + 1
+            line = json.dumps({"id": number, "tool": tool, "arguments": arguments}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             text = f"its arguments cannot be sent to a process as JSON: {error}"
             raise UserCodeError(text, type(error).__name__, self.places.get(tool)) from None
-        self.ready = False
+        self.ready, self._asked = False, number
         with contextlib.suppress(OSError):  # it died: reading says how
             self._process.stdin.write(line)
             self._process.stdin.flush()
-        reply = self._read(self.places.get(tool))
+        reply = self._read(number, self.places.get(tool))
         self.ready = True
         if "error" in reply:
             raise UserCodeError(reply["error"], reply["kind"], reply["where"])
@@ -89,17 +94,35 @@ class ChildProcess:
         if self._process is not None:
             self._process.wait()
 
-    def _read(self, where: str | None = None) -> dict[str, Any]:
+    def _read(self, number: int, where: str | None) -> dict[str, Any]:
+        """The reply to the request of that number; 0 is what it says when it has started."""
         assert self._process is not None
         assert self._process.stdout is not None
-        line = self._process.stdout.readline(_MOST_REPLY_BYTES)
-        if not line.endswith(b"\n"):
-            # Before it is reaped: what it has started is in its group, whose number is free after that.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            raise UserCodeError(f"its process ended {_how(self._process.wait())}", DIED, where)
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        for _ in range(1 + MOST_STRAY_LINES):
+            line = self._process.stdout.readline(_MOST_REPLY_BYTES)
+            if not line.endswith(b"\n"):
+                # Before it is reaped: what it has started is in its group, whose number is free after that.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                raise UserCodeError(f"its process ended {_how(self._process.wait())}", DIED, where)
+            if (reply := _reply(line, number)) is not None:
+                return reply
+        self.kill()
+        raise UserCodeError(
+            f"its process was killed: it wrote {MOST_STRAY_LINES} lines to the pipe of its replies that are not the "
+            f"reply; do not write to file descriptors that the tool did not open, nor go on after os.fork",
+            DIED,
+            where,
+        )
+
+
+def _reply(line: bytes, number: int) -> dict[str, Any] | None:
+    """What the line says, None if it is not the reply to the request of that number."""
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return reply if isinstance(reply, dict) and reply.get("id") == number else None
 
 
 def _how(status: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 from rollout_worker.user_code.copies import ATOMS
 from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in, file_of
+from rollout_worker.user_code.forks import end_if_copy
 
 # Items of an async generator that are collected.
 MOST_ITEMS = 100_000
@@ -56,8 +58,8 @@ class AsyncCall:
     outcome: Any = None
     error: UserCodeError | None = None
 
-    async def run(self) -> None:
-        """On the loop of user code, where asyncio lets a SystemExit or KeyboardInterrupt end the whole loop."""
+    async def run(self, pid: int) -> None:
+        """On the loop of user code, in the process `pid`, where asyncio lets a SystemExit or KeyboardInterrupt end the whole loop."""
         assert self.start is not None
         try:
             result = self.start()
@@ -67,9 +69,12 @@ class AsyncCall:
             while inspect.isawaitable(result):
                 result = await result
             self.outcome = self.plain(result) if type(result) in ATOMS else Held(result)
-        except asyncio.CancelledError:
+            end_if_copy(pid)
+        except asyncio.CancelledError as error:
+            end_if_copy(pid, error)
             self.error = UserCodeError("it cancelled itself", "CancelledError", defined_at(self.function))
         except BaseException as error:
+            end_if_copy(pid, error)
             self.error = failure_in(self.function, error)
 
 
@@ -82,6 +87,7 @@ class EventLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[asyncio.Task[Any], AsyncCall] = {}
         self._closing = False
+        self._pid = os.getpid()
         # Each is written by one thread only.
         self._asked = self._answered = self._looks = 0
         self._thread = threading.Thread(target=self._serve, daemon=True, name="async user code")
@@ -136,6 +142,7 @@ class EventLoop:
             # A SystemExit in a task that the user's code began ends run_forever, and so does its loop.stop().
             with contextlib.suppress(BaseException):
                 self._loop.run_forever()
+            end_if_copy(self._pid)
         with contextlib.suppress(BaseException):
             self._loop.run_until_complete(self._finish())
         self._loop.close()
@@ -170,7 +177,7 @@ class EventLoop:
         self._calls[call.task] = call
         try:
             if not call.given_up:
-                await call.run()
+                await call.run(self._pid)
         finally:
             del self._calls[call.task]
             call.task = None

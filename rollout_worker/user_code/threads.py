@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, TypeAlias
 
 from protocol import reasons
 from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in
+from rollout_worker.user_code.forks import end_if_copy
 
 HUNG_PER_THREAD = 4
 
@@ -41,11 +43,14 @@ class _Call:
     failed: bool = False
     outcome: Any = None
 
-    def work(self) -> None:
+    def work(self, pid: int) -> None:
+        """`pid`: of the process that the thread was started in."""
         assert self.step is not None
         try:
             self.outcome = self.step()
+            end_if_copy(pid)
         except BaseException as error:
+            end_if_copy(pid, error)
             self.failed, self.outcome = True, failure_in(self.function, error)
         self.step = None
 
@@ -200,8 +205,9 @@ def _start(target: Callable[[Any], None], jobs: SimpleQueue[Any]) -> None:
 
 def _serve(jobs: _Jobs) -> None:
     """A thread's life. While it is idle it holds nothing but its queue, so that forgotten threads can be ended."""
+    pid = os.getpid()
     while (call := jobs.get()) is not None:
-        call.work()
+        call.work(pid)
         with contextlib.suppress(RuntimeError):  # the loop may be gone by now
             call.loop.call_soon_threadsafe(call.came_back, jobs, call)
         del call

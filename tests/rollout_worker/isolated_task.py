@@ -1,6 +1,7 @@
 """A task whose tools misbehave, for child processes."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -95,11 +96,40 @@ def child() -> str:
     return f"{os.getpid()} {started}"
 
 
+def fork(value: str, how: str) -> str:
+    """Go on in a copy as well, and give the value back.
+
+    Args:
+        value: Anything.
+        how: What the copy does.
+    """
+    copy = os.fork()
+    if copy == 0:
+        if how == "exit":
+            sys.exit(5)
+        if how == "raise":
+            raise KeyError("in the copy")
+        return "of the copy"
+    return f"{value} {os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])}"
+
+
+def scribble(lines: int) -> str:
+    """Write to the pipe of the replies.
+
+    Args:
+        lines: So many lines.
+    """
+    for number in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.write(number, b'{"id": -1, "result": "forged"}\nno reply\n[]\n[[[\n' * lines)
+    return "scribbled"
+
+
 def no_rewards(completions, **columns):
     return [0.0] * len(completions)
 
 
-TOOLS = [echo, pid, pid_async, fail, alarmed, leave_an_alarm, alarm_left, long, child]
+TOOLS = [echo, pid, pid_async, fail, alarmed, leave_an_alarm, alarm_left, long, child, fork, scribble]
 
 task = Task(
     dataset=[{"prompt": [{"role": "user", "content": "Go."}]}],

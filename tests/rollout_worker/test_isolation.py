@@ -93,6 +93,26 @@ async def test_i9_a_child_that_dies_or_does_not_come_back_fails_its_call_alone()
         await until(lambda: code.hung == 0)
 
 
+async def test_i9_a_copy_of_a_child_answers_no_call():
+    """Its answer was taken for the next call's, and each later answer for the call after its own."""
+    async with boundary() as code:
+        for how, status in [("exit", 5), ("raise", 1), ("return", 0)]:
+            assert await code.call_isolated("fork", {"value": how, "how": how}, 60.0) == f"{how} {status}"
+            assert await code.call_isolated("echo", {"value": f"after {how}"}, 60.0) == f"after {how}"
+
+
+async def test_i9_lines_that_are_not_the_reply_are_dropped_and_too_many_end_the_child():
+    async with boundary() as code:
+        pid = await code.call_isolated("pid", {}, 60.0)
+        assert await code.call_isolated("scribble", {"lines": 1}, 60.0) == "scribbled"
+        assert await code.call_isolated("echo", {"value": "mine"}, 60.0) == "mine"
+        assert await code.call_isolated("pid", {}, 60.0) == pid
+        with pytest.raises(UserCodeError, match=r"was killed: it wrote 100 lines .* not the reply; do not write"):
+            await code.call_isolated("scribble", {"lines": 100}, 60.0)
+        assert await code.call_isolated("echo", {"value": "mine"}, 60.0) == "mine"
+        assert await code.call_isolated("pid", {}, 60.0) != pid
+
+
 async def test_i9_calls_that_are_cancelled_end_their_children_and_what_those_started():
     async with boundary(limit=2) as code:
         both = await code.call_isolated("child", {}, 60.0)

@@ -183,5 +183,5 @@ def test_i9_a_reward_whose_name_cannot_be_sent_is_refused_at_the_start(name):
         def __call__(self, completions, **kwargs):
             return [0.0] * len(completions)
 
-    with pytest.raises(ConfigError, match="the name .* of a reward is not text that UTF-8 can write"):
+    with pytest.raises(ConfigError, match=r"the name .* of a reward is not text that UTF-8 can write"):
         RewardFunctions([Named()])

@@ -472,6 +472,38 @@ async def test_i9_an_error_as_long_as_a_page_is_told_in_short():
     assert failure.value.where == f"{HERE}{fail.__code__.co_firstlineno + 1}"
 
 
+def fork(how):
+    """The status of a copy that goes on with the call; "lived on" of one that goes on after it."""
+    copy = os.fork()
+    if copy:
+        for _ in range(10_000):
+            found, status = os.waitpid(copy, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status)
+            threading.Event().wait(0.001)
+        os.kill(copy, signal.SIGKILL)
+        os.waitpid(copy, 0)
+        return "lived on"
+    if how == "exit":
+        sys.exit(5)
+    if how == "raise":
+        raise KeyError("in the copy")
+    return 7
+
+
+async def fork_async(how):
+    return fork(how)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("function", [fork, fork_async])
+@pytest.mark.parametrize(("how", "status"), [("exit", 5), ("raise", 1), ("return", 0)])
+async def test_i9_a_copy_of_the_worker_ends_with_its_call(function, how, status):
+    """There were as many copies of the worker as groups."""
+    async with UserCode() as code:
+        assert await call(code, function, how=how) == status
+
+
 class Nameless(type):
     @property
     def __name__(cls):
@@ -505,7 +537,7 @@ async def raise_odd_async():
 async def test_i9_an_error_that_tells_nothing_of_itself_is_told_at_once(function):
     """It left its call to the time-out."""
     async with UserCode() as code:
-        with pytest.raises(UserCodeError, match="^OddError, whose text fails with OddError$") as failure:
+        with pytest.raises(UserCodeError, match=r"^OddError, whose text fails with OddError$") as failure:
             await call(code, function)
     assert failure.value.kind == "OddError"
 

@@ -42,14 +42,14 @@ class UserCode:
         self.threads = threads
         self.alarm: Alarm = lambda key, text, where: None
         self._threads = Threads(threads, self._a_call_hangs, self._no_thread_was_free)
-        self._loops = Loops(self._a_call_hangs, self._a_loop_is_blocked, look_s)
+        self._loops = Loops(threads, self._a_call_hangs, self._a_loop_is_blocked, look_s)
         self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated)
 
     @property
     def hung(self) -> int:
         """Calls that were given up and have not come back."""
-        return self._threads.hung + self._loops.hung
+        return self._threads.hung + self._loops.all_hung
 
     async def __aenter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_worker.user_code.copies import ATOMS
+from rollout_worker.user_code.daemon_executor import DaemonExecutor
 from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in, file_of
 from rollout_worker.user_code.forks import end_if_copy
 
@@ -59,7 +60,8 @@ class AsyncCall:
     error: UserCodeError | None = None
 
     async def run(self, pid: int) -> None:
-        """On the loop of user code, in the process `pid`, where asyncio lets a SystemExit or KeyboardInterrupt end the whole loop."""
+        """On the loop of user code, in the process `pid`. asyncio lets a SystemExit or KeyboardInterrupt end the whole
+        loop."""
         assert self.start is not None
         try:
             result = self.start()
@@ -79,11 +81,13 @@ class AsyncCall:
 
 
 class EventLoop:
-    """The loop and its thread. Methods are for the caller's thread."""
+    """The loop and its thread. Methods are for the caller's thread. `executor`: for what the user's code runs in
+    threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, executor: DaemonExecutor) -> None:
         self.told = False
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(executor)
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[asyncio.Task[Any], AsyncCall] = {}
         self._closing = False

@@ -8,12 +8,14 @@ go, the first loop is used again. Decisions are taken on the event loop of the c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from protocol import reasons
+from rollout_worker.user_code.daemon_executor import DaemonExecutor
 from rollout_worker.user_code.event_loop import LOOKS, AsyncCall, EventLoop
 from rollout_worker.user_code.failures import UserCodeError, defined_at, name_of
 
@@ -22,10 +24,12 @@ MOST_LOOPS = 4
 
 @dataclass(eq=False)
 class Loops:
-    """`hung`: calls given up that have not come back; `on_hung` is called at each new one. `on_blocked` gets the name
+    """`threads`: the most jobs of async code in threads at one time. `hung`: calls given up that have not come back;
+    `on_hung` is called at each new one, and at each job that hangs in a thread. `on_blocked` gets the name
     of a function that blocks its loop, and the file:line that it is at. `look_s`: seconds between two looks at a loop;
     `LOOKS` of them without a sign of life, and it is blocked; as long after its cancellation, a coroutine is hung."""
 
+    threads: int = 64
     on_hung: Callable[[], None] = lambda: None
     on_blocked: Callable[[str, str | None], None] = lambda name, where: None
     look_s: float = 0.25
@@ -33,6 +37,15 @@ class Loops:
     _loops: list[EventLoop] = field(default_factory=list)
     _in_flight: set[AsyncCall] = field(default_factory=set)
     _watch: asyncio.TimerHandle | None = None
+    _caller: asyncio.AbstractEventLoop | None = None
+
+    def __post_init__(self) -> None:
+        self._executor = DaemonExecutor(self.threads, self._a_job_hangs)
+
+    @property
+    def all_hung(self) -> int:
+        """`hung`, and jobs in threads that nobody waits for any more."""
+        return self.hung + self._executor.hung
 
     async def run(
         self, function: Callable[..., Any], start: Callable[[], Any], plain: Callable[[Any], Any], timeout_s: float
@@ -46,7 +59,7 @@ class Loops:
                 f"not called: all {MOST_LOOPS} event loops are blocked; await in async code, or write it as plain def"
             )
             raise UserCodeError(text, reasons.TIMEOUT, defined_at(function))
-        loop = asyncio.get_running_loop()
+        self._caller = loop = asyncio.get_running_loop()
         call = AsyncCall(loop, loop.create_future(), function, start, plain, self._came_back)
         self._in_flight.add(call)
         if self._watch is None:
@@ -68,6 +81,7 @@ class Loops:
             self._watch.cancel()
         while self._loops:
             self._loops.pop().close()
+        self._executor.close()
 
     def __del__(self) -> None:
         self.close()
@@ -76,7 +90,7 @@ class Loops:
         """The first loop that is not blocked; a new one where all are; None where there are enough."""
         found = next((loop for loop in self._loops if not loop.blocked), None)
         if found is None and len(self._loops) < MOST_LOOPS:
-            found = EventLoop()
+            found = EventLoop(self._executor)
             self._loops.append(found)
         return found
 
@@ -107,6 +121,11 @@ class Loops:
             call.hung = True
             self.hung += 1
             self.on_hung()
+
+    def _a_job_hangs(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop may be gone by now
+            if self._caller is not None:
+                self._caller.call_soon_threadsafe(self.on_hung)
 
     def _look(self, caller: asyncio.AbstractEventLoop) -> None:
         """At each loop, while there are calls; a blocked one is told once."""

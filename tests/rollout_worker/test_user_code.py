@@ -306,6 +306,63 @@ async def test_i9_a_blocking_coroutine_stops_neither_the_caller_nor_others_and_i
             pytest.fail("the first loop is not used again")
 
 
+async def test_i9_hung_threads_of_async_code_are_replaced_counted_told_and_bounded():
+    """Six of them filled asyncio's own executor, for good: calls that were well timed out."""
+    release, before = threading.Event(), threads_now()
+
+    async def wait():
+        await asyncio.to_thread(release.wait)
+
+    async def well():
+        return await asyncio.to_thread(threading.current_thread)
+
+    async with UserCode(threads=2, look_s=0.001) as code:
+        alarms = Alarms(code)
+        for hung in range(1, 9):
+            with pytest.raises(UserCodeError, match=r"no answer within 0.01 s"):
+                await call(code, wait, timeout_s=0.01)
+            await until(lambda hung=hung: code.hung == hung)
+            if hung < 8:
+                assert (await call(code, well)).daemon, "none keeps the process from ending"
+        with pytest.raises(UserCodeError, match="RuntimeError: not called in a thread: 8 calls have not come back"):
+            await call(code, well)
+        await until(lambda: len(alarms) == 3)
+        assert alarms.keys == ["hung 1", "hung 2", "hung 8"]
+        release.set()
+        await until(lambda: code.hung == 0)
+        assert (await call(code, well)).daemon
+    await until(lambda: threads_now() <= before)
+
+
+async def test_i9_no_more_threads_of_async_code_are_at_work_than_allowed():
+    at_work, most = 0, 0
+    lock = threading.Lock()
+
+    def work(number):
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        threading.Event().wait(0.001)
+        with lock:
+            at_work -= 1
+        if number == 7:
+            raise KeyError(number)
+        return number
+
+    async def all_at_once():
+        loop = asyncio.get_running_loop()
+        jobs = [loop.run_in_executor(None, work, number) for number in range(30)]
+        jobs[29].cancel()
+        return [repr(done) for done in await asyncio.gather(*jobs, return_exceptions=True)]
+
+    async with UserCode(threads=3) as code:
+        found = await call(code, all_at_once)
+    assert most == 3
+    assert found[:7] == [repr(number) for number in range(7)]
+    assert (found[7], found[8], found[29]) == ("KeyError(7)", "8", "CancelledError('')")
+
+
 async def test_i9_a_call_that_another_blocks_says_which(monkeypatch):
     clock = Clock(monkeypatch)
     release, blocking = threading.Event(), threading.Event()

@@ -6,10 +6,12 @@ Heavy packages are imported inside the commands, so that each process loads only
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -112,7 +114,9 @@ def worker(
     """Run one rollout worker; any number may join and leave."""
     from rollout_worker.worker import run
 
-    raise typer.Exit(run(load(run_file, context.args, needs=["task", "tokenizer"]), queue, name))
+    config = load(run_file, context.args, needs=["task", "tokenizer"])
+    with _ending_at_once():
+        raise typer.Exit(run(config, queue, name))
 
 
 @app.command(
@@ -238,9 +242,32 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
         except ConfigError as error:
             answer.write(str(error))
             code = 2
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a thread that the task file started would keep the process from ending otherwise
+    _leave(code)
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Ends the process with the code that the command's error or exit has, as `main` would, but without waiting for
+    threads that the task's code started."""
+    try:
+        yield
+    except typer.Exit as ended:
+        code = ended.exit_code
+    except (ConfigError, QueueError, RunFailed) as error:
+        code = _told(error)
+    except Exception:
+        logging.getLogger(__name__).exception("the command failed unexpectedly")
+        code = 1
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """A thread that the task file started, or its executor with a job, would keep the process from ending otherwise."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the task's code may have closed it
+            stream.flush()
+    os._exit(code)
 
 
 def _in_steps(config: RunConfig) -> RunConfig:
@@ -275,17 +302,17 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app(prog_name="slipstream")
-    except ConfigError as error:
-        _end(error, 2)
-    except QueueError as error:
-        _end(error, 1)
-    except RunFailed as error:
-        _end(error, error.code)
+    except (ConfigError, QueueError, RunFailed) as error:
+        sys.exit(_told(error))
 
 
-def _end(error: Exception, code: int) -> NoReturn:
-    print(f"slipstream: {error}", file=sys.stderr)
-    sys.exit(code)
+def _told(error: Exception) -> int:
+    """The exit code of an error, which a person has been told."""
+    with contextlib.suppress(OSError, ValueError):  # the task's code may have closed stderr
+        print(f"slipstream: {error}", file=sys.stderr)
+    if isinstance(error, RunFailed):
+        return error.code
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
 
     Raises `ConfigError` and `QueueError`.
     """
+    # A log line that cannot be written ends nothing: user code may close sys.stderr.
+    logging.raiseExceptions = False
     task = load_task(config.task)
     _ = task.rows  # whatever is wrong with the data set ends the worker here
     sys.setswitchinterval(_SWITCH_S)

@@ -162,3 +162,39 @@ async def test_sigterm_ends_a_worker_cleanly(tmp_path):
             _, errors = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 128 + signal.SIGTERM, errors.decode()
     assert [failure.reason for failure in queue.failures] == ["worker_stopped"]
+
+
+HOSTILE = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from rollout_worker.task import Task
+
+pool, calls = ThreadPoolExecutor(1), []
+
+def reward(completions, **columns):
+    calls.append(pool.submit(threading.Event().wait))
+    if len(calls) == 1:
+        sys.stderr.close()
+        raise KeyError("first")
+    return [0.0] * len(completions)
+
+task = Task(dataset=[{"prompt": [{"role": "user", "content": "Multiply 2 by 3."}]}], rewards=[reward])
+"""
+
+
+async def test_i9_a_task_that_closes_stderr_and_keeps_a_thread_at_work_lets_its_worker_work_and_end(tmp_path):
+    """What logging wrote to the closed stream ended the worker, and Python waited for the task's executor at the end,
+    for ever."""
+    values = folder_of_a_worker(tmp_path)
+    (tmp_path / "task.py").write_text(HOSTILE)
+    server, queue = fake(), HttpQueue()
+    async with serving(server) as url, serving(queue) as queue_url:
+        queue.servers = serving_at(url, version=7)
+        async with worker(values, queue_url, tmp_path) as process:
+            await until(lambda: queue.groups or process.returncode is not None, timeout_s=60)
+            assert process.returncode is None
+            await until(lambda: any(report.troubles for report in queue.reports))
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "KeyError: 'first'" in queue.reports[-1].troubles[0].text

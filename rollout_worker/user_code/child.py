@@ -1,8 +1,8 @@
 """The program of a child process that tools run in: `python -m rollout_worker.user_code.child path/to/file.py:task`.
 
 It reads requests and writes replies as lines of JSON, over what were its standard input and output; a reply repeats
-its request's `id`. What the user's code prints goes to standard error. Tools run in the main thread, one at a time, so that signals work in them. It ends,
-with all that it has started, when its parent is gone.
+its request's `id`. What the user's code prints goes to standard error. Tools run in the main thread, one at a time, so
+that signals work in them. It ends, with all that it has started, when its parent is gone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Requests and replies are lines of JSON over pipes, nothing else (I8); a reply names its request, and any other line is
 dropped. The child has a process group of its own, which is
-killed as a whole; it ends by itself when its parent is gone (`child.py`). All but `kill` may block: call them in a
-thread.
+killed as a whole; it ends by itself when its parent is gone (`child.py`), and then the guard ends its group. All but
+`kill` may block: call them in a thread.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_worker.user_code.failures import UserCodeError
+from rollout_worker.user_code.group_guard import GroupGuard
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 # A reply is longer than its text by what JSON escapes: up to twelve times.
@@ -32,10 +33,11 @@ DIED = "died"
 class ChildProcess:
     """A child for the task file `task_path`. `ready`: it waits for a request; `places`: file:line of its tools."""
 
-    def __init__(self, task_path: str) -> None:
+    def __init__(self, task_path: str, guard: GroupGuard) -> None:
         self.ready = False
         self.places: dict[str, str | None] = {}
         self._task_path = task_path
+        self._guard = guard
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
         self._asked = 0
@@ -54,6 +56,7 @@ class ChildProcess:
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
+            self._guard.add(self._process.pid)
         hello = self._read(0, None)
         if "refused" in hello:
             self.kill()
@@ -84,10 +87,12 @@ class ChildProcess:
     def kill(self) -> None:
         """End it, and what it has started."""
         with self._lock:
+            if self._process is not None and not self._killed:
+                if self._process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self._process.pid, signal.SIGKILL)
+                self._guard.remove(self._process.pid)
             self.ready, self._killed = False, True
-            if self._process is not None and self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
         """Wait until it has ended, after `kill`."""

@@ -11,6 +11,7 @@ from protocol import reasons
 from protocol.config import TaskSection
 from rollout_worker.user_code.child_process import ChildProcess
 from rollout_worker.user_code.failures import UserCodeError
+from rollout_worker.user_code.group_guard import GroupGuard
 from rollout_worker.user_code.threads import Threads
 
 # Importing the task file may take a while, above all beside others.
@@ -24,6 +25,7 @@ class Processes:
     def __init__(self, limit: int, task_file: TaskSection) -> None:
         self.limit = limit
         self._task_path = f"{task_file.file.resolve()}:{task_file.object_name}"
+        self._guard = GroupGuard()
         self._threads = Threads(limit)
         self._slots = asyncio.Semaphore(limit)
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)
@@ -57,6 +59,7 @@ class Processes:
             child.kill()
         for child in children:
             child.reap()
+        self._guard.close()
         self._all.clear()
         self._idle.clear()
         self._threads.close()
@@ -65,7 +68,7 @@ class Processes:
         async with self._starts:
             if self._idle:  # one came free while others were started
                 return self._idle.pop()
-            child = ChildProcess(self._task_path)
+            child = ChildProcess(self._task_path, self._guard)
             self._all.add(child)
             try:
                 await self._threads.run(child.start, child.start, START_S)

@@ -149,7 +149,7 @@ from rollout_worker.user_code import UserCode
 
 async def main():
     async with UserCode(2, isolated=TaskSection(path=sys.argv[1])) as code:
-        both = await asyncio.gather(*(code.call_isolated("pid", {}, 60.0) for _ in range(2)))
+        both = await asyncio.gather(*(code.call_isolated("child", {}, 60.0) for _ in range(2)))
         holding = asyncio.create_task(code.call_isolated("fail", {"how": sys.argv[2]}, 600.0))
         await asyncio.sleep(0.2)
         print(*both, flush=True)
@@ -160,12 +160,12 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["spin", "hold the lock"])
-async def test_i9_children_end_with_a_worker_that_is_killed(how):
+async def test_i9_children_and_what_they_started_end_with_a_worker_that_is_killed(how):
     """Idle ones, and those in which a tool runs, even one that holds the interpreter lock."""
     command = [sys.executable, "-c", WORKER, f"{FILE}:task", how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:  # noqa: ASYNC220
         pids = [int(pid) for pid in (await asyncio.to_thread(worker.stdout.readline)).split()]
-        assert pids
+        assert len(pids) == 4
         assert all(map(is_alive, pids))
         worker.send_signal(signal.SIGKILL)
     await until(lambda: not any(map(is_alive, pids)))

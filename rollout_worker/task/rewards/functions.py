@@ -115,8 +115,8 @@ def _name(reward: Reward) -> str:
     name: object = reward.name
     if type(name) is not str or not name or encodable(name) != name:
         raise ConfigError(
-            f"Task(rewards=...): the name {name!r:.200} of a reward is not text that UTF-8 can write; give the function "
-            f"another __name__"
+            f"Task(rewards=...): the name {name!r:.200} of a reward is not text that UTF-8 can write; give the "
+            f"function another __name__"
         )
     return name
 

@@ -16,6 +16,7 @@ from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
 from rollout_worker.task.tools import MOST_COUNTED, ToolBox
+from rollout_worker.task.tools.arguments import Parameters
 
 
 def look_up(key: str, depth: int | None = None, kind: Literal["a", "b"] = "a") -> str:
@@ -267,6 +268,21 @@ async def test_i9_what_no_tokenizer_takes_is_replaced(call):
     """A lone surrogate, which the policy can sample as an escape in its JSON."""
     (result,) = await ToolBox(TOOLS).run([call])
     assert all(text.encode("utf-8") for text in result.message().values())
+
+
+async def test_f19_large_arguments_are_checked_beside_the_loop(monkeypatch):
+    threads = []
+    fit = Parameters.fit
+    monkeypatch.setattr(
+        Parameters, "fit", lambda self, given: (threads.append(threading.current_thread()), fit(self, given))[1]
+    )
+    box = ToolBox(TOOLS)
+    for key in ("short", "long" * 1000):
+        (result,) = await box.run([ToolCall("look_up", {"key": key})])
+        assert result.content == f"{key}/None/a"
+    small, large = threads
+    assert small is threading.current_thread()
+    assert large is not small
 
 
 async def test_tools_beyond_a_number_are_counted_together():

@@ -362,6 +362,17 @@ def undescribed(a: int) -> int:
     return a
 
 
+class Named:
+    def __init__(self, name):
+        self.schema = {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+
+    async def call(self, arguments, timeout_s):
+        return ""
+
+
+BAD_NAMES = ("", "a b", "a\nb<|im_end|>", "größe", "t\ud800", "x" * 129, 7)
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
@@ -369,6 +380,7 @@ def undescribed(a: int) -> int:
         ([no_docstring], "'no_docstring' cannot be described.*docstring"),
         ([undescribed], "'undescribed' cannot be described"),
         (["multiply"], "'multiply' cannot be made into a tool"),
+        *(([Named(name)], r"cannot be a tool's name: models write 1 to 128") for name in BAD_NAMES),
         ([look_up, look_up], "two tools are named 'look_up'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +10,9 @@ from rollout_worker.user_code import UserCodeError
 
 # What a call is counted as that names no tool, and calls of the tools that are too many to be counted by name.
 UNKNOWN, OTHER = "unknown", "other"
+
+# A tool's name, as MCP has it and models write it; anything else would forge the notation of calls.
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Tool(Protocol):

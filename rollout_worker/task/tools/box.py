@@ -18,7 +18,7 @@ from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
 from rollout_worker.task.tools.arguments import Arguments, Parameters, small
-from rollout_worker.task.tools.base import OTHER, UNKNOWN, ArgumentsError, Tool, ToolResult
+from rollout_worker.task.tools.base import NAME, OTHER, UNKNOWN, ArgumentsError, Tool, ToolResult
 from rollout_worker.task.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
 from rollout_worker.task.tools.mcp import McpTool
 from rollout_worker.task.tools.reading import short
@@ -89,6 +89,11 @@ class ToolBox:
             raise ConfigError(
                 f"tools: {short(schema)} from {origin} is not a tool's JSON schema: {text:.300}"
             ) from None
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise ConfigError(
+                f"tools: {name!a:.200} from {origin} cannot be a tool's name: models write 1 to 128 ASCII letters, "
+                f"digits, _, - and dots; rename it"
+            )
         if name in self._tools:
             other = getattr(self._tools[name].tool, "origin", "another")
             raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")

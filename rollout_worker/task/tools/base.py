@@ -36,7 +36,8 @@ class ArgumentsError(ValueError):
 class ToolResult:
     """The tool message that answers a call. `reason`: why the call failed, a code of `protocol.reasons`, None if it did
     not; `counted_as`: the tool's name in metrics, `UNKNOWN` of a call that names no tool; `coerced`: its arguments were
-    read although they were not as the schema asks; `error`: what the tool's own code raised."""
+    read although they were not as the schema asks; `error`: what the tool's own code raised; `defused`: it held the
+    text of special tokens, which was broken."""
 
     name: str
     content: str
@@ -45,6 +46,7 @@ class ToolResult:
     coerced: bool = False
     error: UserCodeError | None = None
     call_id: str | None = None
+    defused: bool = False
 
     @property
     def failed(self) -> bool:

@@ -28,7 +28,7 @@ from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.tools import ToolBox, ToolResult
-from rollout_worker.tool_results import cut_results
+from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
 
 NEW_SEGMENTS = "chat/new_segments"
@@ -177,7 +177,7 @@ class EpisodeRunner:
                 return left.ends_as
             with self._timed(episode, "tools"):
                 results = await tools.run(parsed.calls)
-                results = await cut_results(results, self.limits.tool_result_tokens, chat)
+                results = await for_policy(results, self.limits.tool_result_tokens, chat)
             self._count(results, rollout)
             answers = [result.message() for result in results]
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
@@ -234,6 +234,12 @@ class EpisodeRunner:
             for name, count in counts.items():
                 rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
             rollout.tool_failures += result.failed
+            if result.defused:
+                detail = (
+                    f"tool {result.name}: an answer held the text of special tokens, such as <|im_end|>; a space was "
+                    f"put into each, so that it cannot speak as another"
+                )
+                self.troubles.add("tool", f"{result.counted_as} special tokens", detail)
             if (error := result.error) is not None:
                 self.troubles.add("tool", f"{result.name} {error.kind}", f"tool {result.name}: {error}", error.where)
 

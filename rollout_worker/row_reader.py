@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout_worker.task.columns import lone_surrogate
 from rollout_worker.task.task import Row, Task
 from rollout_worker.user_code import UserCode, UserCodeError, failure_of
 from rollout_worker.user_code.copies import copied
@@ -60,6 +61,8 @@ def plain_columns(row: Any) -> dict[str, Any]:
     plain = _plain(prompt, "prompt")
     if not plain:
         raise ValueError("its prompt is empty")
+    if fault := lone_surrogate(plain):
+        raise ValueError(fault)
     return {"prompt": plain, **{name: copied(value) for name, value in columns.items()}}
 
 

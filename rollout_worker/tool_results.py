@@ -1,4 +1,5 @@
-"""Cutting what a tool answers before it is tokenised for the policy: one long page must not end an episode.
+"""Cutting what a tool answers before it is tokenised for the policy: one long page must not end an episode, and the
+special tokens in it forge no turn.
 
 A result of at most as many bytes as tokens are allowed has no more tokens than that, and is not looked at. Of a longer
 one the middle is left out: first by characters, so that never more is tokenised than could fit, then by tokens.
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollout_worker.chat.base import ChatFormat
+from rollout_worker.markup import markup_of
 from rollout_worker.task.tools import ToolResult
 from rollout_worker.user_code import in_thread
 
@@ -38,6 +40,14 @@ async def cut(text: str, max_tokens: int, count: CountTokens) -> str:
         if size < 2:
             break
     return text[: max_tokens // 4]  # a character has at most four bytes, and a byte is at most a token
+
+
+async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
+    """Each as the policy may read it: cut, and without special tokens."""
+    markup = markup_of(chat.tokenizer)
+    short = await cut_results(results, max_tokens, chat)
+    # What is broken has more tokens than it had.
+    return await cut_results([markup.broken_in(result) for result in short], max_tokens, chat)
 
 
 async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:

@@ -81,7 +81,7 @@ def check_rows(rows: Rows, clock: Callable[[], float] = time.monotonic) -> Findi
 def prompt_fault(prompt: Any) -> str | None:
     """Why no episode can begin with the prompt, in words; None if one can."""
     if isinstance(prompt, str):
-        return None if prompt else "its prompt is empty"
+        return lone_surrogate(prompt) if prompt else "its prompt is empty"
     if not isinstance(prompt, list):
         return f"its prompt is {prompt!r:.60}, not text or a list of messages"
     if not prompt:
@@ -94,7 +94,26 @@ def prompt_fault(prompt: Any) -> str | None:
             return f"message {place} of its prompt has no 'role', it has {sorted(map(str, message))}{hint}"
         if "content" not in message and "tool_calls" not in message:
             return f"message {place} of its prompt has no 'content', it has {sorted(map(str, message))}"
-    return None
+    try:
+        return lone_surrogate(prompt)
+    except RecursionError:
+        return "its prompt is nested too deeply"
+
+
+def lone_surrogate(prompt: Any) -> str | None:
+    """The fault of a prompt with half of a pair of UTF-16 in any of its texts, in words: no tokenizer takes it."""
+    if isinstance(prompt, str):
+        if prompt.isascii():
+            return None
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            return f"its prompt has {prompt[error.start]!a}, half a character, which no tokenizer takes: mend the text"
+        return None
+    parts = [*prompt.keys(), *prompt.values()] if isinstance(prompt, Mapping) else prompt
+    if not isinstance(parts, list | tuple):
+        return None
+    return next((fault for part in parts if (fault := lone_surrogate(part)) is not None), None)
 
 
 def _look(rows: Rows, most: int) -> Findings:

@@ -46,6 +46,7 @@ def load(name: str, split: str | None, config: str | None, folder: Path | None) 
     except ConfigError:
         raise
     except Exception as error:  # of many types, by what is missing or broken
+        error = _cause_of(error)
         first = (str(error).strip().splitlines() or ["it does not say why"])[0]
         remedy = "mend it, or say with dataset_config and dataset_split which part of it"
         if isinstance(error, ConnectionError):
@@ -53,6 +54,13 @@ def load(name: str, split: str | None, config: str | None, folder: Path | None) 
         raise ConfigError(
             f"Task(dataset={name!r}) cannot be loaded: {type(error).__name__}: {first:.400}; {remedy}"
         ) from error
+
+
+def _cause_of(error: Exception) -> Exception:
+    """What the library met while it generated a data set: its own error says no more than that."""
+    while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def _find(place: Path, name: str) -> list[Path]:

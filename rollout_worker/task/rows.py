@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -11,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_worker.task.absent_keys import without_none
+
+_log = logging.getLogger(__name__)
 
 # Rows that a stream keeps: more than the tickets of the deepest queue are apart.
 KEPT_ROWS = 4096
@@ -119,6 +122,7 @@ class Stream:
         self._begin = begin
         self._skip = skip
         self._skipped = 0
+        self._grown = False
         self._from_arrow = from_arrow
         self._keep = keep
         self._kept: dict[Place, Any] = {}
@@ -177,11 +181,28 @@ class Stream:
         return row
 
     def _go_to(self, place: Place) -> None:
+        self._look_for_more()
         self._iterator, self._next, self._skipped = None, place, 0
         if place.number and self._skip is not None:
             self._iterator, self._skipped = self._skip(place.number), place.number
         else:
             self._iterator = self._begin(place.epoch)
+
+    def _look_for_more(self) -> None:
+        """After an epoch but the first: whether its iteration has more rows than the first had, which is told once."""
+        if self._grown or self._iterator is None or self._next.number != self.size:
+            return
+        try:
+            next(self._iterator)
+        except (Exception, SystemExit):  # the data set is the user's, and this row is not asked for
+            return
+        self._grown = True
+        _log.warning(
+            "Task(dataset=...): the data set gave %d rows in its first epoch and more in epoch %d; the further ones "
+            "are not used: start the run again to have them",
+            self.size,
+            self._next.epoch,
+        )
 
     def _advance(self) -> Any:
         assert self._iterator is not None

@@ -82,7 +82,7 @@ class UserCode:
             result = await self._threads.run(function, partial(_done, start, plain), timeout_s)
             if isinstance(result, Held):
                 left_s = max(0.0, timeout_s - (time.monotonic() - began))
-                result = await self._loops.run(function, result.take, plain, left_s)
+                result = await self._loops.run(function, result.take, plain, left_s, told_s=timeout_s)
         if isinstance(result, Held):
             # Its text may take as long as it likes, or never end.
             result = await self._threads.run(function, partial(_plain, result, plain), timeout_s)

@@ -48,11 +48,16 @@ class Loops:
         return self.hung + self._executor.hung
 
     async def run(
-        self, function: Callable[..., Any], start: Callable[[], Any], plain: Callable[[Any], Any], timeout_s: float
+        self,
+        function: Callable[..., Any],
+        start: Callable[[], Any],
+        plain: Callable[[Any], Any],
+        timeout_s: float,
+        told_s: float | None = None,
     ) -> Any:
         """`plain` of what `start()` gives, awaited, or collected where it is an async generator; `Held`, where it is
-        not a simple value, as `plain` may block then. `function` is the user's, for the errors. Raises
-        `UserCodeError`."""
+        not a simple value, as `plain` may block then. `function` is the user's, for the errors; `told_s`: the
+        time-out as it was set, where a part of it is spent. Raises `UserCodeError`."""
         home = self._responsive()
         if home is None:
             text = (
@@ -65,7 +70,7 @@ class Loops:
         if self._watch is None:
             self._watch = loop.call_later(self.look_s, self._look, loop)
         home.begin(call)
-        timer = loop.call_later(timeout_s, self._too_late, call, timeout_s)
+        timer = loop.call_later(timeout_s, self._too_late, call, told_s or timeout_s)
         try:
             await call.future
         finally:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from rollout_worker.task.tools.arguments import MOST_DEPTH, Arguments, Parameters
+from rollout_worker.task.tools import reading
+from rollout_worker.task.tools.arguments import MOST, MOST_DEPTH, Arguments, Parameters, small
 from rollout_worker.task.tools.base import ArgumentsError
+from rollout_worker.task.tools.plain_check import plain_check
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 SCHEMA: dict[str, Any] = {
@@ -223,13 +225,55 @@ def test_long_lists_are_no_nesting() -> None:
     assert len(fit({"ints": ["1"] * 20_000, "o": {"deep": [{"n": 1}] * 20_000}}).values["ints"]) == 20_000
 
 
+def test_a_long_list_in_text_is_no_nesting() -> None:
+    assert fit({"ints": json.dumps(["1"] * 20_000)}).values["ints"] == [1] * 20_000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"words": ["w"] * (MOST.values + 1)},
+        {"s": "x" * (MOST.characters + 1)},
+        "s: " + "x" * MOST.characters,
+        {"ints": str([1] * MOST.values)},
+    ],
+)
+def test_f19_arguments_that_are_too_large_are_refused_saying_so(given: Any) -> None:
+    with pytest.raises(ArgumentsError, match="too large, at most 100000 values and 1000000 characters"):
+        fit(given)
+
+
+def test_f19_what_fits_as_it_is_asks_no_validator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a hundred times as long."""
+    monkeypatch.setattr(PARAMETERS, "_validator", None)
+    values = {"ints": [1] * 16_000, "counts": {str(number): number for number in range(16_000)}, "either": [1, 2]}
+    plain = Parameters({"properties": {name: SCHEMA["properties"][name] for name in values}}, strict=True)
+    monkeypatch.setattr(plain, "_validator", None)
+    assert plain.fit(values) == Arguments(values)
+
+
+def test_f19_pairs_of_one_name_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(reading, "_plain", lambda text: read.append(text) or text)
+    assert reading.read("s: 1, " * 10_000, ["s"]) == {"s": "1"}
+    assert read == ["1"]
+
+
+def test_f19_small_arguments_are_told_from_large_ones() -> None:
+    assert small({"ints": [1] * 200})
+    assert small("n: 7")
+    assert not small({"ints": [1] * 300})
+    assert not small({"s": "x" * 3000})
+    assert not small("x" * 3000)
+
+
 def test_i9_a_schema_that_refers_to_itself_in_two_ways_is_bounded() -> None:
     """Its check is exponential in the depth of the value."""
     tree = {"type": "object", "properties": {"kid": {"anyOf": [{"$ref": "#"}, {"$ref": "#", "required": ["x"]}]}}}
     value: Any = 1
     for _ in range(30):
         value = {"kid": value}
-    with pytest.raises(ArgumentsError, match="nested too deeply"):
+    with pytest.raises(ArgumentsError, match="too many steps"):
         Parameters(tree, strict=False).fit(value)
 
 
@@ -306,3 +350,48 @@ def test_what_is_valid_is_not_changed_in_value(values: dict[str, Any]) -> None:
         return
     if Draft202012Validator(SCHEMA).is_valid(values) and "maybe" not in values:
         assert fit(values).values == values
+
+
+PLAIN_SCHEMAS = st.recursive(
+    st.sampled_from(
+        [
+            True,
+            {},
+            {"type": ["integer", "null"]},
+            {"enum": ["a", None]},
+            *({"type": name} for name in ("string", "boolean", "integer", "number", "array", "object", "null")),
+        ]
+    ),
+    lambda parts: st.one_of(
+        st.builds(lambda part: {"type": "array", "items": part}, parts),
+        st.builds(lambda several: {"anyOf": several}, st.lists(parts, min_size=1, max_size=3)),
+        st.builds(
+            lambda part, others, required: {
+                "properties": {"a": part},
+                "additionalProperties": others,
+                "required": required,
+            },
+            parts,
+            st.one_of(st.booleans(), parts),
+            st.sampled_from([[], ["a"]]),
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    PLAIN_SCHEMAS,
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.sampled_from(["a", "b", 1.0, 2.5])),
+        lambda parts: st.one_of(st.lists(parts, max_size=3), st.dictionaries(st.sampled_from("ab"), parts)),
+        max_leaves=6,
+    ),
+)
+def test_the_fast_check_decides_as_the_validator(schema: Any, value: Any) -> None:
+    exact, as_written = plain_check(schema, as_written=False), plain_check(schema, as_written=True)
+    assert exact is not None
+    assert as_written is not None
+    valid = Draft202012Validator(schema).is_valid(value)
+    assert exact(value) == valid
+    assert valid or not as_written(value)

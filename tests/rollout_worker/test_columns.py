@@ -37,6 +37,11 @@ def test_rows_that_differ_are_refused_with_their_number(rows: list[Any], message
         check(rows)
 
 
+SURROGATE = "its prompt has '\\ud800', half a character, which no tokenizer takes: mend the text"
+RING: list[Any] = []
+RING.append(RING)
+
+
 @pytest.mark.parametrize(
     ("prompt", "why"),
     [
@@ -47,7 +52,10 @@ def test_rows_that_differ_are_refused_with_their_number(rows: list[Any], message
         ([*ASKED, {"role": "user"}], "message 1 of its prompt has no 'content', it has ['role']"),
         ([{"content": "a"}], "message 0 of its prompt has no 'role', it has ['content']"),
         ([{"from": "human", "value": "a"}], "'from' and 'value' are to be 'role' and 'content'"),
-        ("a text", None),
+        ("a\ud800", SURROGATE),
+        ([{"role": "user", "content": [{"type": "text", "text": "é\ud800"}]}], SURROGATE),
+        ([{"role": "user", "content": RING}], "its prompt is nested too deeply"),
+        ("a text \U0001f600", None),
         ([{"role": "assistant", "tool_calls": []}], None),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], None),
     ],

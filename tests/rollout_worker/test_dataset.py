@@ -227,6 +227,8 @@ def test_a_wrong_path_is_one_message_that_names_what_is_near(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("rows.csv", "prompt,a\nx,1\ny,1,2,3\n", "ParserError: .* Expected 2 fields in line 3, saw 4; mend it"),
+        ("rows.csv", "", "EmptyDataError: No columns to parse from file; mend it"),
         ("rows.jsonl", "", "is empty; give at least one row"),
         ("rows.jsonl", "\n  \n", "is empty"),
         ("rows.jsonl", '{"prompt": "a"\n', "rows.jsonl line 1 is not JSON"),
@@ -440,6 +442,14 @@ def test_a_stream_that_raises_fails_the_row_and_no_row_before_it() -> None:
             with pytest.raises(OSError, match="the disk is gone"):
                 rows.row_for(index, 0, True)
             assert rows.place_of(index, 0, True) == (0, index)
+
+
+def test_a_stream_that_grows_says_once_that_its_new_rows_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    lengths = iter([3, 5, 4, 3])
+    rows = Stream(lambda epoch: iter(QUESTIONS[: next(lengths)]))
+    assert [rows.row_for(index, 0, True).columns["answer"] for index in range(10)] == [0, 1, 2] * 3 + [0]
+    (told,) = caplog.messages
+    assert "gave 3 rows in its first epoch and more in epoch 1; the further ones are not used" in told
 
 
 def test_a_stream_whose_epochs_differ_in_length_says_so() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import ToolCall
-from rollout_worker.task.tools import ToolBox, mcp_server
+from rollout_worker.task.tools import ToolBox, mcp, mcp_server
 from rollout_worker.task.tools.mcp import check_addresses, mcp_tools
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, scripted
@@ -120,6 +121,20 @@ async def test_a_schema_that_is_none_is_refused_naming_the_server():
     async with mcp_tools([f"{STDIO} low bad"], HERE) as tools:
         with pytest.raises(ConfigError, match=r"from the MCP server .* low bad is not a tool's JSON schema: 'objekt'"):
             ToolBox(tools)
+
+
+async def test_a_tool_whose_name_models_cannot_write_is_left_out_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(mcp, "NAME", re.compile("tool_[12]"))
+    async with box_of(f"{STDIO} low") as box:
+        assert [schema["function"]["name"] for schema in box.schemas] == ["tool_1", "tool_2"]
+    assert "has a tool that is named 'tool_0', which models cannot write: it is left out" in caplog.text
+
+
+async def test_f19_a_server_with_very_many_tools_is_refused_saying_so(monkeypatch):
+    monkeypatch.setattr(mcp, "MOST_TOOLS", 2)
+    with pytest.raises(ConfigError, match=r"it has more than 2 tools, .* have it give fewer"):
+        async with box_of(f"{STDIO} low"):
+            pass
 
 
 async def test_a_slow_call_times_out_and_the_others_go_on():

@@ -80,6 +80,8 @@ class Broken(dict):
         (lambda: None, "TypeError: it is a NoneType, not a mapping of columns"),
         (lambda: {"promt": "x"}, "ValueError: it has no column 'prompt', it has ['promt']"),
         (lambda: {"prompt": []}, "ValueError: its prompt is empty"),
+        (lambda: {"prompt": "\ud800"}, "ValueError: its prompt has '\\ud800', half a character"),
+        (lambda: {"prompt": [{"role": "user", "content": "a\udc00"}]}, "ValueError: its prompt has '\\udc00'"),
         (lambda: {"prompt": ["x"]}, "ValueError: its prompt is a list; give text or a list of messages"),
         (lambda: {"prompt": [{"role": "user", "content": object()}]}, "ValueError: prompt[0].content is a object"),
     ],

@@ -17,6 +17,7 @@ from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
 from rollout_worker.task.tools import MOST_COUNTED, ToolBox
+from rollout_worker.task.tools.arguments import Parameters
 from rollout_worker.task.tools.results import as_text
 
 
@@ -271,6 +272,21 @@ async def test_i9_what_no_tokenizer_takes_is_replaced(call):
     assert all(text.encode("utf-8") for text in result.message().values())
 
 
+async def test_f19_large_arguments_are_checked_beside_the_loop(monkeypatch):
+    threads = []
+    fit = Parameters.fit
+    monkeypatch.setattr(
+        Parameters, "fit", lambda self, given: (threads.append(threading.current_thread()), fit(self, given))[1]
+    )
+    box = ToolBox(TOOLS)
+    for key in ("short", "long" * 1000):
+        (result,) = await box.run([ToolCall("look_up", {"key": key})])
+        assert result.content == f"{key}/None/a"
+    small, large = threads
+    assert small is threading.current_thread()
+    assert large is not small
+
+
 async def test_tools_beyond_a_number_are_counted_together():
     def named(number):
         def tool() -> int:
@@ -348,6 +364,17 @@ def undescribed(a: int) -> int:
     return a
 
 
+class Named:
+    def __init__(self, name):
+        self.schema = {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+
+    async def call(self, arguments, timeout_s):
+        return ""
+
+
+BAD_NAMES = ("", "a b", "a\nb<|im_end|>", "größe", "t\ud800", "x" * 129, 7)
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
@@ -355,6 +382,7 @@ def undescribed(a: int) -> int:
         ([no_docstring], "'no_docstring' cannot be described.*docstring"),
         ([undescribed], "'undescribed' cannot be described"),
         (["multiply"], "'multiply' cannot be made into a tool"),
+        *(([Named(name)], r"cannot be a tool's name: models write 1 to 128") for name in BAD_NAMES),
         ([look_up, look_up], "two tools are named 'look_up'"),
     ],
 )

@@ -775,3 +775,10 @@ async def test_i9_tools_are_not_isolated_unless_asked():
     async with UserCode() as code:
         with pytest.raises(ValueError, match="made without a task file"):
             await code.call_isolated("tool", {}, 1.0)
+
+
+async def test_i9_a_call_that_is_late_is_told_its_time_out_as_it_was_set():
+    """What a plain def gives to be awaited has a little less."""
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError, match=r"^no answer within 0\.05 s$"):
+            await call(code, lambda: asyncio.sleep(60), timeout_s=0.05)

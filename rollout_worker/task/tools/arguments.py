@@ -1,12 +1,14 @@
 """A call's arguments, against the schema of its tool: read, made to fit where it is plain how, and checked.
 
-What the policy wrote may be anything, and schemas may be a server's: only `ArgumentsError` leaves, and the time is
-bounded. Patterns and the like, whose check may take for ever, are left to the tool.
+What the policy wrote may be anything, and schemas may be a server's: only `ArgumentsError` leaves, and size and time
+are bounded. Arguments that are not `small` are to be made fit in a thread (F19). Patterns and the like, whose check may
+take for ever, are left to the tool.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +18,21 @@ from referencing import Registry
 
 from rollout_worker.task.tools import reading
 from rollout_worker.task.tools.base import ArgumentsError
+from rollout_worker.task.tools.plain_check import Check, plain_check
 from rollout_worker.task.tools.reading import short
 from rollout_worker.task.tools.schema_form import allows, checked_form, resolved, types_of
+from rollout_worker.task.tools.weight import Weight, weigh
 
+# Larger arguments are refused, and those larger than `SMALL` would hold up a loop.
+MOST = Weight(values=100_000, characters=1_000_000)
+SMALL = Weight(values=256, characters=2048)
 MOST_DEPTH = 64
 MOST_BITS = 4096
 # References that one check follows, and values that it tries to make fit, for each value that is there: a schema that
 # refers to itself in two ways would take time exponential in the depth.
 MOST_STEPS_A_VALUE = 20
 _STEPS_AT_LEAST = 1000
+_STEPS_AT_MOST = 200_000
 _MESSAGE_CHARACTERS = 400
 
 
@@ -40,6 +48,36 @@ class _TooManySteps(Exception):
     pass
 
 
+class _Steps(threading.local):
+    """What is left to the check that runs in this thread: the calls of one tool are checked side by side."""
+
+    left = 0
+
+    def take(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise _TooManySteps
+
+    def allow(self, value: Any) -> None:
+        self.left = min(_STEPS_AT_MOST, self.left + MOST_STEPS_A_VALUE * weigh(value, MOST).values)
+
+
+_steps = _Steps()
+
+
+def _counted_ref(validator: Any, ref: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    _steps.take()
+    yield from Draft202012Validator.VALIDATORS["$ref"](validator, ref, instance, schema)
+
+
+_Validator = validators.extend(Draft202012Validator, {"$ref": _counted_ref})
+
+
+def small(given: Mapping[str, Any] | str) -> bool:
+    """Whether arguments are made fit in about a millisecond."""
+    return not weigh(given, SMALL).exceeds(SMALL)
+
+
 class Parameters:
     """The parameters of one tool. `strict`: names that the schema does not have are refused. Raises `SchemaError` for
     what is not a JSON schema."""
@@ -48,47 +86,55 @@ class Parameters:
         self._schema = {"type": "object", **checked_form(schema), **({"additionalProperties": False} if strict else {})}
         Draft202012Validator.check_schema(self._schema)
         self.names = tuple(self._schema.get("properties", {}))
-        counted = validators.extend(Draft202012Validator, {"$ref": self._counted_ref})
         # An empty registry: the addresses in a schema are not looked up.
-        self._validator = counted(self._schema, registry=Registry())
-        self._steps_left = 0
+        self._validator = _Validator(self._schema, registry=Registry())
+        self._fits_as_written = plain_check(self._schema, as_written=True)
+        # By the id of each part of the schema, which lives as long as this.
+        self._checks: dict[int, Check | None] = {}
 
     def fit(self, given: Mapping[str, Any] | str) -> Arguments:
         """The arguments, in the types of the schema. Raises `ArgumentsError`."""
         repairs: list[str] = []
+        _refuse_too_large(given)
         if isinstance(given, str):
             repairs.append("text")
             given = reading.read(given, self.names)
+            _refuse_too_large(given)
         values = _clean(dict(given), "", 0, repairs)
-        steps = _STEPS_AT_LEAST + MOST_STEPS_A_VALUE * _size(values)
-        self._steps_left = steps
+        if self._fits_as_written is not None and self._fits_as_written(values):
+            return Arguments(values, tuple(repairs))
         try:
+            _steps.left = _STEPS_AT_LEAST
+            _steps.allow(values)
             values = self._fit(values, self._schema, repairs)
-            self._steps_left = steps
-            problem = next(self._validator.iter_errors(values), None)
-        except (_TooManySteps, RecursionError):
+            _steps.left = _STEPS_AT_LEAST
+            _steps.allow(values)
+            valid = self._is_valid(values, self._schema)
+            problem = None if valid else next(self._validator.iter_errors(values), None)
+        except RecursionError:
             raise ArgumentsError("bad arguments: they are nested too deeply to be checked") from None
+        except _TooManySteps:
+            raise ArgumentsError(
+                "bad arguments: their check takes too many steps; write fewer or simpler values"
+            ) from None
+        except ArgumentsError:
+            raise
         except Exception:  # a schema that cannot be used on this value, such as a reference to nowhere: the tool checks
             problem = None
         if problem is not None:
             raise ArgumentsError(f"bad arguments: {_explained(problem)}")
         return Arguments(values, tuple(repairs))
 
-    def _counted_ref(self, validator: Any, ref: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        self._step()
-        yield from Draft202012Validator.VALIDATORS["$ref"](validator, ref, instance, schema)
-
-    def _step(self) -> None:
-        self._steps_left -= 1
-        if self._steps_left < 0:
-            raise _TooManySteps
-
     def _is_valid(self, value: Any, schema: Any) -> bool:
+        if id(schema) not in self._checks:
+            self._checks[id(schema)] = plain_check(schema, as_written=False)
+        if (check := self._checks[id(schema)]) is not None:
+            return check(value)
         return bool(self._validator.evolve(schema=schema).is_valid(value))
 
     def _fit(self, value: Any, schema: Any, repairs: list[str]) -> Any:
         """`value`, in the types of `schema` where it is plain how; else as it is."""
-        self._step()
+        _steps.take()
         schema = resolved(schema, self._schema)
         if not isinstance(schema, dict):
             return value
@@ -123,6 +169,8 @@ class Parameters:
             found = _from_text(value, types)
             if found is not value:
                 repairs.append("text of a value")
+                _refuse_too_large(found)
+                _steps.allow(found)
                 return found
             if value.lstrip().startswith(("[", "{")):
                 return value
@@ -155,11 +203,12 @@ class Parameters:
         ]
 
 
-def _size(value: Any) -> int:
-    """Values in a value, itself included."""
-    if isinstance(value, dict):
-        return 1 + sum(map(_size, value.values()))
-    return 1 + sum(map(_size, value)) if isinstance(value, list) else 1
+def _refuse_too_large(given: Any) -> None:
+    if weigh(given, MOST).exceeds(MOST):
+        raise ArgumentsError(
+            f"bad arguments: they are too large, at most {MOST.values} values and {MOST.characters} characters are "
+            f"taken; write fewer"
+        )
 
 
 def _clean(value: Any, where: str, depth: int, repairs: list[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +10,9 @@ from rollout_worker.user_code import UserCodeError
 
 # What a call is counted as that names no tool, and calls of the tools that are too many to be counted by name.
 UNKNOWN, OTHER = "unknown", "other"
+
+# A tool's name, as MCP has it and models write it; anything else would forge the notation of calls.
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Tool(Protocol):
@@ -32,7 +36,8 @@ class ArgumentsError(ValueError):
 class ToolResult:
     """The tool message that answers a call. `reason`: why the call failed, a code of `protocol.reasons`, None if it did
     not; `counted_as`: the tool's name in metrics, `UNKNOWN` of a call that names no tool; `coerced`: its arguments were
-    read although they were not as the schema asks; `error`: what the tool's own code raised."""
+    read although they were not as the schema asks; `error`: what the tool's own code raised; `defused`: it held the
+    text of special tokens, which was broken."""
 
     name: str
     content: str
@@ -41,6 +46,7 @@ class ToolResult:
     coerced: bool = False
     error: UserCodeError | None = None
     call_id: str | None = None
+    defused: bool = False
 
     @property
     def failed(self) -> bool:

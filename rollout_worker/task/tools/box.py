@@ -17,12 +17,12 @@ from jsonschema import SchemaError
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.task.tools.arguments import Parameters
-from rollout_worker.task.tools.base import OTHER, UNKNOWN, ArgumentsError, Tool, ToolResult
+from rollout_worker.task.tools.arguments import Arguments, Parameters, small
+from rollout_worker.task.tools.base import NAME, OTHER, UNKNOWN, ArgumentsError, Tool, ToolResult
 from rollout_worker.task.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
 from rollout_worker.task.tools.mcp import McpTool
 from rollout_worker.task.tools.reading import short
-from rollout_worker.user_code import UserCode, UserCodeError, failure_of
+from rollout_worker.user_code import UserCode, UserCodeError, failure_of, in_thread
 from rollout_worker.user_code.texts import encodable
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -90,6 +90,11 @@ class ToolBox:
             raise ConfigError(
                 f"tools: {short(schema)} from {origin} is not a tool's JSON schema: {text:.300}"
             ) from None
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise ConfigError(
+                f"tools: {name!a:.200} from {origin} cannot be a tool's name: models write 1 to 128 ASCII letters, "
+                f"digits, _, - and dots; rename it"
+            )
         if name in self._tools:
             other = getattr(self._tools[name].tool, "origin", "another")
             raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
@@ -109,7 +114,7 @@ class ToolBox:
             )
         counted_as, coerced = entry.counted_as, False
         try:
-            arguments = entry.parameters.fit(call.arguments)
+            arguments = await _fitted(entry.parameters, call.arguments)
             coerced = bool(arguments.repairs)
             content = await entry.tool.call(arguments.values, self._timeout_s)
             return ToolResult(name, content, None, counted_as, coerced, call_id=id)
@@ -121,6 +126,14 @@ class ToolBox:
         except Exception as error:
             failure = failure_of(error, None)
             return _failure(name, reasons.TOOL_RAISED, str(failure), counted_as, coerced, failure, id)
+
+
+async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:
+    """Large arguments are made fit in a thread: it would stop the loop (F19)."""
+    if small(given):
+        return parameters.fit(given)
+    arguments: Arguments = await in_thread(parameters.fit, given=given)
+    return arguments
 
 
 def _failure(

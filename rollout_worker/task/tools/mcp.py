@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from protocol import reasons
 from protocol.config import ConfigError
+from rollout_worker.task.tools.base import NAME
 from rollout_worker.task.tools.mcp_server import McpFailed, McpServer, command_of, taken_note_of
 from rollout_worker.user_code import UserCodeError
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 60.0
 ENDED_WITHIN_S = 5.0
+MOST_TOOLS = 512
 # A server whose list of tools never ends is broken.
 _MOST_PAGES = 1000
 
@@ -159,8 +163,21 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
         for _ in range(_MOST_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
+                if not NAME.fullmatch(tool.name):
+                    _log.warning(
+                        "mcp_servers: %s has a tool that is named %.200a, which models cannot write: it is left out; "
+                        "names are 1 to 128 ASCII letters, digits, _, - and dots",
+                        server.shown,
+                        tool.name,
+                    )
+                    continue
                 described = {"name": tool.name, "description": tool.description or ""}
                 schemas.append({"type": "function", "function": {**described, "parameters": tool.input_schema}})
+            if len(schemas) > MOST_TOOLS:
+                raise McpFailed(
+                    f"{server.shown}: it has more than {MOST_TOOLS} tools, and a prompt has no room for "
+                    f"them; have it give fewer"
+                )
             cursor = page.next_cursor
             if cursor is None:
                 return schemas
@@ -179,7 +196,7 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
         text = str(error) if isinstance(error, McpFailed) else f"{server.shown}: {type(error).__name__}: {error}"
         raise ConfigError(f"mcp_servers: {text:.500}; {remedy}") from None
     if not schemas:
-        raise ConfigError(f"mcp_servers: {server.shown} has no tools; leave it out, or mend it")
+        raise ConfigError(f"mcp_servers: {server.shown} has no tools that can be used; leave it out, or mend it")
     return schemas
 
 

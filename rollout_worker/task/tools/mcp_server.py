@@ -20,6 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from protocol.config import ConfigError
 from rollout_worker.task.tools import mcp_guard
+from rollout_worker.task.tools.mcp_stream import Mended
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -222,7 +223,7 @@ class _Connection:
         from mcp import Client
 
         async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(Client(self._transport(stack), cache=None))
+            client = await stack.enter_async_context(Client(Mended(self._transport(stack)), cache=None))
             if not self._ready.done():
                 self._ready.set_result(client)
             await self._leave.wait()

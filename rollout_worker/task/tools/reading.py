@@ -96,9 +96,9 @@ def _pairs(text: str, names: Collection[str]) -> dict[str, Any] | None:
     if not begins or begins[0].start() > 0:
         return None
     ends = [begin.start() for begin in begins[1:]] + [len(text)]
-    return {
-        begin[1]: _plain(text[begin.end() : end].strip(" \t\r\n,;")) for begin, end in zip(begins, ends, strict=True)
-    }
+    # Of a name that is written again and again the last value counts, and only that is read.
+    texts = {begin[1]: text[begin.end() : end] for begin, end in zip(begins, ends, strict=True)}
+    return {name: _plain(written.strip(" \t\r\n,;")) for name, written in texts.items()}
 
 
 def _plain(text: str) -> Any:

@@ -14,7 +14,7 @@ _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 _UNCHECKED = ("pattern", "patternProperties", "uniqueItems", "format", "$dynamicRef", "$schema", "$id", "nullable")
 _MOST_HOPS = 16
 
-_NAMES: dict[type, tuple[str, ...]] = {
+NAMES: dict[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
     int: ("integer", "number"),
@@ -69,14 +69,14 @@ def types_of(schema: Any) -> set[str] | None:
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not values:
         return None
-    return {name for value in values for name in _NAMES.get(type(value), ())}
+    return {name for value in values for name in NAMES.get(type(value), ())}
 
 
 def allows(types: set[str], value: Any) -> bool:
     """Whether a JSON value is of one of `types`; 2.0 is an integer, True is no number."""
     if isinstance(value, float) and "integer" in types and value.is_integer():
         return True
-    return not types.isdisjoint(_NAMES.get(type(value), ()))
+    return not types.isdisjoint(NAMES.get(type(value), ()))
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:

@@ -1,0 +1,74 @@
+"""What comes from an MCP server, mended without one: the library drops lines that it cannot read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+from mcp.shared.message import SessionMessage
+from mcp.types import JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
+from pydantic import ValidationError
+
+from rollout_worker.task.tools.mcp_stream import MOST_PARTS, MendedStream, mended
+
+
+def come(line: str) -> SessionMessage | Exception:
+    """A line as the library hands it on."""
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValidationError as error:
+        return error
+
+
+def answer(result: Any) -> str:
+    return json.dumps({"jsonrpc": "2.0", "id": 7, "result": result})
+
+
+def test_f19_half_characters_are_replaced_so_that_the_call_is_answered() -> None:
+    item = mended(come(answer({"content": [{"type": "text", "text": "bad \ud800"}]})))
+    assert isinstance(item, SessionMessage)
+    assert isinstance(item.message, JSONRPCResponse)
+    assert (item.message.id, item.message.result["content"][0]["text"]) == (7, "bad ?")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"jsonrpc": "2.0", "id": 7, "result": {"structuredContent": ' + '{"a":' * 900 + "1" + "}" * 902,
+        '{"jsonrpc": "2.0", "result": {"id": 3, "a": ' + "[" * 90_000 + "]" * 90_000 + '}, "id": 7}',
+        '{"jsonrpc": "2.0", "id": 7, "result": {"id": 3, "content": [}}',
+    ],
+)
+def test_f19_an_answer_that_cannot_be_read_fails_its_call_at_once(line: str) -> None:
+    item = mended(come(line))
+    assert isinstance(item, SessionMessage)
+    assert isinstance(item.message, JSONRPCError)
+    assert item.message.id == 7
+    assert item.message.error.message.startswith("its answer cannot be read: ")
+
+
+@pytest.mark.parametrize("line", ["garbage", "{}", '{"jsonrpc": "2.0", "result": {"id": 3, "a": [}}'])
+def test_what_answers_no_call_stays_an_error(line: str) -> None:
+    assert isinstance(mended(come(line)), ValidationError)
+
+
+def test_f19_an_answer_of_very_many_parts_is_cut_with_a_note() -> None:
+    item = mended(come(answer({"content": [{"type": "text", "text": "x"}] * (MOST_PARTS + 5)})))
+    assert isinstance(item, SessionMessage)
+    assert isinstance(item.message, JSONRPCResponse)
+    *parts, note = item.message.result["content"]
+    assert (len(parts), note["text"]) == (MOST_PARTS, "(5 more parts left out)")
+
+
+async def test_notifications_go_no_further() -> None:
+    send, receive = anyio.create_memory_object_stream[Any](10)
+    notice = come('{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}')
+    for item in (notice, notice, come(answer({})), notice, ValueError("of the transport")):
+        await send.send(item)
+    await send.aclose()
+    async with MendedStream(receive) as stream:
+        response, error = [item async for item in stream]
+    assert isinstance(response, SessionMessage)
+    assert isinstance(error, ValueError)

@@ -253,8 +253,13 @@ def test_f19_what_fits_as_it_is_asks_no_validator(monkeypatch: pytest.MonkeyPatc
 
 
 def test_f19_pairs_of_one_name_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-    monkeypatch.setattr(reading, "_plain", lambda text: read.append(text) or text)
+    read: list[str] = []
+
+    def plain(text: str) -> str:
+        read.append(text)
+        return text
+
+    monkeypatch.setattr(reading, "_plain", plain)
     assert reading.read("s: 1, " * 10_000, ["s"]) == {"s": "1"}
     assert read == ["1"]
 

@@ -83,18 +83,18 @@ class ToolBox:
         origin = getattr(tool, "origin", type(tool).__name__)
         try:
             name, parameters = schema["function"]["name"], schema["function"].get("parameters", {})
+            if not (isinstance(name, str) and NAME.fullmatch(name)):
+                raise ConfigError(
+                    f"tools: {name!a:.200} from {origin} cannot be a tool's name: models write 1 to 128 ASCII letters, "
+                    f"digits, _, - and dots; rename it"
+                )
             checked = Parameters(parameters, strict=isinstance(tool, FunctionTool))
-            json.dumps([str.__str__(name), schema], ensure_ascii=False).encode()
+            json.dumps(schema, ensure_ascii=False).encode()
         except (SchemaError, KeyError, TypeError, AttributeError, RecursionError, UnicodeEncodeError) as error:
             text = error.message if isinstance(error, SchemaError) else f"{type(error).__name__}: {error}"
             raise ConfigError(
                 f"tools: {short(schema)} from {origin} is not a tool's JSON schema: {text:.300}"
             ) from None
-        if not (isinstance(name, str) and NAME.fullmatch(name)):
-            raise ConfigError(
-                f"tools: {name!a:.200} from {origin} cannot be a tool's name: models write 1 to 128 ASCII letters, "
-                f"digits, _, - and dots; rename it"
-            )
         if name in self._tools:
             other = getattr(self._tools[name].tool, "origin", "another")
             raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")

@@ -19,6 +19,7 @@ from protocol.messages import Server, ServerState
 from rollout_worker.inference.breaker import Breaker
 from rollout_worker.inference.errors import (
     BadSample,
+    Doubtful,
     EpisodeFailed,
     Rejected,
     ServerFailed,
@@ -108,6 +109,16 @@ class ServerPool:
         """Whether a request could go to another server than this one now."""
         return any(other != name and self._admits(other) for other in self._router.serving)
 
+    def lone(self, name: str) -> bool:
+        """Whether the registry names no other serving server, be it one that is left alone now."""
+        return all(other == name for other in self._router.serving)
+
+    def blame(self, refusal: Rejected) -> None:
+        """Another server took what this one refused: it was the server's failure, counted once for each refusal."""
+        if refusal.server is not None and not refusal.blamed:
+            refusal.blamed = True
+            self._failed(refusal.server, self._breakers[refusal.server.name], False, refusal)
+
     @asynccontextmanager
     async def request(
         self, affinities: Sequence[Affinity], prompt: int, expected: int, avoid: str | None = None
@@ -129,10 +140,11 @@ class ServerPool:
         except TimeoutError:
             raise ServerLeft(f"{server.name} at {server.url} left: {request.why}") from None
         except ServerFailed as error:
-            self._failed(request, breaker, error)
+            self._failed(server, breaker, request.trial, error)
             raise
-        except (Rejected, BadSample):
-            self._answered(breaker)  # it works
+        except Doubtful as error:
+            error.server = server
+            self._doubted(request, breaker, error)
             raise
         except BaseException:
             breaker.undecided(request.trial)
@@ -197,15 +209,26 @@ class ServerPool:
             breaker.succeeded()
             self._tell_waiting()
 
-    def _failed(self, request: Request, breaker: Breaker, error: ServerFailed) -> None:
+    def _doubted(self, request: Request, breaker: Breaker, error: Doubtful) -> None:
+        """A lone server that refuses works, for all one can tell. Where there are others, a refusal is its failure once
+        another has taken the request; at once on trial, and while no other may be asked."""
+        name = request.server.name
+        if isinstance(error, BadSample) or (not self.lone(name) and (request.trial or not self.others(name))):
+            if isinstance(error, Rejected):
+                error.blamed = True
+            self._failed(request.server, breaker, request.trial, error)
+        elif self.lone(name):
+            self._answered(breaker)
+
+    def _failed(self, server: Server, breaker: Breaker, trial: bool, error: ServerFailed | Doubtful) -> None:
         """Count a failure; where they come in a row, leave the server alone for a while."""
-        pause_s = breaker.failed(isinstance(error, ServerUnfit), request.trial)
+        name = server.name
+        pause_s = breaker.failed(isinstance(error, ServerUnfit), trial)
         if pause_s is None:
             return
-        name = request.server.name
         self._trouble(
             name,
-            f"server {name} at {request.server.url} is left alone for {pause_s:g} s and longer, after "
+            f"server {name} at {server.url} is left alone for {pause_s:g} s and longer, after "
             f"{breaker.failures} failures in a row; the last: {error}",
         )
         later = self._later or asyncio.get_running_loop().call_later

@@ -216,7 +216,7 @@ def _spans(versions: list[WeightVersion] | None, size: int, server: str) -> list
     position = 0
     for span in versions:
         if not span.version.isdecimal():
-            raise UnknownWeights(span.version)
+            raise UnknownWeights(span.version, server)
         if span.start != position or span.end < span.start:
             raise BadSample(reasons.BAD_VERSIONS, f"weight_versions do not cover the {size} tokens: {versions}")
         position = span.end

@@ -176,10 +176,18 @@ async def test_a_server_with_the_wrong_model_is_told_once_and_costs_nothing():
     assert run.worker.counters.episodes_failed == 0
 
 
+async def test_d2_a_server_that_refuses_whatever_is_asked_costs_nothing():
+    fleet = Fleet(after=0)
+    fleet.fakes[0].faults.append(Fault("status", status=400, times=None))
+    run = await roll(fleet.task, *fleet.fakes, config=CONFIG, queue=fleet.queue)
+    check_nothing_lost(fleet, run)
+    assert run.worker.counters.episodes_failed == 0
+
+
 async def test_d2_a_request_that_is_wrong_fails_its_ticket_with_what_vllm_said_and_no_other():
     fleet = Fleet(after=0)
     fleet.fakes[0].faults.append(Fault("status", status=400))
-    run = await roll(fleet.task, *fleet.fakes, config=CONFIG, queue=fleet.queue)
+    run = await roll(fleet.task, fleet.fakes[0], config=CONFIG, queue=fleet.queue)
     (failure,) = run.queue.failures.values()
     assert (failure.reason, failure.retryable) == ("rejected", False)
     assert "HTTP 400: a fault was asked for" in failure.detail

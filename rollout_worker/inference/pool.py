@@ -88,6 +88,11 @@ class ServerPool:
         """Updates of the registry so far: what an `Affinity` is born at."""
         return self._router.tick
 
+    @property
+    def newest_version(self) -> int:
+        """The newest that the registry has named for any server, 0 before the first."""
+        return self._router.newest_version
+
     async def wait_serving(self) -> None:
         while not self.serving:
             await self._news.wait()

@@ -30,7 +30,7 @@ from rollout_worker.inference.errors import (
 )
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.inference.wire import Choice, GenerateRequest, Sampled, sampled_of, sampling_params
+from rollout_worker.inference.wire import Asked, Choice, GenerateRequest, Sampled, sampled_of, sampling_params
 
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
@@ -215,7 +215,7 @@ class Sampler:
 
     def _checked(self, choice: Choice, server: Server, max_tokens: int) -> Sampled:
         try:
-            return sampled_of(choice, server.name)
+            return sampled_of(choice, server.name, Asked(max_tokens, self._stop_token_ids, self.pool.newest_version))
         except BadSample as error:
             error.server = server
             raise

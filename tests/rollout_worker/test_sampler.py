@@ -391,6 +391,22 @@ async def test_an_aborted_turn_goes_on_after_its_tokens():
     assert s.slept == []
 
 
+async def test_f16_a_turn_that_is_aborted_at_its_end_is_not_continued():
+    async with setup(Fault("abort", after=5)) as s:
+        turn = await s.turn()
+    assert (turn.token_ids, turn.finish_reason) == (TURN, "stop")
+    assert len(s.fakes[0].requests) == 1
+
+
+async def test_f17_versions_far_ahead_of_the_registry_are_the_servers_failure():
+    async with setup(servers=2) as s:
+        s.fakes[0].engine.weight_version = str(2**40)
+        turns = [await s.turn() for _ in range(5)]
+    assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 5
+    ((_, text),) = s.troubles
+    assert "tokens of version 1099511627776, while the registry knows of none above 7" in text
+
+
 @pytest.mark.parametrize("version", [7, 8])
 async def test_i5_a_turn_that_goes_on_on_another_server_names_both(version):
     """The first server dies after two tokens; the second one has the same version, or the next."""

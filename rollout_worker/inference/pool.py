@@ -52,7 +52,8 @@ class Request:
 class ServerPool:
     """`report` tells the queue of a server's new state; `abort` asks the server at a URL to abort requests by id;
     `trouble` takes a server's name and a text for people; `ask` has the registry asked for soon; `later` calls back
-    after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile.
+    after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile. `waiting`: episodes that wait for a
+    server now.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ServerPool:
         clock: Callable[[], float] = time.monotonic,
         abort_grace_s: float = ABORT_GRACE_S,
     ) -> None:
+        self.waiting = 0
         self._router = Router()
         self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
         self._requests: defaultdict[str, set[Request]] = defaultdict(set)
@@ -200,7 +202,11 @@ class ServerPool:
             if server is not None:
                 break
             began = self._clock() if began is None else began
-            await self._news.wait()
+            self.waiting += len(affinities)
+            try:
+                await self._news.wait()
+            finally:
+                self.waiting -= len(affinities)
         if began is not None:
             for affinity in affinities:
                 affinity.waited_s += self._clock() - began

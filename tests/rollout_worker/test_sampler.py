@@ -616,6 +616,28 @@ async def test_i7_the_wait_for_a_server_is_kept_with_the_episode():
     assert s.fakes[0].requests
 
 
+async def test_i7_episodes_that_wait_for_a_server_are_counted_while_the_registry_calls_it_serving():
+    async with setup(Fault("drop", times=None), servers=1, worker={"request_attempts": 99}) as s:
+        affinities = [Affinity() for _ in range(4)]
+        turns = asyncio.create_task(s.first_turns(affinities))
+        await until(lambda: s.pool.waiting == 4)
+        assert s.pauses
+        s.fakes[0].faults.clear()
+        s.pause_over()
+        assert len(await turns) == 4
+        assert s.pool.waiting == 0
+
+
+async def test_i7_an_episode_that_is_cancelled_waits_no_more():
+    async with setup() as s:
+        s.registry(ServerState.DOWN)
+        turn = asyncio.create_task(s.turn())
+        await until(lambda: s.pool.waiting == 1)
+        turn.cancel()
+        await asyncio.wait([turn])
+        assert s.pool.waiting == 0
+
+
 async def test_f20_a_groups_finished_continuations_are_no_load():
     """Three of four are done on the first server, two run on the second: the next turn goes to the first."""
     async with setup(servers=2, timeout_s=3600.0) as s:

@@ -228,7 +228,8 @@ class WorkerReport(msgspec.Struct):
     `capacity`: episodes that it may run at once; `waited_s`: seconds that capacity was idle because there were no
     tickets, where one second means all of the capacity for a second; `elapsed_s`: seconds since its first request;
     `cpu_s`: CPU seconds of its process since then; `hung_calls`: calls of user code that were given up and have not
-    come back. `fingerprint`: what the queue accepts or refuses the worker by;
+    come back; `waiting_for_servers`: episodes that wait now for a vLLM server that may be asked. `fingerprint`: what
+    the queue accepts or refuses the worker by;
     `troubles`: the first failure of each kind.
     """
 
@@ -248,6 +249,7 @@ class WorkerReport(msgspec.Struct):
     elapsed_s: Seconds = 0.0
     cpu_s: Seconds = 0.0
     hung_calls: Natural = 0
+    waiting_for_servers: Natural = 0
     failures: dict[str, Natural] = {}
     fingerprint: Fingerprint | None = None
     troubles: list[Trouble] = []

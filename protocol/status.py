@@ -59,7 +59,8 @@ class LearnerStatus(msgspec.Struct):
 
 class WorkerStatus(msgspec.Struct):
     """`wait_share`: part of its capacity that was idle because there were no tickets, since its start; `hung_calls`:
-    calls of user code that were given up and have not come back."""
+    calls of user code that were given up and have not come back; `waiting_for_servers`: episodes that wait for a vLLM
+    server that may be asked."""
 
     worker_id: str
     host: str
@@ -77,6 +78,7 @@ class WorkerStatus(msgspec.Struct):
     seen_s_ago: float
     failures: dict[str, int] = {}
     hung_calls: int = 0
+    waiting_for_servers: int = 0
 
 
 class Wait(msgspec.Struct):

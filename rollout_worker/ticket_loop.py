@@ -162,6 +162,7 @@ class Worker:
             episodes_in_flight=self.capacity.in_flight,
             requests_retried=self._sampler.retries,
             hung_calls=self._code.hung,
+            waiting_for_servers=self._pool.waiting,
             waited_s=self.capacity.waited_s,
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,

@@ -26,6 +26,8 @@ from rollout_queue.observe.variance import Rewards, Variance
 LEARNER, FEEDER = "learner", "learner's feeder"
 LOADING = "loading"  # what a learner's wait begins with while no step can be expected
 _WORKER_KEPT_S = 3600.0
+# A few heartbeats: what a worker said that it waits for is forgotten if it says no more.
+_WAIT_KEPT_S = 60.0
 _MOST_WORKERS = 1024
 _MOST_FAILURES = 64
 _FAILURE_CHARACTERS = 80
@@ -130,6 +132,12 @@ class Observations:
 
     def worker_reports(self, report: WorkerReport, now: float) -> None:
         self._keep(_what_is_kept(report), now)
+        who = f"{report.worker_id}'s episodes"
+        if report.waiting_for_servers:
+            what = f"a server that answers ({report.waiting_for_servers} wait)"
+            self.waits.begin(who, what, now, until=now + _WAIT_KEPT_S)
+        else:
+            self.waits.end(who)
         for trouble in report.troubles[:_MOST_TROUBLES]:
             self.notices.say(trouble.kind, trouble.text, now, report.worker_id)
 
@@ -153,6 +161,11 @@ class Observations:
     def worker_seen_s_ago(self, now: float) -> float | None:
         """Seconds since any worker was last heard from."""
         return min((now - heard.at for heard in self._workers.values()), default=None)
+
+    def waiting_for_servers(self, now: float) -> int:
+        """Episodes that wait for a vLLM server, as workers that are still heard from say."""
+        heard = [heard.report for heard in self._workers.values() if now - heard.at <= _WAIT_KEPT_S]
+        return sum(report.waiting_for_servers for report in heard)
 
     @property
     def median_step_s(self) -> float | None:

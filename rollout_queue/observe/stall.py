@@ -30,7 +30,8 @@ class Scene(msgspec.Struct, frozen=True):
     """What the alarm judges by. Times in seconds, `..._ago` None for never; `session` is 0 before the first.
 
     `quiet_s`: without a step, see `progress`; `alarm_after_s`: T. Since the newest step: `found_full`, groups refused
-    for room; `ended`, tickets that ended untrained, by reason. `variance`: what to say of groups without variance.
+    for room; `ended`, tickets that ended untrained, by reason. `variance`: what to say of groups without variance;
+    `waiting_for_servers`: episodes that wait for one.
     """
 
     quiet_s: float
@@ -49,6 +50,7 @@ class Scene(msgspec.Struct, frozen=True):
     learner_waits_for: str | None
     worker_seen_s_ago: float | None
     gave_up: str | None = None
+    waiting_for_servers: int = 0
 
 
 def judge(scene: Scene) -> Stall:
@@ -92,6 +94,11 @@ def likeliest_cause(scene: Scene) -> str:
         return f"workers were {_heard(scene.worker_seen_s_ago)}: start one with `slipstream worker run.toml`"
     missing = _absent(scene.servers)
     others = f"; of the servers, {missing}" if missing else ""
+    if scene.waiting_for_servers:
+        return (
+            f"{scene.waiting_for_servers} episodes wait for a vLLM server that answers, and those that are called "
+            f"serving do not: see the notices and the servers' logs{others}"
+        )
     if scene.groups.tickets:
         return f"workers hold {scene.groups.tickets} tickets and submit no group: see their logs and vLLM's{others}"
     if scene.blocked_by:

@@ -111,6 +111,7 @@ def _stall(broker: Broker, groups: GroupCounts) -> Stall:
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
             learner_waits_for=waits_for,
             worker_seen_s_ago=seen.worker_seen_s_ago(now),
+            waiting_for_servers=seen.waiting_for_servers(now),
             gave_up=broker.trial.gave_up,
         )
     )

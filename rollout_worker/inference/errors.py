@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from protocol.messages import Server
+
 # Too busy, or too slow to take the request in: it is not the request that is wrong.
 _BUSY = frozenset({408, 425, 429})
 # A wrong token, the wrong model, a route that is not switched on: whatever is asked for, this server says so.
 _UNFIT = frozenset({401, 403, 404, 405, 407})
 
 
-class Rejected(Exception):
-    """A 4xx that is the request's own fault, on every server. Never tried again."""
+class Doubtful(Exception):
+    """Wrong by the request or by the server: one try on another server tells which. `server`: whose answer it is, set
+    by the pool."""
+
+    server: Server | None = None
+
+    @property
+    def told(self) -> str:
+        """With the server's name, for people."""
+        return str(self) if self.server is None else f"server {self.server.name} at {self.server.url}: {self}"
+
+
+class Rejected(Doubtful):
+    """A 4xx that is the request's own fault, unless another server takes it. `blamed`: it was counted as the
+    server's."""
+
+    blamed = False
 
 
 class ServerFailed(Exception):
@@ -24,8 +41,8 @@ class ServerLeft(ServerFailed):
     """The server was taken out of service while the request ran; no failure of the request, nor of the server."""
 
 
-class BadSample(Exception):
-    """An answer that cannot be trained on, such as one without log-probs. Never repaired, never tried again."""
+class BadSample(Doubtful):
+    """An answer that cannot be trained on, such as one without log-probs: a failure of the server. Never repaired."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -35,9 +52,10 @@ class BadSample(Exception):
 class UnknownWeights(Exception):
     """Tokens of weights whose label is not a version of ours: the server was restarted, or never updated."""
 
-    def __init__(self, label: str) -> None:
-        super().__init__(f"weights labelled {label!r}")
+    def __init__(self, label: str, server: str) -> None:
+        super().__init__(f"{server}: weights labelled {label!r}")
         self.label = label
+        self.server = server
 
 
 class EpisodeFailed(Exception):

@@ -19,6 +19,7 @@ from protocol.messages import Server, ServerState
 from rollout_worker.inference.breaker import Breaker
 from rollout_worker.inference.errors import (
     BadSample,
+    Doubtful,
     EpisodeFailed,
     Rejected,
     ServerFailed,
@@ -51,7 +52,8 @@ class Request:
 class ServerPool:
     """`report` tells the queue of a server's new state; `abort` asks the server at a URL to abort requests by id;
     `trouble` takes a server's name and a text for people; `ask` has the registry asked for soon; `later` calls back
-    after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile.
+    after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile. `waiting`: episodes that wait for a
+    server now.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ServerPool:
         clock: Callable[[], float] = time.monotonic,
         abort_grace_s: float = ABORT_GRACE_S,
     ) -> None:
+        self.waiting = 0
         self._router = Router()
         self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
         self._requests: defaultdict[str, set[Request]] = defaultdict(set)
@@ -87,6 +90,11 @@ class ServerPool:
         """Updates of the registry so far: what an `Affinity` is born at."""
         return self._router.tick
 
+    @property
+    def newest_version(self) -> int:
+        """The newest that the registry has named for any server, 0 before the first."""
+        return self._router.newest_version
+
     async def wait_serving(self) -> None:
         while not self.serving:
             await self._news.wait()
@@ -107,6 +115,16 @@ class ServerPool:
     def others(self, name: str | None) -> bool:
         """Whether a request could go to another server than this one now."""
         return any(other != name and self._admits(other) for other in self._router.serving)
+
+    def lone(self, name: str) -> bool:
+        """Whether the registry names no other serving server, be it one that is left alone now."""
+        return all(other == name for other in self._router.serving)
+
+    def blame(self, refusal: Rejected) -> None:
+        """Another server took what this one refused: it was the server's failure, counted once for each refusal."""
+        if refusal.server is not None and not refusal.blamed:
+            refusal.blamed = True
+            self._failed(refusal.server, self._breakers[refusal.server.name], False, refusal)
 
     @asynccontextmanager
     async def request(
@@ -129,10 +147,11 @@ class ServerPool:
         except TimeoutError:
             raise ServerLeft(f"{server.name} at {server.url} left: {request.why}") from None
         except ServerFailed as error:
-            self._failed(request, breaker, error)
+            self._failed(server, breaker, request.trial, error)
             raise
-        except (Rejected, BadSample):
-            self._answered(breaker)  # it works
+        except Doubtful as error:
+            error.server = server
+            self._doubted(request, breaker, error)
             raise
         except BaseException:
             breaker.undecided(request.trial)
@@ -183,7 +202,11 @@ class ServerPool:
             if server is not None:
                 break
             began = self._clock() if began is None else began
-            await self._news.wait()
+            self.waiting += len(affinities)
+            try:
+                await self._news.wait()
+            finally:
+                self.waiting -= len(affinities)
         if began is not None:
             for affinity in affinities:
                 affinity.waited_s += self._clock() - began
@@ -197,15 +220,26 @@ class ServerPool:
             breaker.succeeded()
             self._tell_waiting()
 
-    def _failed(self, request: Request, breaker: Breaker, error: ServerFailed) -> None:
+    def _doubted(self, request: Request, breaker: Breaker, error: Doubtful) -> None:
+        """A lone server that refuses works, for all one can tell. Where there are others, a refusal is its failure once
+        another has taken the request; at once on trial, and while no other may be asked."""
+        name = request.server.name
+        if isinstance(error, BadSample) or (not self.lone(name) and (request.trial or not self.others(name))):
+            if isinstance(error, Rejected):
+                error.blamed = True
+            self._failed(request.server, breaker, request.trial, error)
+        elif self.lone(name):
+            self._answered(breaker)
+
+    def _failed(self, server: Server, breaker: Breaker, trial: bool, error: ServerFailed | Doubtful) -> None:
         """Count a failure; where they come in a row, leave the server alone for a while."""
-        pause_s = breaker.failed(isinstance(error, ServerUnfit), request.trial)
+        name = server.name
+        pause_s = breaker.failed(isinstance(error, ServerUnfit), trial)
         if pause_s is None:
             return
-        name = request.server.name
         self._trouble(
             name,
-            f"server {name} at {request.server.url} is left alone for {pause_s:g} s and longer, after "
+            f"server {name} at {server.url} is left alone for {pause_s:g} s and longer, after "
             f"{breaker.failures} failures in a row; the last: {error}",
         )
         later = self._later or asyncio.get_running_loop().call_later

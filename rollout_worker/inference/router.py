@@ -90,6 +90,7 @@ class Router:
 
     def __init__(self) -> None:
         self.taints = Taints()
+        self.newest_version = 0
         self._serving: dict[str, Server] = {}
         self._seen: dict[str, int] = {}
         self._distrusted: dict[str, float] = {}
@@ -114,6 +115,7 @@ class Router:
         where the registry lags behind."""
         records = {server.name: server for server in servers}
         self.taints.update(records.values())
+        self.newest_version = max(self.newest_version, *(record.version or 0 for record in records.values()), 0)
         known, self._serving = self._serving, {}
         for server in records.values():
             if server.state is not ServerState.SERVING or server.version is None:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from protocol import reasons
 from protocol.config import RunConfig
@@ -21,6 +21,7 @@ from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME, InferenceClient
 from rollout_worker.inference.errors import (
     BadSample,
+    Doubtful,
     EpisodeFailed,
     Rejected,
     ServerFailed,
@@ -29,7 +30,7 @@ from rollout_worker.inference.errors import (
 )
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.inference.wire import Choice, GenerateRequest, Sampled, sampled_of, sampling_params
+from rollout_worker.inference.wire import Asked, Choice, GenerateRequest, Sampled, sampled_of, sampling_params
 
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
@@ -38,14 +39,7 @@ _ONE_CHUNK = 1 << 30
 _TURNS_REMEMBERED, _FIRST_GUESS = 32, 256.0
 
 
-class ServedChoice(NamedTuple):
-    """A choice, and the name of the server that sampled it."""
-
-    server: str
-    choice: Choice
-
-
-PendingChoice = asyncio.Future[ServedChoice]
+PendingChoice = asyncio.Future[Sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +95,11 @@ class Sampler:
         """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt.
 
         A turn that a server aborts goes on after the tokens so far, which keep their versions and servers; one whose
-        server fails or leaves is sampled again. Raises `EpisodeFailed`.
+        server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another, and the
+        first is blamed if that one takes it. Raises `EpisodeFailed`.
         """
         turn = Sampled()
+        first: Doubtful | None = None
         failures = 0
         avoid: str | None = None
         while True:
@@ -111,17 +107,27 @@ class Sampler:
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
                 part = await self._attempt(affinity, token_ids, room, pending, avoid)
-            except Rejected as error:
-                raise EpisodeFailed(reasons.REQUEST_REJECTED, str(error), retryable=False) from error
-            except BadSample as error:
-                raise EpisodeFailed(error.reason, str(error), retryable=True) from error
+            except Doubtful as error:
+                name = error.server.name if error.server is not None else affinity.server
+                if first is not None or not self.pool.others(name):
+                    raise self._given_up(first, error) from error
+                first, pending, avoid = error, None, name
+                self.retries += 1
+                continue
             except ServerLeft:
                 pending = None
                 self.retries += 1
                 continue
-            except (ServerFailed, UnknownWeights) as error:
+            except ServerFailed as error:
+                part, why = Sampled(), str(error)
+            except UnknownWeights as error:
+                await self.pool.distrust(error.server, error.label)
                 part, why = Sampled(), str(error)
             else:
+                if part.token_ids:
+                    if isinstance(first, Rejected):
+                        self.pool.blame(first)
+                    first = None
                 turn.extend(part)
                 if part.finish_reason != "abort":
                     return turn
@@ -149,30 +155,25 @@ class Sampler:
         pending: PendingChoice | None,
         avoid: str | None,
     ) -> Sampled:
-        """One request, or the pending one, and its answer checked."""
+        """What one request gave, or the pending one."""
         if pending is not None:
-            server, choice = await pending
+            sampled = await pending
         else:
-            server, choice = await self._one(affinity, token_ids, max_tokens, avoid)
-        try:
-            sampled = sampled_of(choice, server)
-        except UnknownWeights as error:
-            await self.pool.distrust(server, error.label)
-            raise
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid)
         if sampled.spans:
-            self.pool.saw_version(server, sampled.spans[-1].version)
+            self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
             self._usual_tokens += (len(sampled.token_ids) - self._usual_tokens) / _TURNS_REMEMBERED
         return sampled
 
-    async def _one(self, affinity: Affinity, token_ids: list[int], max_tokens: int, avoid: str | None) -> ServedChoice:
+    async def _one(self, affinity: Affinity, token_ids: list[int], max_tokens: int, avoid: str | None) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
             request = self._request(server, token_ids, max_tokens, n=1, stream=False)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
-                    return ServedChoice(server.name, choice)
+                    return self._checked(choice, server, max_tokens)
             raise ServerFailed(f"{server.url}: the answer holds no choice")
 
     async def _fill(
@@ -181,16 +182,17 @@ class Sampler:
         """Sample one continuation of `prompt` for each of `pending`, all in one request."""
         try:
             await self._fill_from_one(pending, affinities, prompt, max_tokens)
-        except (Rejected, ServerFailed, BadSample, EpisodeFailed) as error:
+        except (Doubtful, ServerFailed, UnknownWeights, EpisodeFailed) as error:
             for waiting in pending:
                 if not waiting.done():
-                    waiting.set_exception(error)
-                    waiting.exception()  # an episode that is over by now will not look at it
+                    _fail(waiting, error)
 
     async def _fill_from_one(
         self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], prompt: list[int], max_tokens: int
     ) -> None:
-        """Raises if any is left without its continuation."""
+        """Raises if any is left without its continuation, or has one that cannot be trained on: its siblings keep
+        theirs."""
+        spoiled: BadSample | UnknownWeights | None = None
         expected = self._expected(max_tokens)
         async with self.pool.request(affinities, len(prompt), expected) as running:
             server = running.server
@@ -198,11 +200,37 @@ class Sampler:
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
-                    if choice.index < len(pending) and not pending[choice.index].done():
-                        pending[choice.index].set_result(ServedChoice(server.name, choice))
-                        self.pool.shed(running, expected)
+                    if choice.index >= len(pending) or pending[choice.index].done():
+                        continue
+                    try:
+                        pending[choice.index].set_result(self._checked(choice, server, max_tokens))
+                    except (BadSample, UnknownWeights) as error:
+                        spoiled = spoiled or error
+                        _fail(pending[choice.index], error)
+                    self.pool.shed(running, expected)
+            if spoiled is not None:
+                raise spoiled
             if any(not waiting.done() for waiting in pending):
                 raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
+
+    def _checked(self, choice: Choice, server: Server, max_tokens: int) -> Sampled:
+        try:
+            return sampled_of(choice, server.name, Asked(max_tokens, self._stop_token_ids, self.pool.newest_version))
+        except BadSample as error:
+            error.server = server
+            raise
+
+    def _given_up(self, first: Doubtful | None, last: Doubtful) -> EpisodeFailed:
+        """The end of an episode whose turn no server gave. A refusal is taken for the request's own fault where two
+        servers, or a lone one, say so."""
+        told = last.told if first is None else f"{first.told}; {last.told}"
+        if isinstance(last, BadSample):
+            return EpisodeFailed(last.reason, told, retryable=True)
+        if first is None or first.server is None or last.server is None:
+            certain = last.server is None or self.pool.lone(last.server.name)
+        else:
+            certain = isinstance(first, Rejected) and first.server.name != last.server.name
+        return EpisodeFailed(reasons.REQUEST_REJECTED, told, retryable=not certain)
 
     def _expected(self, max_tokens: int) -> int:
         """How many tokens a turn of at most `max_tokens` is likely to come to."""
@@ -224,3 +252,8 @@ class Sampler:
         """There is no other server to go to: give this one time."""
         longest = min(_BACKOFF_MAX_S, _BACKOFF_S * 2 ** (failures - 1))
         await self._sleep(longest * (0.5 + self._rng.random() / 2))
+
+
+def _fail(waiting: PendingChoice, error: Exception) -> None:
+    waiting.set_exception(error)
+    waiting.exception()  # an episode that is over by now will not look at it

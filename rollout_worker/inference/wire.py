@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -19,6 +20,13 @@ _NO_LOGPROB = -9999.0
 _FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "abort": "abort"}
 # The float32 log-prob of a certain token may come out this far above 0.
 _ROUNDING = 1e-4
+# Segments hold ids as int32.
+_LARGEST_ID = 2**31 - 1
+# Labels of more digits are none of ours, and would not fit where versions are kept.
+_LABEL_DIGITS = 18
+# Samples show a publication before the registry tells of it, which it does every 10 s or sooner: no run publishes
+# three versions a second.
+_VERSIONS_AHEAD = 32
 
 
 class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
@@ -108,7 +116,7 @@ class WeightVersion(msgspec.Struct):
 class Choice(msgspec.Struct):
     """One sampled continuation; in a stream, the part of it that is new."""
 
-    index: int
+    index: Annotated[int, msgspec.Meta(ge=0)]
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
@@ -125,6 +133,15 @@ class Reply(msgspec.Struct):
 
     choices: list[Choice] = []
     error: ErrorInfo | None = None
+
+
+class Asked(NamedTuple):
+    """What an answer is held against: `max_tokens` and the ids that end a turn, as they were asked for, and the newest
+    version that the registry has named for any server."""
+
+    max_tokens: int
+    stop_token_ids: Container[int]
+    newest_version: int
 
 
 class SampledSpan(NamedTuple):
@@ -177,8 +194,8 @@ def join(part: Choice, more: Choice) -> Choice:
     )
 
 
-def sampled_of(choice: Choice, server: str) -> Sampled:
-    """What a finished choice of the server of this name holds.
+def sampled_of(choice: Choice, server: str, asked: Asked) -> Sampled:
+    """What a finished choice of the server of this name holds. An abort that came after the end of the turn is none.
 
     Raises `BadSample`, or `UnknownWeights` for a label that is not a version of ours.
     """
@@ -190,12 +207,24 @@ def sampled_of(choice: Choice, server: str) -> Sampled:
         if finish_reason == "abort":
             return Sampled()
         raise BadSample(reasons.NO_TOKENS, f"no token was sampled, finish_reason is {choice.finish_reason!r}")
+    _check_ids(token_ids, asked.max_tokens)
+    if finish_reason == "abort" and token_ids[-1] in asked.stop_token_ids:
+        finish_reason = "stop"
     return Sampled(
         token_ids=token_ids,
-        spans=_spans(choice.weight_versions, len(token_ids), server),
+        spans=_spans(choice.weight_versions, len(token_ids), server, asked.newest_version),
         logprobs=_logprobs(choice.logprobs, len(token_ids)),
         finish_reason=finish_reason,
     )
+
+
+def _check_ids(token_ids: list[int], max_tokens: int) -> None:
+    if len(token_ids) > max_tokens:
+        raise BadSample(reasons.TOO_MANY, f"{len(token_ids)} tokens, {max_tokens} were asked for")
+    if min(token_ids) < 0:
+        raise BadSample(reasons.TOKEN_ID_NEGATIVE, f"a token id is {min(token_ids)}")
+    if max(token_ids) > _LARGEST_ID:
+        raise BadSample(reasons.TOKEN_ID_UNKNOWN, f"a token id is {max(token_ids)}, beyond int32")
 
 
 def _logprobs(logprobs: Logprobs | None, size: int) -> list[float]:
@@ -210,13 +239,17 @@ def _logprobs(logprobs: Logprobs | None, size: int) -> list[float]:
     return [min(value, 0.0) for value in values if value is not None]
 
 
-def _spans(versions: list[WeightVersion] | None, size: int, server: str) -> list[SampledSpan]:
+def _spans(versions: list[WeightVersion] | None, size: int, server: str, newest: int) -> list[SampledSpan]:
     if not versions:
         raise BadSample(reasons.MISSING_VERSIONS, f"no weight_versions for {size} tokens")
     position = 0
     for span in versions:
-        if not span.version.isdecimal():
-            raise UnknownWeights(span.version)
+        label = span.version
+        if not (label.isascii() and label.isdigit() and len(label) <= _LABEL_DIGITS):
+            raise UnknownWeights(label[:80], server)
+        if int(label) > newest + _VERSIONS_AHEAD:
+            detail = f"tokens of version {label}, while the registry knows of none above {newest}"
+            raise BadSample(reasons.BAD_VERSIONS, detail)
         if span.start != position or span.end < span.start:
             raise BadSample(reasons.BAD_VERSIONS, f"weight_versions do not cover the {size} tokens: {versions}")
         position = span.end

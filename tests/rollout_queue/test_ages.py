@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from protocol.messages import WorkerReport
 from rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
 from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow, age_of
+from rollout_queue.observe.observations import Observations
 from rollout_queue.observe.rates import RateMeter, Waits
 
 
@@ -65,3 +67,20 @@ def test_i7_the_wait_of_a_worker_that_went_away_is_forgotten() -> None:
     assert [w.who for w in waits.list(101.0)] == ["learner"]
     waits.end("learner")
     assert waits.list(101.0) == []
+
+
+def test_i7_episodes_that_wait_for_a_server_are_among_the_waits_beside_what_their_worker_waits_for() -> None:
+    """The registry still calls the servers serving: nothing else tells that they do not answer."""
+    seen = Observations(0.0, groups_per_step=4, start_s=60.0)
+    seen.waits.begin("w0", "the depth limit", now=10.0)
+    seen.worker_reports(WorkerReport("w0", [], waiting_for_servers=32), now=10.0)
+    seen.worker_reports(WorkerReport("w0", [], waiting_for_servers=30), now=15.0)
+    assert [(wait.who, wait.what, wait.since_s) for wait in seen.waits.list(16.0)] == [
+        ("w0", "the depth limit", 6.0),
+        ("w0's episodes", "a server that answers (30 wait)", 6.0),
+    ]
+    assert (seen.waiting_for_servers(16.0), seen.waiting_for_servers(300.0)) == (30, 0)
+    assert [status.waiting_for_servers for status in seen.workers(16.0)] == [30]
+    seen.worker_reports(WorkerReport("w0", []), now=17.0)
+    assert [wait.who for wait in seen.waits.list(17.0)] == ["w0"]
+    assert seen.waiting_for_servers(17.0) == 0

@@ -58,6 +58,10 @@ def scene(**changes: Any) -> Scene:
         ("2 groups fill queue.capacity_bytes", {"groups": groups(ready=2), "found_full": 1}),
         ("workers were never heard from", {"worker_seen_s_ago": None}),
         ("workers hold 3 tickets", {"groups": groups(tickets=3)}),
+        (
+            "32 episodes wait for a vLLM server that answers",
+            {"groups": groups(tickets=3), "blocked_by": "the depth limit", "waiting_for_servers": 32},
+        ),
         ("no ticket is given: the depth limit", {"blocked_by": "the depth limit"}),
         ("the workers ask for none", {}),
         (

@@ -243,13 +243,62 @@ async def test_a_trial_that_is_cancelled_leaves_the_server_to_the_next_request()
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-async def test_d2_a_4xx_is_never_tried_again(status):
-    async with setup(Fault("status", status=status, times=None), servers=2) as s:
-        with pytest.raises(EpisodeFailed, match=f"HTTP {status}") as caught:
-            await s.turn()
+@pytest.mark.parametrize("servers", [1, 3])
+async def test_d2_a_4xx_is_the_requests_fault_where_two_servers_or_a_lone_one_say_so(status, servers):
+    async with setup(servers=servers) as s:
+        for one in s.fakes:
+            one.faults.append(Fault("status", status=status, times=None))
+        for _ in range(4):
+            with pytest.raises(EpisodeFailed, match=rf"server vllm-0 at .*: HTTP {status}") as caught:
+                await s.turn()
     assert (caught.value.reason, caught.value.retryable) == ("rejected", False)
-    assert s.fakes[0].calls == ["/inference/v1/generate"]
-    assert s.fakes[1].calls == []
+    assert sum(len(one.calls) for one in s.fakes) == 4 * min(servers, 2)
+    assert str(caught.value).count("server vllm-") == min(servers, 2)
+    assert (s.troubles, s.pauses) == ([], []), "the servers are well"
+
+
+async def test_d2_a_refusal_that_another_server_does_not_share_is_the_servers_failure():
+    """One that refuses whatever it is asked looks least loaded: it would take the run over, and end its rows for
+    good."""
+    async with setup(Fault("status", status=400, times=None), servers=3) as s:
+        turns = [await s.turn() for _ in range(6)]
+    assert [turn.token_ids for turn in turns] == [TURN] * 6
+    assert len(s.fakes[0].calls) == 3
+    ((name, text),) = s.troubles
+    assert (name, s.slept) == ("vllm-0", [])
+    assert "is left alone for 1 s and longer, after 3 failures in a row; the last: HTTP 400" in text
+
+
+async def test_d2_a_refusal_on_trial_is_a_failure():
+    async with setup(Fault("status", status=400, times=None), servers=2) as s:
+        for _ in range(3):
+            await s.turn()
+        s.pause_over()
+        assert (await s.turn()).token_ids == TURN
+    assert [seconds for seconds, _ in s.pauses] == [2.0]
+
+
+async def test_d2_a_refusal_while_no_other_server_may_be_asked_does_not_end_the_row():
+    async with setup(servers=2) as s:
+        s.fakes[1].faults.append(Fault("status", status=404, times=None))
+        s.fakes[0].faults.append(Fault("hang"))
+        hanging = asyncio.create_task(s.turn())
+        await until(lambda: s.fakes[0].calls)
+        await s.turn()
+        hanging.cancel()
+        assert not s.pool.others("vllm-0")
+        s.fakes[0].faults.append(Fault("status", status=400))
+        with pytest.raises(EpisodeFailed, match="HTTP 400") as caught:
+            await s.turn()
+    assert (caught.value.reason, caught.value.retryable) == ("rejected", True)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_d2_a_first_turn_that_one_server_refuses_is_counted_once_and_sampled_elsewhere(stream):
+    async with setup(Fault("status", status=400), servers=2, stream_first_turn=stream) as s:
+        turns = await s.first_turns([Affinity() for _ in range(4)])
+    assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 4
+    assert s.troubles == []
 
 
 async def test_f5_attempts_are_bounded():
@@ -275,6 +324,33 @@ async def test_f17_a_sample_that_cannot_be_trained_on_fails_the_episode(fault, r
             await s.turn()
     assert caught.value.reason == reason
     assert len(s.fakes[0].requests) == 1
+
+
+async def test_f17_a_sample_that_cannot_be_trained_on_is_sampled_again_on_another_server():
+    async with setup(Fault("nan_logprobs", times=None), servers=3) as s:
+        turns = [await s.turn() for _ in range(6)]
+    assert [turn.token_ids for turn in turns] == [TURN] * 6
+    assert len(s.fakes[0].requests) == 3
+    ((_, text),) = s.troubles
+    assert "after 3 failures in a row; the last: a log-prob is -9999.0" in text
+
+
+async def test_f17_a_turn_that_two_servers_spoil_fails_its_episode_and_names_both():
+    async with setup(servers=3) as s:
+        for one in s.fakes:
+            one.faults.append(Fault("nan_logprobs"))
+        with pytest.raises(EpisodeFailed, match=r"server vllm-0 .* -9999.0; server vllm-1 .* -9999.0") as caught:
+            await s.turn()
+    assert (caught.value.reason, caught.value.retryable) == ("bad_logprobs", True)
+    assert [len(one.requests) for one in s.fakes] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_f17_a_group_whose_first_turn_is_spoiled_is_one_failure_and_goes_on_elsewhere(stream):
+    async with setup(Fault("nan_logprobs"), servers=2, stream_first_turn=stream) as s:
+        turns = await s.first_turns([Affinity() for _ in range(4)])
+    assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 4
+    assert (s.troubles, s.sampler.retries) == ([], 4)
 
 
 async def test_f16_i5_a_restarted_server_is_reported_and_left_alone():
@@ -313,6 +389,22 @@ async def test_an_aborted_turn_goes_on_after_its_tokens():
     assert turn.token_ids == TURN
     assert turn.spans == [SampledSpan(7, 0, 5, "vllm-0")]
     assert s.slept == []
+
+
+async def test_f16_a_turn_that_is_aborted_at_its_end_is_not_continued():
+    async with setup(Fault("abort", after=5)) as s:
+        turn = await s.turn()
+    assert (turn.token_ids, turn.finish_reason) == (TURN, "stop")
+    assert len(s.fakes[0].requests) == 1
+
+
+async def test_f17_versions_far_ahead_of_the_registry_are_the_servers_failure():
+    async with setup(servers=2) as s:
+        s.fakes[0].engine.weight_version = str(2**40)
+        turns = [await s.turn() for _ in range(5)]
+    assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 5
+    ((_, text),) = s.troubles
+    assert "tokens of version 1099511627776, while the registry knows of none above 7" in text
 
 
 @pytest.mark.parametrize("version", [7, 8])
@@ -377,7 +469,7 @@ async def test_f22_a_finished_continuation_does_not_wait_for_its_siblings():
         first = s.sampler.first_turn([Affinity(), Affinity()], PROMPT, 16)
         fill = asyncio.create_task(first.fills[0])
         choice = await asyncio.wait_for(first.pending[0], 20)
-        assert (choice.server, choice.choice.token_ids) == ("vllm-0", TURN)
+        assert (choice.spans[0].server, choice.token_ids) == ("vllm-0", TURN)
         assert not first.pending[1].done()
         fill.cancel()
 
@@ -522,6 +614,28 @@ async def test_i7_the_wait_for_a_server_is_kept_with_the_episode():
         await turn
     assert affinity.waited_s > 0.0
     assert s.fakes[0].requests
+
+
+async def test_i7_episodes_that_wait_for_a_server_are_counted_while_the_registry_calls_it_serving():
+    async with setup(Fault("drop", times=None), servers=1, worker={"request_attempts": 99}) as s:
+        affinities = [Affinity() for _ in range(4)]
+        turns = asyncio.create_task(s.first_turns(affinities))
+        await until(lambda: s.pool.waiting == 4)
+        assert s.pauses
+        s.fakes[0].faults.clear()
+        s.pause_over()
+        assert len(await turns) == 4
+        assert s.pool.waiting == 0
+
+
+async def test_i7_an_episode_that_is_cancelled_waits_no_more():
+    async with setup() as s:
+        s.registry(ServerState.DOWN)
+        turn = asyncio.create_task(s.turn())
+        await until(lambda: s.pool.waiting == 1)
+        turn.cancel()
+        await asyncio.wait([turn])
+        assert s.pool.waiting == 0
 
 
 async def test_f20_a_groups_finished_continuations_are_no_load():

@@ -176,11 +176,34 @@ async def test_a_server_with_the_wrong_model_is_told_once_and_costs_nothing():
     assert run.worker.counters.episodes_failed == 0
 
 
+async def test_d2_a_server_that_refuses_whatever_is_asked_costs_nothing():
+    fleet = Fleet(after=0)
+    fleet.fakes[0].faults.append(Fault("status", status=400, times=None))
+    run = await roll(fleet.task, *fleet.fakes, config=CONFIG, queue=fleet.queue)
+    check_nothing_lost(fleet, run)
+    assert run.worker.counters.episodes_failed == 0
+
+
 async def test_d2_a_request_that_is_wrong_fails_its_ticket_with_what_vllm_said_and_no_other():
     fleet = Fleet(after=0)
     fleet.fakes[0].faults.append(Fault("status", status=400))
-    run = await roll(fleet.task, *fleet.fakes, config=CONFIG, queue=fleet.queue)
+    run = await roll(fleet.task, fleet.fakes[0], config=CONFIG, queue=fleet.queue)
     (failure,) = run.queue.failures.values()
     assert (failure.reason, failure.retryable) == ("rejected", False)
     assert "HTTP 400: a fault was asked for" in failure.detail
     assert len(run.queue.groups) == TICKETS - 1
+
+
+async def test_i7_a_worker_reports_the_episodes_that_wait_for_a_server():
+    fleet = Fleet(after=0)
+    for server in fleet.fakes:
+        server.faults.append(Fault("status", status=404, times=None))
+    many = config(WORKER, rollout={"group_size": GROUP}, worker={"request_attempts": 99})
+    run = await roll(
+        fleet.task,
+        *fleet.fakes,
+        config=many,
+        queue=fleet.queue,
+        stop_when=lambda worker: worker.report().waiting_for_servers == GROUP * TICKETS,
+    )
+    assert run.worker.report().waiting_for_servers == 0

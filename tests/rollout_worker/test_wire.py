@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rollout_worker.inference.errors import BadSample, Rejected, ServerFailed, ServerUnfit, UnknownWeights, error_of
 from rollout_worker.inference.wire import (
+    Asked,
     Choice,
     Logprob,
     Logprobs,
@@ -18,6 +19,9 @@ from rollout_worker.inference.wire import (
     sampling_params,
 )
 from tests.kit import config
+
+END_OF_TURN = 2
+ASKED = Asked(max_tokens=16, stop_token_ids=[END_OF_TURN], newest_version=5)
 
 
 def choice(tokens=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), versions=(("4", 0, 3),), finish_reason="stop"):
@@ -31,7 +35,7 @@ def choice(tokens=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), versions=(("4", 0, 3),
 
 
 def test_a_choice_is_read_as_it_came():
-    sampled = sampled_of(choice(versions=[("4", 0, 1), ("5", 1, 3)]), "a")
+    sampled = sampled_of(choice(versions=[("4", 0, 1), ("5", 1, 3)]), "a", ASKED)
     spans = [SampledSpan(4, 0, 1, "a"), SampledSpan(5, 1, 3, "a")]
     assert sampled == Sampled([5, 6, 7], [-0.1, -0.2, -0.3], spans, "stop")
 
@@ -51,28 +55,47 @@ def test_a_choice_is_read_as_it_came():
         ({"versions": [("4", 1, 3)]}, "bad_versions"),
         ({"versions": [("4", 0, 2), ("5", 1, 3)]}, "bad_versions"),
         ({"tokens": (), "logprobs": (), "versions": []}, "no_tokens"),
+        ({"versions": [(str(2**40), 0, 3)]}, "bad_versions"),
+        ({"tokens": (5, -1, 7)}, "token_id_negative"),
+        ({"tokens": (5, 2**31, 7)}, "token_id_unknown"),
+        ({"tokens": (5,) * 17, "logprobs": (-0.1,) * 17, "versions": [("4", 0, 17)]}, "too_many"),
         ({"finish_reason": None}, "finish_reason"),
         ({"finish_reason": "error"}, "finish_reason"),
     ],
 )
 def test_f17_what_is_missing_or_wrong_is_never_filled_in(changes, reason):
     with pytest.raises(BadSample) as caught:
-        sampled_of(choice(**changes), "a")
+        sampled_of(choice(**changes), "a", ASKED)
     assert caught.value.reason == reason
 
 
 def test_a_sure_token_may_be_a_rounding_above_zero():
-    assert sampled_of(choice(logprobs=(1e-6, -0.2, -0.3)), "a").logprobs[0] == 0.0
+    assert sampled_of(choice(logprobs=(1e-6, -0.2, -0.3)), "a", ASKED).logprobs[0] == 0.0
 
 
-@pytest.mark.parametrize("label", ["default", "", "-1", "step-4", "4.0"])
+@pytest.mark.parametrize("label", ["default", "", "-1", "step-4", "4.0", "٤", "²", "1" * 19, "9" * 5000])
 def test_f16_a_label_that_is_no_version_is_told_apart(label):
-    with pytest.raises(UnknownWeights, match=repr(label)):
-        sampled_of(choice(versions=[(label, 0, 3)]), "a")
+    with pytest.raises(UnknownWeights, match=f"a: weights labelled {label[:80]!r}"):
+        sampled_of(choice(versions=[(label, 0, 3)]), "a", ASKED)
+
+
+def test_f16_samples_may_be_some_versions_ahead_of_the_registry():
+    assert sampled_of(choice(versions=[("9", 0, 3)]), "a", ASKED).spans == [SampledSpan(9, 0, 3, "a")]
+
+
+def test_f17_a_choice_that_was_not_asked_for_is_refused():
+    with pytest.raises(msgspec.ValidationError, match="index"):
+        msgspec.json.decode(b'{"index": -1}', type=Choice)
+
+
+def test_f16_an_abort_after_the_end_of_the_turn_is_no_abort():
+    """Continued after its end, the turn would hold the next one too."""
+    ended = choice(tokens=(5, 6, END_OF_TURN), finish_reason="abort")
+    assert sampled_of(ended, "a", ASKED).finish_reason == "stop"
 
 
 def test_an_abort_before_the_first_token_is_empty():
-    assert sampled_of(choice((), (), [], "abort"), "a") == Sampled()
+    assert sampled_of(choice((), (), [], "abort"), "a", ASKED) == Sampled()
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(1, 3), max_size=5)), min_size=1, max_size=4))
@@ -89,16 +112,16 @@ def test_parts_of_a_turn_join_without_gap_or_overlap(parts):
 
 
 def test_i5_parts_of_one_version_from_two_servers_stay_apart():
-    turn = sampled_of(choice(finish_reason="abort"), "a")
-    turn.extend(sampled_of(choice(), "b"))
-    turn.extend(sampled_of(choice(), "b"))
+    turn = sampled_of(choice(finish_reason="abort"), "a", ASKED)
+    turn.extend(sampled_of(choice(), "b", ASKED))
+    turn.extend(sampled_of(choice(), "b", ASKED))
     assert turn.spans == [SampledSpan(4, 0, 3, "a"), SampledSpan(4, 3, 9, "b")]
 
 
 def test_streamed_parts_join_to_the_whole():
     first = choice((5,), (-0.1,), None, None)
     last = choice((6, 7), (-0.2, -0.3))
-    assert sampled_of(join(first, last), "a") == sampled_of(choice(), "a")
+    assert sampled_of(join(first, last), "a", ASKED) == sampled_of(choice(), "a", ASKED)
 
 
 def sent(max_tokens=16, n=1, stream_interval=None, **rollout):
@@ -137,7 +160,7 @@ def test_min_tokens_never_exceeds_what_the_budget_leaves():
 
 
 def test_a_turn_that_was_ended_for_repeating_itself_was_cut_off():
-    assert sampled_of(choice(finish_reason="repetition"), "a").finish_reason == "length"
+    assert sampled_of(choice(finish_reason="repetition"), "a", ASKED).finish_reason == "length"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,3 +144,17 @@ class ChatSection(Section):
         description="a system message before conversations that have none",
         why="the data set's prompts are used as they are",
     )
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The files that make the chat format, by the setting that names each."""
+        import_path = self.renderer_options.get("import_path")
+        code = {"chat.parser": self.parser, "chat.renderer_options.import_path": import_path}
+        files = {} if self.template is None else {"chat.template": self.template}
+        return files | {name: file for name, value in code.items() if (file := file_of(value)) is not None}
+
+
+def file_of(value: object) -> Path | None:
+    """The file of path/to/file.py:name; None for what names no file."""
+    path, _, _ = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return Path(path) if path.endswith(".py") else None

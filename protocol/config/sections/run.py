@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from protocol.config.sections.addresses import checked_url, mcp_command
 from protocol.config.sections.base import Section, setting
 
 
@@ -95,6 +96,20 @@ class TaskSection(Section):
         description="URL of the vLLM pooling server that scores each classifier that the task names as a reward",
         why="rewards are the task's own functions unless you name some",
     )
+
+    @field_validator("mcp_servers")
+    @classmethod
+    def _mcp_servers(cls, value: list[str]) -> list[str]:
+        for address in value:
+            mcp_command(address)
+        return value
+
+    @field_validator("reward_servers")
+    @classmethod
+    def _reward_servers(cls, value: dict[str, str]) -> dict[str, str]:
+        if "" in value:
+            raise ValueError("a classifier without a name; write it as the task does, such as org/reward-model")
+        return {classifier: checked_url(url) for classifier, url in value.items()}
 
     @property
     def file(self) -> Path:

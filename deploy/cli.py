@@ -37,7 +37,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest ch
 RUN = ("run.name", "run.dir")
 QUEUE = ("queue.host", "queue.port", "queue.token")
 MODEL = ("model.path", "model.tokenizer", "model.revision", "model.trust_remote_code")
-EVERYTHING: tuple[Need, ...] = ("task", "model")
+EVERYTHING: tuple[Need, ...] = ("task", "model", "chat")
 # Stand for the settings that have no default while there is no run file.
 TO_BE_SET = {("model", "path"): "model", ("task", "path"): "task.py:task"}
 
@@ -114,7 +114,7 @@ def worker(
     """Run one rollout worker; any number may join and leave."""
     from rollout_worker.worker import run
 
-    config = load(run_file, context.args, needs=["task", "tokenizer"])
+    config = load(run_file, context.args, needs=["task", "tokenizer", "chat"])
     with _ending_at_once():
         raise typer.Exit(run(config, queue, name))
 
@@ -132,7 +132,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     from learner.trainer import DivergedError
     from weight_sync.publisher import PublishError
 
-    config = load(run_file, context.args, needs=["model"])
+    config = load(run_file, context.args, needs=["model", "chat"])
     if config.learner.epochs is not None:
         config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
     try:

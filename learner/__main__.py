@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     try:
-        run(load(rest[0], rest[1:], needs=["model"]), resume=resume)
+        run(load(rest[0], rest[1:], needs=["model", "chat"]), resume=resume)
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2

@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from protocol.config import RunConfig
+from protocol.config import ConfigError, RunConfig
 from protocol.messages import Fingerprint
 
 DISTRIBUTION = "slipstream-rl"
 
 _SHAPE_NO_EPISODE = {"give_up_after", "mask_truncated", "accept_sampler_mismatch"}
-_NAMES = {"tokenizer": "the tokenizer", "chat": "the chat format or its template"}
+_NAMES = {"tokenizer": "the tokenizer", "chat": "the chat format, its template or its parser"}
 
 
 def release() -> str:
@@ -34,7 +35,8 @@ def digest(value: Any) -> str:
 
 
 def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
-    """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow."""
+    """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow. Raises `ConfigError` where a
+    file of the chat format cannot be read."""
     rollout = config.rollout.model_dump(exclude=_SHAPE_NO_EPISODE)
     return Fingerprint(
         release=release(),
@@ -66,10 +68,20 @@ def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
 
 
 def _chat(config: RunConfig) -> dict[str, Any]:
-    """The chat settings; of a template's file, what it holds."""
-    chat = config.chat.model_dump(exclude={"template"})
-    file = config.chat.template
-    return {**chat, "template": None if file is None else file.read_text(encoding="utf-8")}
+    """The chat settings; of a file, what it holds and the name in it: where it lies is each machine's own."""
+    chat = config.chat.model_dump()
+    for setting, file in config.chat.files.items():
+        *tables, key = setting.split(".")[1:]
+        table = chat[tables[0]] if tables else chat
+        table[key] = [_content(setting, file), None if key == "template" else table[key].rpartition(":")[2]]
+    return chat
+
+
+def _content(setting: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} = {file}: the file cannot be read ({error}); give a text file") from None
 
 
 def _tokenizer(tokenizer: Any) -> str:
@@ -78,4 +90,4 @@ def _tokenizer(tokenizer: Any) -> str:
     if isinstance(rules, dict):
         # How long a text may be, and what fills it up, is each caller's own.
         rules = {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
-    return digest(rules)
+    return digest([rules, getattr(tokenizer, "eos_token", None)])

@@ -128,4 +128,4 @@ def _load(run_file: str | Path | None, sections: Mapping[str, Mapping[str, Any]]
         for key, value in settings.items():
             if value is not None:
                 overrides += [f"--{section}.{key}", toml_value(value)]
-    return resolve(run_file, parse_overrides(overrides), "train()", needs=("task", "model"))
+    return resolve(run_file, parse_overrides(overrides), "train()", needs=("task", "model", "chat"))

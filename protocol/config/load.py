@@ -1,8 +1,8 @@
 """The run file: one TOML file, read with its overrides into a `RunConfig` (its settings stand in `schema`).
 
-Paths: `run.dir` is taken from the working directory; `task.path` and `model.path` from the folder of the run
-file, and so is `model.tokenizer`. Any field may be given as `--section.key value` on every command; such paths are
-taken from the working directory. A loaded run file holds the task's and a local model's path as absolute ones.
+Paths: `run.dir` is taken from the working directory; `task.path`, `model.path`, `model.tokenizer` and the files of
+[chat] from the folder of the run file. Any field may be given as `--section.key value` on every command; such paths
+are taken from the working directory. A loaded run file holds all but `run.dir` as absolute ones.
 
 Whether task and model are there is checked only where a process needs them: a queue starts without either.
 """
@@ -19,9 +19,11 @@ from pydantic import ValidationError
 
 from protocol.config import text as config_text
 from protocol.config.schema import RunConfig
+from protocol.config.sections.run import file_of
 
-# What a process needs of the files that a run file names; `tokenizer`: the model's folder, whatever it holds.
-Need = Literal["task", "tokenizer", "model"]
+# What a process needs of the files that a run file names; `tokenizer`: the model's folder, whatever it holds; `chat`:
+# the files of [chat], which workers use and the learner compares.
+Need = Literal["task", "tokenizer", "model", "chat"]
 
 OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
 # Of [learner], one of which is given: an override takes the place of the run file's other one.
@@ -84,6 +86,11 @@ def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
         )
     if "task" in needs and not task.is_file():
         faults.append(f"task.path = {config.task.path}: there is no file {task}; write it as path/to/file.py:name")
+    for setting, file in config.chat.files.items() if "chat" in needs else ():
+        if not file.is_file():
+            faults.append(
+                f"{setting} = {file}: there is no such file; give the path of one, from the run file's folder"
+            )
     return faults
 
 
@@ -130,7 +137,9 @@ def _override(section: str, key: str, text: str) -> Any:
 
 
 def _anchor(values: dict[str, Any], folder: Path) -> None:
-    """Make the paths of task, local model and tokenizer absolute, taken from `folder`; a hub name stays as it is."""
+    """Make the paths of task, local model, tokenizer and chat format absolute, taken from `folder`; a hub name stays as
+    it is."""
+    _anchor_chat(values.get("chat"), folder)
     for section, key in (("task", "path"), ("model", "path"), ("model", "tokenizer")):
         table = values.get(section)
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
@@ -140,3 +149,18 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         in_known_folder = anchored.parent != folder and anchored.parent.is_dir()
         if section == "task" or not _HUB_NAME.fullmatch(table[key]) or anchored.exists() or in_known_folder:
             table[key] = str(anchored.absolute())
+
+
+def _anchor_chat(chat: Any, folder: Path) -> None:
+    if not isinstance(chat, dict):
+        return
+    if isinstance(template := chat.get("template"), str) and template:
+        chat["template"] = str(_absolute(template, folder))
+    options = chat.get("renderer_options")
+    for table, key in ((chat, "parser"), (options, "import_path")):
+        if isinstance(table, dict) and file_of(table.get(key)) is not None:
+            table[key] = str(_absolute(table[key], folder))
+
+
+def _absolute(path: str, folder: Path) -> Path:
+    return (folder / Path(path).expanduser()).absolute()

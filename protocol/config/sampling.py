@@ -32,6 +32,39 @@ NEUTRAL: Mapping[str, float] = {
 }
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The fields of vLLM 0.32's `StructuredOutputsParams`."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        if sum(getattr(self, kind) is not None for kind in kinds) != 1:
+            raise ValueError(f"exactly one of {', '.join(kinds)} is needed")
+
+
+class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The fields of vLLM 0.32's `RepetitionDetectionParams`, with vLLM's bounds."""
+
+    max_pattern_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    min_pattern_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+    min_count: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError("min_pattern_size is more than max_pattern_size: no pattern could be so long")
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError("min_count must be at least 2: a pattern repeats by coming twice")
+
+
 class GenerationKwargs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The fields of vLLM 0.32's `SamplingParams` that have no setting of their own, with vLLM's defaults and bounds.
     At their defaults they are not sent."""
@@ -40,11 +73,11 @@ class GenerationKwargs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     bad_words: list[Words] = []
     logit_bias: dict[str, float] = {}
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
     watermarking: bool | None = None
     extra_args: dict[str, Any] | None = None
-    repetition_detection: dict[str, Any] | None = None
+    repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool | None = None
 
 
@@ -88,12 +121,15 @@ def check(rollout: RolloutSection) -> None:
     found = mismatches(rollout)
     if found and not rollout.accept_sampler_mismatch:
         several = len(found) > 1
+        watermark = ""
+        if found.get("rollout.generation_kwargs.watermarking"):
+            watermark = "; watermarking has no effect at all on servers without --watermark-config"
         raise ValueError(
             f"{', '.join(f'{name} = {value}' for name, value in found.items())}: vLLM's log-probs are those of the "
             f"distribution that {'these make' if several else 'this makes'}, while the learner applies "
             f"rollout.temperature alone, so ratios would be wrong from the first step on; leave "
             f"{'them' if several else 'it'} out, or set rollout.accept_sampler_mismatch = true and watch "
-            f"sampler/kl_staleness_0"
+            f"sampler/kl_staleness_0{watermark}"
         )
 
 
@@ -121,7 +157,7 @@ def mismatches(rollout: RolloutSection) -> dict[str, Any]:
         del off["top_k"]
     kwargs = typed(rollout.generation_kwargs)
     extra = {
-        f"generation_kwargs.{name}": value
+        f"generation_kwargs.{name}": msgspec.to_builtins(value)
         for name, default in msgspec.structs.asdict(GenerationKwargs()).items()
         if name not in _HARMLESS and (value := getattr(kwargs, name)) != default
     }

@@ -41,7 +41,7 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
     if difference := fingerprint.difference(run.declared, given):
         release = "" if given.release == run.declared.release else f", and its release is {given.release}"
         raise _refusal(
-            worker_id, difference + release, "start it with the learner's run file, tokenizer and chat template"
+            worker_id, difference + release, "start it with the learner's run file, tokenizer, chat template and parser"
         )
     if given.rows is None:
         raise _refusal(

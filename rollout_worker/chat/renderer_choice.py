@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from protocol.config import ChatSection, ConfigError, RunConfig
+from protocol.config.chat import template_settings
 from rollout_worker.chat.renderer import RendererFormat
 from rollout_worker.chat.tokenizer import load_tokenizer
 
@@ -19,28 +20,26 @@ _HIDDEN_FIELDS = ("name",)
 
 def renderer_name(config: RunConfig) -> str | None:
     """The renderer that `chat.renderer` names, or the one that the library knows for `model.path`; None: a template is
-    to be used. Raises `ConfigError` for settings of both kinds side by side, and for a name that is not known."""
+    to be used. Raises `ConfigError` for a name that is not known, and for a renderer's options where there is none."""
     chat, path = config.chat, config.model.path
     if chat.format == "template":
-        _refuse(_renderer_settings(chat), 'a renderer\'s, and chat.format = "template" uses none')
         return None
     if chat.renderer is not None:
-        _refuse(_template_settings(chat), f"a template's, and chat.renderer = {chat.renderer!r} needs none")
         return _checked(chat.renderer)
-    if chat.format == "auto" and any(_template_settings(chat).values()):
+    if template_settings(chat):
         # Whoever gives a template or a parser does not want the notation that the model came with.
-        _refuse(_renderer_settings(chat), "a renderer's, and a template's settings stand beside it")
         return None
     known = _known(path)
-    if known is not None:
-        _refuse(_template_settings(chat), f"a template's, and the renderer {known!r} needs none")
-    elif chat.format == "renderer":
+    if known is None and chat.format == "renderer":
         raise ConfigError(
             f'chat.format = "renderer": no renderer is known for model.path = {path}; set chat.renderer to that of its '
             f"family: {', '.join(_configurations())}"
         )
-    else:
-        _refuse(_renderer_settings(chat), f"a renderer's, and none is known for model.path = {path}: set chat.renderer")
+    if known is None and chat.renderer_options:
+        raise ConfigError(
+            f"chat.renderer_options = {chat.renderer_options}: this setting is a renderer's, and none is known for "
+            f"model.path = {path}: set chat.renderer, or leave it out"
+        )
     return known
 
 
@@ -116,21 +115,6 @@ def _checked(name: str) -> str:
             f'the tokenizer\'s own template set chat.format = "template"'
         )
     return name
-
-
-def _renderer_settings(chat: ChatSection) -> dict[str, Any]:
-    return {"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options}
-
-
-def _template_settings(chat: ChatSection) -> dict[str, Any]:
-    return {"chat.template": chat.template, "chat.parser": chat.parser if chat.parser != "auto" else None}
-
-
-def _refuse(settings: dict[str, Any], why: str) -> None:
-    """Raises `ConfigError` for the first of the settings that is given."""
-    for name, value in settings.items():
-        if value:
-            raise ConfigError(f"{name} = {value}: this setting is {why}; leave one of them out")
 
 
 def _listed(names: Any) -> str:

@@ -56,7 +56,7 @@ class TemplateFormat:
         self._places: list[str] = []
         self._asks_for_ids = False
         self.parser_name: str | None = None
-        self._rendering = Rendering(tokenizer, list(tools) or None, _checked(variables or {}))
+        self._rendering = Rendering(tokenizer, list(tools) or None, variables or {})
         if not tokenizer.chat_template:
             if tools:
                 raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
@@ -202,13 +202,6 @@ def _with_ids(turn: ParsedTurn, length: int) -> ParsedTurn:
         for place, call in enumerate(turn.calls)
     ]
     return ParsedTurn(turn.text, turn.content, calls, turn.reasoning)
-
-
-def _checked(variables: dict[str, Any]) -> dict[str, Any]:
-    taken = {"tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation", "chat_template"}
-    if wrong := sorted(taken & set(variables)):
-        raise ConfigError(f"chat.chat_template_kwargs: {wrong[0]} is not the run file's to set; leave it out")
-    return variables
 
 
 def _read(file: Path) -> str:

@@ -403,6 +403,41 @@ def test_paths_on_the_command_line_are_taken_from_the_working_directory(
     assert fault(Path("../run.toml"), ["--task.path", "nope.py:task"]).startswith(f"task.path = {elsewhere}/nope.py")
 
 
+CHAT_FILES = '[chat]\ntemplate = "chat/t.jinja"\nparser = "chat/p.py:calls"\n'
+
+
+def test_hole_8_files_of_the_chat_format_are_taken_from_the_run_files_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    chat = load_text(folder, MINIMAL + CHAT_FILES).chat
+    assert (chat.template, chat.parser) == (folder / "chat/t.jinja", f"{folder}/chat/p.py:calls")
+    own = '[chat]\nrenderer = "custom"\nrenderer_options = {import_path = "r.py:Mine"}\n'
+    assert load_text(folder, MINIMAL + own).chat.files == {"chat.renderer_options.import_path": folder / "r.py"}
+    monkeypatch.setenv("HOME", str(folder))
+    at_home = ["--chat.template", "~/t.jinja", "--chat.parser", "~/p.py:calls"]
+    assert load_text(folder, MINIMAL, at_home).chat.files == {
+        "chat.template": folder / "t.jinja",
+        "chat.parser": folder / "p.py",
+    }
+    monkeypatch.chdir(folder)
+    assert load_text(folder, MINIMAL, ["--chat.template", "t.jinja"]).chat.template == folder / "t.jinja"
+    assert load_text(folder, MINIMAL, ["--chat.parser", "hermes"]).chat.parser == "hermes"
+
+
+def test_hole_8_a_missing_file_of_the_chat_format_is_told_before_anything_starts(folder: Path) -> None:
+    """The learner ended with a FileNotFoundError from its fingerprint."""
+    (folder / "run.toml").write_text(MINIMAL + CHAT_FILES)
+    with pytest.raises(ConfigError) as error:
+        load(folder / "run.toml", needs=["chat"])
+    remedy = "there is no such file; give the path of one, from the run file's folder"
+    assert str(error.value).splitlines() == [
+        f"chat.{setting} = {folder}/chat/{file}: {remedy}"
+        for setting, file in (("template", "t.jinja"), ("parser", "p.py"))
+    ]
+    assert load(folder / "run.toml", needs=["model"]), "a vLLM server reads none of them"
+
+
 def test_the_run_directory_is_taken_from_the_working_directory(folder: Path) -> None:
     assert load(folder / "run.toml", ["--run.name", "a"]).run_dir == Path("runs/a")
     assert load(folder / "run.toml", ["--run.dir", "~/x"]).run_dir == Path.home() / "x" / "run"

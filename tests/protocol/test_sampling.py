@@ -90,12 +90,24 @@ def test_what_leaves_the_distribution_as_it_is_needs_no_choice(rollout: dict[str
         ({"min_tokens": 513}, "min_tokens = 513 is more than rollout.max_turn_tokens = 512"),
         ({"bad_words": [""]}, "bad_words"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"repetition_detection": {"nonsense": 1}}, "unknown field `nonsense` - at `\\$.repetition_detection`"),
+        ({"repetition_detection": {"max_pattern_size": -3}}, "Expected `int` >= 0"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "min_count must be at least 2"),
+        ({"repetition_detection": {"min_pattern_size": 3}}, "min_pattern_size is more than max_pattern_size"),
+        ({"structured_outputs": {"regexp": "a"}}, "unknown field `regexp` - at `\\$.structured_outputs`"),
+        ({"structured_outputs": {}}, "exactly one of json, regex, .* is needed"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of json, regex, .* is needed"),
         ({"logit_bias": {"the": 1.0}}, "logit_bias.the: the key must be a token id"),
     ],
 )
 def test_generation_kwargs_are_checked_before_a_run_starts(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         config(rollout={"generation_kwargs": given, "accept_sampler_mismatch": True})
+
+
+def test_watermarking_that_no_server_does_is_told() -> None:
+    told = fault(generation_kwargs={"watermarking": True})
+    assert "watermarking has no effect at all on servers without --watermark-config" in told
 
 
 def test_an_empty_stop_text_is_refused() -> None:
@@ -115,18 +127,36 @@ def test_keys_and_values_come_typed() -> None:
     assert typed(rollout.generation_kwargs) == GenerationKwargs(logit_bias={"7": -100.0})
 
 
-def test_every_field_of_vllm_s_sampling_params_is_answered_for_with_its_default() -> None:
-    """Read from the source of the vLLM that is installed: importing it would take seconds."""
+def fields_in_vllm(name: str) -> dict[str, ast.expr | None]:
+    """The fields of a class of vLLM's sampling_params.py, with their defaults."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         pytest.skip("vLLM is not installed")
     tree = ast.parse(Path(found.origin).with_name("sampling_params.py").read_text(encoding="utf-8"))
-    (params,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams")
-    theirs = {
+    (params,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return {
         field.target.id: field.value
         for field in params.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("StructuredOutputsParams", sampling.StructuredOutputs),
+        ("RepetitionDetectionParams", sampling.RepetitionDetection),
+    ],
+)
+def test_tables_within_the_sampling_params_have_vllm_s_keys_and_defaults(name: str, ours: type[msgspec.Struct]) -> None:
+    """vLLM ignores a key that it does not know."""
+    theirs = {key: ast.literal_eval(value) for key, value in fields_in_vllm(name).items() if value is not None}
+    assert theirs == {field.name: field.default for field in msgspec.structs.fields(ours)}
+
+
+def test_every_field_of_vllm_s_sampling_params_is_answered_for_with_its_default() -> None:
+    """Read from the source of the vLLM that is installed: importing it would take seconds."""
+    theirs = fields_in_vllm("SamplingParams")
     assert len(theirs) > 30
     answered = {*GenerationKwargs.__struct_fields__, *sampling.REFUSED, *sampling.OWN_SETTING}
     assert set(theirs) <= answered, f"not answered for: {set(theirs) - answered}"

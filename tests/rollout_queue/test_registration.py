@@ -66,7 +66,7 @@ async def refusal(call: Any) -> tuple[int, str]:
     ("named", "given"),
     [
         ("the tokenizer differs: swapped, the run has digits", other(tokenizer="swapped")),
-        ("the chat format or its template differs", other(chat="another")),
+        ("the chat format, its template or its parser differs", other(chat="another")),
         ("rollout.temperature = 0.7, the run has 1.0", other(rollout={"rollout.temperature": "0.7"})),
         ("its release is 2.0", other(chat="another", release="2.0")),
         ("sent no fingerprint, so nothing says that its groups are right; install Slipstream 1.0", None),

@@ -77,13 +77,7 @@ def test_who_gives_a_template_or_a_parser_gets_a_template():
         ("./x", {"renderer": "qwen-3"}, "chat.renderer = 'qwen-3': there is none of that name.* qwen3, .*template"),
         ("./x", {"renderer": "default"}, 'there is none of that name.*chat.format = "template"'),
         ("./x", {"format": "renderer"}, "no renderer is known for model.path = ./x; set chat.renderer.*glm-5.1"),
-        ("./x", {"renderer": "qwen3", "template": "a.jinja"}, "chat.template = a.jinja.*chat.renderer = 'qwen3'"),
-        ("./x", {"renderer": "qwen3", "parser": "hermes"}, "chat.parser = hermes.*leave one of them out"),
-        ("openai/gpt-oss-20b", {"format": "renderer", "parser": "hermes"}, "chat.parser = hermes.*'gpt-oss'"),
-        ("./x", {"format": "template", "renderer": "qwen3"}, 'chat.renderer = qwen3.*chat.format = "template"'),
-        ("./x", {"format": "template", "renderer_options": {"a": 1}}, "chat.renderer_options = {'a': 1}.*uses none"),
         ("./x", {"renderer_options": {"a": 1}}, "none is known for model.path = ./x: set chat.renderer"),
-        ("./x", {"parser": "hermes", "renderer_options": {"a": 1}}, "a template's settings stand beside it"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(path, chat, told):

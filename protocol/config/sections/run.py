@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from protocol.config.sections.addresses import checked_url, mcp_command
 from protocol.config.sections.base import Section, setting
 
 
@@ -95,6 +97,20 @@ class TaskSection(Section):
         why="rewards are the task's own functions unless you name some",
     )
 
+    @field_validator("mcp_servers")
+    @classmethod
+    def _mcp_servers(cls, value: list[str]) -> list[str]:
+        for address in value:
+            mcp_command(address)
+        return value
+
+    @field_validator("reward_servers")
+    @classmethod
+    def _reward_servers(cls, value: dict[str, str]) -> dict[str, str]:
+        if "" in value:
+            raise ValueError("a classifier without a name; write it as the task does, such as org/reward-model")
+        return {classifier: checked_url(url) for classifier, url in value.items()}
+
     @property
     def file(self) -> Path:
         return Path(self.path.rsplit(":", 1)[0])
@@ -143,3 +159,17 @@ class ChatSection(Section):
         description="a system message before conversations that have none",
         why="the data set's prompts are used as they are",
     )
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The files that make the chat format, by the setting that names each."""
+        import_path = self.renderer_options.get("import_path")
+        code = {"chat.parser": self.parser, "chat.renderer_options.import_path": import_path}
+        files = {} if self.template is None else {"chat.template": self.template}
+        return files | {name: file for name, value in code.items() if (file := file_of(value)) is not None}
+
+
+def file_of(value: object) -> Path | None:
+    """The file of path/to/file.py:name; None for what names no file."""
+    path, _, _ = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return Path(path) if path.endswith(".py") else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import field_validator
 
+from protocol.config.sections.addresses import checked_url
 from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Seconds, Section, setting, url_of
 
 
@@ -76,10 +76,7 @@ class VllmSection(Section):
     @field_validator("servers")
     @classmethod
     def _urls(cls, value: list[str]) -> list[str]:
-        for url in value:
-            if not re.match(r"^https?://[^/\s]+", url):
-                raise ValueError(f"{url!r} is not a URL; write it as http://host:port")
-        return [url.rstrip("/") for url in value]
+        return [checked_url(url) for url in value]
 
     @property
     def urls(self) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,12 +56,12 @@ class ClassifierReward:
         self._url = ""
         if servers is None:
             return
-        self._url = servers.get(classifier, "").rstrip("/")
-        if not re.match(r"^https?://[^/\s]+", self._url):
-            said = f"{self._url!r} is not a URL" if classifier in servers else "no server is named for it"
+        if classifier not in servers:
             raise ConfigError(
-                f"Task(rewards=[{classifier!r}]): it names a classifier, and {said}; {how_to_serve(classifier)}"
+                f"Task(rewards=[{classifier!r}]): it names a classifier, and no server is named for it; "
+                f"{how_to_serve(classifier)}"
             )
+        self._url = servers[classifier]
 
     def check(self, row: Mapping[str, Any]) -> None:
         """It reads prompt and completion, whatever the columns are."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit, urlunsplit
 
 from protocol.config import ConfigError
+from protocol.config.sections.addresses import mcp_command
 from rollout_worker.task.tools import mcp_guard
 from rollout_worker.task.tools.mcp_stream import Mended
 
@@ -246,21 +246,10 @@ def taken_note_of(task: asyncio.Future[Any]) -> None:
 
 def command_of(address: str) -> list[str]:
     """The words of a command line; none of a URL. Raises `ConfigError`."""
-    if not isinstance(address, str) or not address.strip():
-        raise ConfigError(
-            f"mcp_servers: {address!r} is not an MCP server; give a URL such as http://host:port/mcp, or a command line"
-        )
-    if address.startswith(("http://", "https://")):
-        if not urlsplit(address).hostname:
-            raise ConfigError(f"mcp_servers: {address!r} is not a URL; write it as http://host:port/mcp")
-        return []
     try:
-        words = shlex.split(address)
+        return mcp_command(address)
     except ValueError as error:
-        raise ConfigError(f"mcp_servers: {address!r} is not a command line: {error}") from None
-    if "://" in words[0]:
-        raise ConfigError(f"mcp_servers: {address!r}: only http:// and https:// are spoken; give such a URL")
-    return words
+        raise ConfigError(f"mcp_servers: {error}") from None
 
 
 def shown(address: str) -> str:

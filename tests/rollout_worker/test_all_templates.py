@@ -76,6 +76,27 @@ def test_without_tools_a_second_question_is_appended_as_the_template_has_it_or_a
     assert suffix == (None if stop is None else whole[stop + 1 :])
 
 
+@pytest.mark.parametrize("template", TEMPLATES, ids=named)
+def test_f18_content_in_parts_of_text_is_rendered_as_the_text_that_they_are(template):
+    """With tools and without, in a prompt, in one that is continued, and in the history of a new segment."""
+
+    def halved(message):
+        text = message["content"]
+        parts = [{"type": "text", "text": half, "image_url": None} for half in (text[:3], text[3:])]
+        return {**message, "content": parts}
+
+    said = {"role": "assistant", "content": "It is 6."}
+    for tools in ([], SCHEMAS) if template.refused is None else ([],):
+        chat = template.format(tools)
+        for messages in ([USER], [USER, said], [USER, said, USER]):
+            text, parts = (
+                chat.tokenizer.decode(asyncio.run(chat.prompt_ids(each)))
+                for each in (messages, [halved(message) for message in messages])
+            )
+            assert parts == text
+            assert all(message["content"] in text for message in messages)
+
+
 @pytest.mark.parametrize("template", FIT, ids=named)
 def test_a_turn_that_was_cut_off_is_closed_as_context(template):
     chat = template.format(SCHEMAS)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_worker import user_code
-from rollout_worker.chat.base import MalformedCall, Message, ParsedTurn, PromptError, ToolCall
+from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, PromptError, ToolCall
 from rollout_worker.chat.conversation import checked
 from rollout_worker.chat.renderer_tokenizer import INLINE_CHARACTERS, RendererTokenizer
 
@@ -39,7 +39,6 @@ _RAW_CHARACTERS = 80
 _PROBE = "So"
 _QUESTION = {"role": "user", "content": _PROBE}
 _END_OF_THOUGHT = "</think"
-_UNCLOSED_THOUGHT = "the tool call stands inside reasoning that is not closed"
 
 
 class RendererFormat:
@@ -118,7 +117,7 @@ class RendererFormat:
             if _END_OF_THOUGHT in self._ids.decode(ids[:start]):
                 break
             went_on = _END_OF_THOUGHT in self._ids.decode(ids[end:])
-            fates.append(None if went_on else MalformedCall(_UNCLOSED_THOUGHT))
+            fates.append(None if went_on else UNCLOSED_THOUGHT)
         return fates
 
     def _thinks_in_tags(self) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from protocol.config import ConfigError, ModelSection
-from rollout_worker.chat.base import PromptError
+from rollout_worker.chat.base import UNCLOSED_THOUGHT, PromptError, ToolCall
 from rollout_worker.chat.proof import Proof, prove
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.chat.tokenizer import load_tokenizer, stop_ids
@@ -327,11 +327,13 @@ async def test_i9_a_call_inside_a_thought_that_the_prompt_began_is_not_a_call():
     chat = chat_format(SCHEMAS)
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
     turn = TOKENIZER.encode(f" or {call}", add_special_tokens=False)
-    for begun, calls in [("<think>I could", 0), ("<think>I could</think>", 1), ("I could", 1)]:
+    called = [ToolCall("multiply", {"a": 2, "b": 3})]
+    cases = [("<think>I could", [UNCLOSED_THOUGHT]), ("<think>I could</think>", called), ("I could", called)]
+    for begun, calls in cases:
         prompt = await chat.prompt_ids([USER, {"role": "assistant", "content": begun}])
-        assert len(chat.parse(prompt, turn).calls) == calls
+        assert chat.parse(prompt, turn).calls == calls
         long = await chat.prompt_ids([USER, {"role": "assistant", "content": begun + " well" * 500}])
-        assert len(chat.parse(long, turn).calls) == calls
+        assert chat.parse(long, turn).calls == calls
     # What a user or a tool writes opens no thought of the policy's.
     prompt = await chat.prompt_ids([{"role": "user", "content": "Say <think> twice: <think>"}])
     assert len(chat.parse(prompt, turn).calls) == 1

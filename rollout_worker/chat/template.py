@@ -20,6 +20,7 @@ from rollout_worker.chat.conversation import checked, text_of
 from rollout_worker.chat.parsers import Before, Parser, Scan
 from rollout_worker.chat.rendering import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
+from rollout_worker.chat.variables import check_variables
 
 _NO_TEMPLATE = (
     "the tokenizer has no chat template, which messages and tools need; name a file with chat.template, save one with "
@@ -57,7 +58,7 @@ class TemplateFormat:
         self._places: list[str] = []
         self._asks_for_ids = False
         self.parser_name: str | None = None
-        self._rendering = Rendering(tokenizer, list(tools) or None, _checked(variables or {}))
+        self._rendering = Rendering(tokenizer, list(tools) or None, variables or {})
         if not tokenizer.chat_template:
             if tools:
                 raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
@@ -88,6 +89,8 @@ class TemplateFormat:
         if config.chat.template is not None:
             tokenizer.chat_template = _read(config.chat.template)
             origin = f"chat.template = {config.chat.template}"
+        source = tokenizer.get_chat_template(tools=list(tools) or None) if tokenizer.chat_template else None
+        check_variables(config.chat.chat_template_kwargs, source, tokenizer.special_tokens_map)
         return cls(
             tokenizer,
             stop_ids(config.model, tokenizer),
@@ -207,13 +210,6 @@ def _with_ids(turn: ParsedTurn, length: int) -> ParsedTurn:
         for place, call in enumerate(turn.calls)
     ]
     return ParsedTurn(turn.text, turn.content, calls, turn.reasoning)
-
-
-def _checked(variables: dict[str, Any]) -> dict[str, Any]:
-    taken = {"tools", "tokenize", "add_generation_prompt", "continue_final_message", "conversation", "chat_template"}
-    if wrong := sorted(taken & set(variables)):
-        raise ConfigError(f"chat.chat_template_kwargs: {wrong[0]} is not the run file's to set; leave it out")
-    return variables
 
 
 def _read(file: Path) -> str:

@@ -29,6 +29,9 @@ class MalformedCall:
     reason: str
 
 
+UNCLOSED_THOUGHT = MalformedCall("the tool call stands inside reasoning that is not closed")
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
     """text: the turn without the token that ended it; content: the text without the calls that could be read and

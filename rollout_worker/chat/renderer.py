@@ -7,12 +7,13 @@ that the policy or a tool only wrote as text is no call.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_worker import user_code
-from rollout_worker.chat.base import MalformedCall, Message, ParsedTurn, PromptError, ToolCall
+from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, Message, ParsedTurn, PromptError, ToolCall
+from rollout_worker.chat.conversation import checked
 from rollout_worker.chat.renderer_tokenizer import INLINE_CHARACTERS, RendererTokenizer
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _MOST_CLOSING = 16
 # to them, they write both.
 _CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
 
-_TEXT_PARTS = ("text", "thinking")
+_PARTS = ("text", "thinking")
 _REASONS = {
     "invalid_json": "the tool call is not valid JSON",
     "unclosed_block": "the tool call is not closed",
@@ -38,7 +39,6 @@ _RAW_CHARACTERS = 80
 _PROBE = "So"
 _QUESTION = {"role": "user", "content": _PROBE}
 _END_OF_THOUGHT = "</think"
-_UNCLOSED_THOUGHT = "the tool call stands inside reasoning that is not closed"
 
 
 class RendererFormat:
@@ -66,13 +66,13 @@ class RendererFormat:
         """Messages through the renderer; text as it is, with the tokenizer's special tokens."""
         if isinstance(prompt, str):
             return await self._run(len(prompt), partial(self._ids.encode, prompt, add_special_tokens=True))
-        messages = _checked(prompt)
+        messages = self._checked(prompt)
         continued = bool(messages) and messages[-1].get("role") == "assistant"
         render = partial(self._continued, messages) if continued else partial(self._render, messages, True)
         return await self._run(self._tools_size + _size(messages), render)
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        given = _checked(messages)
+        given = self._checked(messages)
         return await self._run(self._tools_size + _size(given), partial(self._render, given, generation_prompt))
 
     async def suffix_ids(
@@ -117,7 +117,7 @@ class RendererFormat:
             if _END_OF_THOUGHT in self._ids.decode(ids[:start]):
                 break
             went_on = _END_OF_THOUGHT in self._ids.decode(ids[end:])
-            fates.append(None if went_on else MalformedCall(_UNCLOSED_THOUGHT))
+            fates.append(None if went_on else UNCLOSED_THOUGHT)
         return fates
 
     def _thinks_in_tags(self) -> bool:
@@ -133,6 +133,11 @@ class RendererFormat:
             return work()
         result: _Result = await user_code.in_thread(work)
         return result
+
+    def _checked(self, messages: Sequence[Message]) -> list[Message]:
+        # A renderer of the user's own may have roles of its own.
+        conversation = checked(messages, _PARTS, knows=lambda role: self.parses_by_user_code)
+        return [{**message, "content": message.get("content") or ""} for message in conversation]
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         try:
@@ -203,21 +208,6 @@ def _arguments(arguments: Any) -> dict[str, Any] | str:
     if arguments is None:
         return {}
     return arguments if isinstance(arguments, dict | str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _checked(messages: Sequence[Message]) -> list[Message]:
-    """Without the empty fields that a data set's columns give each message. Raises `PromptError` for what is not text:
-    a worker sends ids alone."""
-    checked = []
-    for message in messages:
-        if not isinstance(message, Mapping):
-            raise PromptError(f"{message!r:.80} is no message; give a dict with role and content")
-        content = message.get("content")
-        kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-        if others := [kind for kind in kinds if kind not in _TEXT_PARTS]:
-            raise PromptError(f"a message holds a part of type {others[0]!r}; only text can be rendered")
-        checked.append({"content": "", **{key: value for key, value in message.items() if value is not None}})
-    return checked
 
 
 def _text(content: Any) -> str:

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout_worker.chat.base import Message
+from rollout_worker.chat.conversation import text_of
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """content_as_parts: text is a list of one part, as templates of models that see want it; arguments_as_text: a
-    call's arguments are JSON text; reasoning_field: what the template reads reasoning from,
+    """content_as_parts: text, which parts are joined to, is a list of one part, as templates of models that see want
+    it; arguments_as_text: a call's arguments are JSON text; reasoning_field: what the template reads reasoning from,
     None where it reads none; variables: the run file's, for the template."""
 
     tokenizer: Any
@@ -61,6 +62,8 @@ class Rendering:
                     message = {**message, "tool_call_id": open_ids.pop(0) if open_ids else call_id(number)}
                 elif answers in open_ids:
                     open_ids.remove(answers)
+            if isinstance(parts := message.get("content"), list | tuple):
+                message = {**message, "content": text_of(parts)}
             if self.content_as_parts and isinstance(text := message.get("content"), str):
                 message = {**message, "content": [{"type": "text", "text": text}]}
             wanted.append(message)

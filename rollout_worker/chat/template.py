@@ -16,9 +16,11 @@ from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import turns
 from rollout_worker.chat.base import Message, ParsedTurn, PromptError, ToolCall
 from rollout_worker.chat.choice import choose_parser
+from rollout_worker.chat.conversation import checked, text_of
 from rollout_worker.chat.parsers import Before, Parser, Scan
 from rollout_worker.chat.rendering import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
+from rollout_worker.chat.variables import check_variables
 
 _NO_TEMPLATE = (
     "the tokenizer has no chat template, which messages and tools need; name a file with chat.template, save one with "
@@ -87,6 +89,8 @@ class TemplateFormat:
         if config.chat.template is not None:
             tokenizer.chat_template = _read(config.chat.template)
             origin = f"chat.template = {config.chat.template}"
+        source = tokenizer.get_chat_template(tools=list(tools) or None) if tokenizer.chat_template else None
+        check_variables(config.chat.chat_template_kwargs, source, tokenizer.special_tokens_map)
         return cls(
             tokenizer,
             stop_ids(config.model, tokenizer),
@@ -100,18 +104,18 @@ class TemplateFormat:
         """Messages through the template; text as it is, with the tokenizer's special tokens."""
         if isinstance(prompt, str):
             return await self._codec.encode(prompt, special_tokens=True)
-        messages = list(prompt)
-        last = messages[-1] if messages else None
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            if last.get("tool_calls"):
+        messages = self._checked(prompt)
+        if messages and messages[-1]["role"] == "assistant":
+            if messages[-1].get("tool_calls"):
                 raise PromptError("the conversation ends in tool calls that no tool message answers; add the answers")
-            if last.get("content"):
+            content = messages[-1].get("content")
+            if content if isinstance(content, str | None) else text_of(content):
                 return await self._codec.encode(self._text(messages, continue_final_message=True))
             messages.pop()  # nothing to continue
         return await self.render_ids(messages, generation_prompt=True)
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        return await self._codec.encode(self._text(messages, generation_prompt))
+        return await self._codec.encode(self._text(self._checked(messages), generation_prompt))
 
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
@@ -135,6 +139,10 @@ class TemplateFormat:
             return ParsedTurn(text, text, [])
         turn = self._parser(text, self._before(prompt_ids))
         return _with_ids(turn, len(prompt_ids)) if self._asks_for_ids and turn.calls else turn
+
+    def _checked(self, messages: Sequence[Message]) -> list[Message]:
+        source = str(self.tokenizer.chat_template)
+        return checked(messages, knows=lambda role: f"'{role}'" in source or f'"{role}"' in source)
 
     def _text(
         self, messages: Sequence[Message], generation_prompt: bool = True, continue_final_message: bool = False

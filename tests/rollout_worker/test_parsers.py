@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ConfigError
-from rollout_worker.chat.base import MalformedCall, ToolCall
+from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, ToolCall
 from rollout_worker.chat.parsers import NAMES, Before, Thought, atem, by_name, scan
 from rollout_worker.chat.parsers.base import MOST_CALLS, Source
 from rollout_worker.chat.parsers.own import load_own
@@ -212,7 +212,7 @@ def test_i9_half_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLS) - {"harmony", "atem"}))
-def test_i9_a_call_inside_a_thought_is_not_a_call(name):
+def test_i9_a_call_inside_a_thought_is_not_a_call_and_a_failed_attempt_where_the_thought_is_not_closed(name):
     call = CALLS[name]
     for said, text in [
         ("", f"<think>I could {call}"),
@@ -221,14 +221,20 @@ def test_i9_a_call_inside_a_thought_is_not_a_call(name):
         ("<think>\n", f"I could {call}</think>408"),
         ("", f"Well. <think>I could {call}</think>408"),
     ]:
+        calls = [] if "</think>" in text else [UNCLOSED_THOUGHT]
         turn = parse(name, text, before=Before(said, said))
-        assert turn.calls == []
+        assert turn.calls == calls
         assert call in turn.reasoning
         assert "408" not in turn.reasoning
         if name in ("gemma4", "cohere"):  # whose own tags of thought are known
             continue
         untold = parse(name, text, Thought(), Before(said, said))
-        assert (untold.calls, untold.content, untold.reasoning) == ([], text, None)
+        assert (untold.calls, untold.content, untold.reasoning) == (calls, text, None)
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"harmony", "atem"}))
+def test_i9_a_thought_without_a_call_that_is_not_closed_is_no_attempt(name):
+    assert parse(name, "<think>I could ask").calls == []
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLS) - {"harmony", "atem"}))

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from protocol.config import ConfigError, ModelSection
-from rollout_worker.chat.base import PromptError
+from rollout_worker.chat.base import UNCLOSED_THOUGHT, PromptError, ToolCall
 from rollout_worker.chat.proof import Proof, prove
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.chat.tokenizer import load_tokenizer, stop_ids
+from rollout_worker.chat.variables import read_by
 from rollout_worker.task.tools import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_model_folder
+from tests.kit.template_cases import templates_folder
 from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
 
 SCHEMAS = ToolBox([multiply]).schemas
@@ -272,6 +274,31 @@ async def test_chat_template_kwargs_reach_the_template(tmp_path):
     assert TOKENIZER.decode(suffix).endswith("assistant\nbright")
 
 
+def test_a_variable_that_the_template_does_not_read_is_refused_with_those_that_it_reads(tmp_path):
+    """A misspelt one would change nothing, and nobody would see it."""
+    file = tmp_path / "mine.jinja"
+    reads = (
+        "{% if mood is not defined %}{% set mood = '' %}{% endif %}{{ mood }}{{ bos_token }}{% set own = 1 %}{{ own }}"
+    )
+    file.write_text(CHAT_TEMPLATE + reads, encoding="utf-8")
+    loaded(tmp_path, template=str(file), chat_template_kwargs={"mood": "bright"})
+    told = r"chat_template_kwargs: the template reads no variable 'mod', .*; it reads bos_token, mood: correct the name"
+    with pytest.raises(ConfigError, match=told):
+        loaded(tmp_path, template=str(file), chat_template_kwargs={"mod": "bright"})
+    for name in ("messages", "add_generation_prompt"):
+        with pytest.raises(ConfigError, match=f"{name} is not the run file's to set"):
+            loaded(tmp_path, chat_template_kwargs={name: []})
+
+
+def test_what_a_template_reads_is_told_of_each_that_trl_ships():
+    """Those that train too, whose `generation` blocks are transformers' own."""
+    for file in sorted(templates_folder().glob("*.jinja")):
+        source = re.sub(r"\{#.*?#\}", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+        read = read_by(source)
+        assert "messages" in read or "loop_messages" in source
+        assert ("enable_thinking" in read) == bool(re.search(r"(?<![\w.'\"])enable_thinking", source)), file.stem
+
+
 def test_a_parser_that_there_is_not_is_refused_with_those_there_are(tmp_path):
     with pytest.raises(ConfigError, match=r"chat.parser = nonsense: there is no such parser; take auto, one of hermes"):
         loaded(tmp_path, parser="nonsense")
@@ -325,11 +352,13 @@ async def test_i9_a_call_inside_a_thought_that_the_prompt_began_is_not_a_call():
     chat = chat_format(SCHEMAS)
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
     turn = TOKENIZER.encode(f" or {call}", add_special_tokens=False)
-    for begun, calls in [("<think>I could", 0), ("<think>I could</think>", 1), ("I could", 1)]:
+    called = [ToolCall("multiply", {"a": 2, "b": 3})]
+    cases = [("<think>I could", [UNCLOSED_THOUGHT]), ("<think>I could</think>", called), ("I could", called)]
+    for begun, calls in cases:
         prompt = await chat.prompt_ids([USER, {"role": "assistant", "content": begun}])
-        assert len(chat.parse(prompt, turn).calls) == calls
+        assert chat.parse(prompt, turn).calls == calls
         long = await chat.prompt_ids([USER, {"role": "assistant", "content": begun + " well" * 500}])
-        assert len(chat.parse(long, turn).calls) == calls
+        assert chat.parse(long, turn).calls == calls
     # What a user or a tool writes opens no thought of the policy's.
     prompt = await chat.prompt_ids([{"role": "user", "content": "Say <think> twice: <think>"}])
     assert len(chat.parse(prompt, turn).calls) == 1

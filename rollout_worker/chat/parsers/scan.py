@@ -1,7 +1,7 @@
 """A turn's text as reasoning, content and calls: what is common to all notations.
 
-What the policy only thought of is not a call: neither in a closed thought nor in one that is never closed, whether the
-policy or the prompt opened it. And a tag of thought inside a call's arguments is an argument.
+What the policy only thought of is not a call. In a thought that is never closed, whether the policy or the prompt
+opened it, it is an attempt that cannot be run. And a tag of thought inside a call's arguments is an argument.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from rollout_worker.chat.base import MalformedCall, ParsedTurn
+from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, ParsedTurn
 from rollout_worker.chat.parsers.base import MOST_CALLS, Before, Calls, Notation, Source, no_more
 
 OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
@@ -17,7 +17,7 @@ OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """How reasoning is written. told: it is told from the content; else it stays in it, and calls in it are none."""
+    """How reasoning is written. told: it is told from the content; else it stays in it."""
 
     opening: str = OPENS_THOUGHT
     closing: str = CLOSES_THOUGHT
@@ -53,6 +53,8 @@ class Scan:
             """Takes the thought whose text begins at `inside`; where it ends."""
             end = text.find(thought.closing, inside)
             closed = end + len(thought.closing) if end >= 0 else len(text)
+            if end < 0:
+                calls.extend(self._unclosed(source, inside))
             thoughts.append(text[inside : end if end >= 0 else len(text)])
             if not thought.told:
                 content.append(text[start:closed])
@@ -82,3 +84,14 @@ class Scan:
             return ParsedTurn(text, text, [])
         reasoning = "\n\n".join(stripped for part in thoughts if (stripped := part.strip())) if thought.told else ""
         return ParsedTurn(text, "".join(content).strip(), no_more(calls), reasoning or None)
+
+    def _unclosed(self, source: Source, at: int) -> Calls:
+        """What becomes of the calls in a thought that begins at `at` and is never closed."""
+        calls: Calls = []
+        for _ in range(MOST_CALLS):
+            opened = self.notation.opening.search(source.text, at)
+            if opened is None:
+                break
+            found, at = self.notation.read(source, opened)
+            calls += [UNCLOSED_THOUGHT] * len(found)
+        return calls

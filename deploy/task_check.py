@@ -1,5 +1,5 @@
-"""What is checked of the task before a run starts: its rows are alike, and their prompts become tokens and leave room
-for an answer."""
+"""What is checked of the task before a run starts: its rows are alike, their prompts become tokens and leave room for
+an answer, and the servers of its tools and rewards answer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.task.columns import check_rows
+from rollout_worker.task.rewards.classifier import ClassifierReward
 from rollout_worker.task.task import Task
 from rollout_worker.task.tools import open_tools
 from rollout_worker.user_code import UserCode
@@ -23,8 +24,8 @@ _STDERR_LINES = 12
 
 
 def check(config: RunConfig, task: Task) -> None:
-    """Raises `ConfigError` if rows differ in their columns, if the first prompt becomes no tokens, or if all that are
-    tried are too long.
+    """Raises `ConfigError` if rows differ in their columns, if the first prompt becomes no tokens, if all that are
+    tried are too long, or if a server of tools or rewards does not do its work.
 
     If some are too long, or cannot be read, that is told.
     """
@@ -38,6 +39,7 @@ def check(config: RunConfig, task: Task) -> None:
         )
     if rows.size is None and config.task.shuffle:
         _warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
+    asyncio.run(_ask_reward_servers(config, task))
     chat = build_chat_format(config, asyncio.run(_schemas(config, task)))
     first, *others = [row for number, row in rows.sample(SAMPLE) if number not in found.unusable]
     lengths = [_first(config, chat, first), *(length for row in others if (length := _tokens(chat, row)))]
@@ -57,6 +59,15 @@ def check(config: RunConfig, task: Task) -> None:
             f"{cramped} of {len(lengths)} prompts that were tried leave less than rollout.max_turn_tokens = {turn} for "
             f"the first turn: {told}; {remedy}"
         )
+
+
+async def _ask_reward_servers(config: RunConfig, task: Task) -> None:
+    """Raises `ConfigError` for a classifier that its server does not score with."""
+    first = next((row for _, row in task.rows.sample(1)), None)
+    messages = not (isinstance(first, Mapping) and isinstance(first["prompt"], str))
+    for name in task.rewards:
+        if isinstance(name, str):
+            await ClassifierReward(name, config.task.reward_servers).ask(messages)
 
 
 async def _schemas(config: RunConfig, task: Task) -> list[dict[str, Any]]:

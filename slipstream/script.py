@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from deploy.supervisor import RunFailed, supervise
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
@@ -19,6 +20,24 @@ from rollout_worker.task.task import Task
 TASK_MODULE = "slipstream_task_"
 
 _REMEDY = "put the task into a .py file as a global, or name that file in a run file and start it with: slipstream up"
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def without_frames(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`ConfigError` and `RunFailed` leave it without the frames beneath: the message says it all, and so it is also
+    what a reader sees first."""
+
+    @functools.wraps(function)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except (ConfigError, RunFailed) as error:
+            raise error.with_traceback(None) from None
+
+    return called
 
 
 class HoldsTask(Protocol):
@@ -48,19 +67,16 @@ def train(
     return run(task, run_file, resume, sections)
 
 
+@without_frames
 def run(
     task: Task | HoldsTask, run_file: str | Path | None, resume: bool, sections: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """As `train`, with all sections in one; that of the task may hold settings, too."""
-    try:
-        _refuse_while_loading_a_task()
-        _refuse_in_an_event_loop()
-        path = {"path": _path_of(task)}
-        config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
-        supervise(config, resume)
-    except (ConfigError, RunFailed) as error:
-        # The message says it all: without the frames in between it is also what a reader sees first.
-        raise error.with_traceback(None) from None
+    _refuse_while_loading_a_task()
+    _refuse_in_an_event_loop()
+    path = {"path": _path_of(task)}
+    config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
+    supervise(config, resume)
     summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text(encoding="utf-8"))
     return summary
 

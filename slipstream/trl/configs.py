@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from protocol.config import ConfigError
 from protocol.config.text import nearest
+from slipstream.script import without_frames
 from slipstream.trl.fields import DEFAULTS, FIELDS
 
 
@@ -17,6 +18,7 @@ class _Config:
     given: dict[str, Any]
     slipstream: dict[str, dict[str, Any]]
 
+    @without_frames
     def __init__(
         self, output_dir: Any = None, *, slipstream: dict[str, dict[str, Any]] | None = None, **fields: Any
     ) -> None:

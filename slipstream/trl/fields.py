@@ -162,7 +162,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
             'linear warm-up, then constant: `"constant_with_warmup"`; others: not yet',
         ),
         _only("lr_scheduler_kwargs", "GRAT", "not yet", "the rate is constant after the warm-up", None, {}),
-        _only("beta", "GR", "not yet", "0: " + _NO_REFERENCE + ", as by GRPOConfig's default; RLOOConfig's is 0.05", 0),
+        _only("beta", "GR", "not yet", _NO_REFERENCE + " here yet, so there is no KL term", 0.0),
         _only("num_iterations", "GR", "1, always", "each group trains once", 1),
         _set("epsilon", "GRA", "learner.clip_low"),
         _worked(
@@ -264,7 +264,12 @@ TABLES: dict[str, tuple[Field, ...]] = {
     ),
     "TrainingArguments that scripts often set": (
         _worked("output_dir", "T", "`run.dir`, `run.name`", "its parent and its last part"),
-        _worked("max_steps", "T", "`learner.steps`"),
+        _worked(
+            "max_steps",
+            "T",
+            "`learner.steps`",
+            '`learner.zero_variance = "keep"`: as in TRL, groups whose rewards are all equal count, without a gradient',
+        ),
         _worked("num_train_epochs", "T", "`learner.epochs`", "rows x epochs / `groups_per_step` steps"),
         _worked("per_device_train_batch_size", "T", "`learner.groups_per_step`", "see above"),
         _worked(

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from protocol.config import ConfigError
 from rollout_worker.task.task import Task
-from slipstream.script import loading_a_task, run
+from slipstream.script import loading_a_task, run, without_frames
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
 from slipstream.trl.translate import Translation, translate
 
@@ -47,6 +47,7 @@ class _Trainer:
         "weight_transfer": "weights are sent by weight_sync.transport; leave it out",
     }
 
+    @without_frames
     def __init__(
         self,
         model: Any,
@@ -99,6 +100,7 @@ class _Trainer:
             reward_weights=args.field("reward_weights"),
         )
 
+    @without_frames
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Run everything until the learner is done. `resume_from_checkpoint`: True goes on from the newest checkpoint.
 
@@ -130,6 +132,7 @@ class _Trainer:
         run = self._translated(None).sections["run"]
         return Path(run["dir"], run["name"])
 
+    @without_frames
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Copy the newest checkpoint's model to `output_dir`, by default the run's directory."""
         if loading_a_task() is not None:

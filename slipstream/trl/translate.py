@@ -100,6 +100,9 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
     sections["learner"]["groups_per_step"] = completions // size
     if size > _default(WorkerSection, "episodes"):
         sections["worker"]["episodes"] = size
+    # As in TRL, a group without variance has its place in the step: else steps would differ, and never end for a reward
+    # that is constant.
+    sections["learner"]["zero_variance"] = "keep"
     steps = _number(config, "max_steps")
     if steps > 0:
         sections["learner"]["steps"] = steps
@@ -209,7 +212,7 @@ def _differences(config: _Config, notes: list[str]) -> None:
 
 def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
     fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value is not None)
-    default = "" if given else " (TRL's default)"
+    default = "" if given else ", TRL's default,"
     why = f": {known.note}" if known.note else ""
     remedy = f"write {fine}" if fine else "leave it out"
     return f"{type(config).__name__}({known.name}={value!r}){default} is not supported{why}; {remedy}"

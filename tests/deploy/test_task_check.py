@@ -1,10 +1,15 @@
-"""Prompts that leave no room for an answer are told before the run starts."""
+"""What is wrong with a task is told before the run starts: prompts without room for an answer, servers that do not
+answer."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,8 @@ import pytest
 from deploy import task_check
 from protocol.config import ConfigError, load
 from rollout_worker.task.task import Task
+from tests.kit.fake_pooling import FakePooling
+from tests.kit.ports import free_port
 
 SHORT = [{"role": "user", "content": "Multiply 2 by 3."}]
 LONG = [{"role": "user", "content": "Multiply. " * 400}]
@@ -80,3 +87,68 @@ def test_an_mcp_server_that_does_not_start_is_told_with_what_it_wrote(run_file: 
 def test_text_prompts_and_mcp_servers_of_the_run_file_are_refused(run_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"task.mcp_servers = .*the prompts are text, and tools need a conversation"):
         check(run_file, task_of("Multiply."), "--task.mcp_servers", json.dumps([MCP_SERVER]))
+
+
+CLASSIFIER = "org/reward-model"
+
+
+@contextmanager
+def serving(server: FakePooling) -> Iterator[str]:
+    """Its URL, while it runs on a loop of its own: the check has one, too."""
+    url: list[str] = []
+    up, loop, over = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with server.serving() as at:
+            url.append(at)
+            up.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert up.wait(30)
+    try:
+        yield url[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
+
+
+def judged(run_file: Path, url: str, prompt: object = SHORT) -> None:
+    task = Task(dataset=[{"prompt": prompt}], rewards=[CLASSIFIER, reward])
+    check(run_file, task, "--task.reward_servers", f'{{"{CLASSIFIER}" = "{url}"}}')
+
+
+@pytest.mark.parametrize("prompt", [SHORT, "2 by 3"])
+def test_a_reward_server_scores_once_before_the_start(run_file: Path, prompt: object) -> None:
+    server = FakePooling(lambda asked: [0.5])
+    with serving(server) as url:
+        judged(run_file, url, prompt)
+    (body,) = server.requests
+    assert ("input" in body) == isinstance(prompt, str)
+
+
+def test_f19_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Path) -> None:
+    port = free_port()
+    says = rf"task.reward_servers = .*127.0.0.1:{port}.*: vllm serve {CLASSIFIER} --runner pooling --port {port}"
+    with pytest.raises(ConfigError, match=says):
+        judged(run_file, f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"generates": True}, "answers 404.*it is not a pooling server; start it with: vllm serve org/reward-model"),
+        ({"model": "org/another"}, "it serves 'org/another': name the reward as the server does, or start it with"),
+        ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 figures for a completion.*one label \(num_labels = 1\)"),
+    ],
+)
+def test_f19_a_reward_server_of_another_kind_is_told_before_the_start(
+    run_file: Path, change: dict[str, object], says: str
+) -> None:
+    server = FakePooling(lambda asked: [0.5])
+    for name, value in change.items():
+        setattr(server, name, value)
+    with serving(server) as url, pytest.raises(ConfigError, match=f"task.reward_servers = .*{url}.*{says}"):
+        judged(run_file, url)

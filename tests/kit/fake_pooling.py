@@ -1,4 +1,5 @@
-"""A fake of vLLM's pooling server: `POST /classify`, as vLLM 0.32 answers it, with failures that a test asks for."""
+"""A fake of vLLM's pooling server: `POST /classify` and `GET /v1/models`, as vLLM 0.32 answers them, with failures that
+a test asks for."""
 
 from __future__ import annotations
 
@@ -12,16 +13,23 @@ from aiohttp.test_utils import TestServer
 
 class FakePooling:
     """`score` gives the logits of one text, or of one conversation. `answers`: status codes of the next answers, before
-    it goes well; `raw`: a body to give in place of the right one. `requests` holds the bodies."""
+    it goes well; `raw`: a body to give in place of the right one; `generates`: it is a server of the other kind,
+    without the route. `requests` holds the bodies."""
 
     def __init__(self, score: Callable[[Any], list[float]], model: str = "org/reward-model") -> None:
         self.score = score
         self.model = model
         self.answers: list[int] = []
         self.raw: str | None = None
+        self.generates = False
         self.requests: list[dict[str, Any]] = []
 
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+
     async def _classify(self, request: web.Request) -> web.Response:
+        if self.generates:
+            return web.json_response({"detail": "Not Found"}, status=404)
         body = await request.json()
         self.requests.append(body)
         if self.answers and (status := self.answers.pop(0)) != 200:
@@ -43,7 +51,7 @@ class FakePooling:
     async def serving(self) -> AsyncIterator[str]:
         """Its URL, while it runs."""
         app = web.Application()
-        app.add_routes([web.post("/classify", self._classify)])
+        app.add_routes([web.post("/classify", self._classify), web.get("/v1/models", self._models)])
         async with TestServer(app) as server:
             yield str(server.make_url("")).rstrip("/")
 

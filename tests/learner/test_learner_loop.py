@@ -30,11 +30,11 @@ from learner.trainer import Trainer
 from protocol import fingerprint, reasons
 from protocol.client import QueueClient, Refused, Unreachable
 from protocol.config import ConfigError, RunConfig, to_toml
-from protocol.messages import Problem
+from protocol.messages import Group, Problem
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, status
-from tests.kit.messages import VOCABULARY
+from tests.kit.messages import VOCABULARY, group
 from tests.kit.model import save_tiny_model
 from weight_sync.probe import Probe
 from weight_sync.publisher import Publisher, PublishError, PublishRecord
@@ -160,6 +160,17 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
     metrics = lines(tmp_path / "test" / "metrics.jsonl")
     assert [line["rows"] for line in metrics] == [2, 2], "or sums over several rows are not tried"
     assert [line["anything"] for line in metrics] == [1.0] * 2
+
+
+def test_f14_steps_of_groups_without_variance_are_kept_and_change_no_weight(model_path: Path, tmp_path: Path) -> None:
+    def flat(n: int, version: int) -> list[Group]:
+        return [group(f"flat-{version}-{number}", [0.0, 0.0]) for number in range(n)]
+
+    publisher = train(config_for(model_path, tmp_path, zero_variance="keep", steps=3), FakeQueue(flat))
+    metrics = lines(tmp_path / "test" / "metrics.jsonl")
+    assert [(line["step"], line["loss"], line["grad_norm"]) for line in metrics] == [(n, 0.0, 0.0) for n in (1, 2, 3)]
+    first, *_, last = publisher.weights
+    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 def test_the_last_version_is_published_whatever_the_interval(model_path: Path, tmp_path: Path) -> None:

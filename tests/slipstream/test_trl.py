@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,9 @@ def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[s
         (AsyncGRPOConfig(), "queue", {"max_staleness": 4}),
         (AsyncGRPOConfig(queue_maxsize=100, max_inflight_tasks=64), "queue", {"capacity_groups": 13}),
         (AsyncGRPOConfig(queue_maxsize=100, max_inflight_tasks=64), "worker", {"episodes": 64}),
+        (GRPOConfig(max_steps=3), "learner", {"steps": 3, "zero_variance": "keep"}),
+        (AsyncGRPOConfig(), "learner", {"zero_variance": "keep"}),
+        (GRPOConfig(slipstream={"learner": {"zero_variance": "refill"}}), "learner", {"zero_variance": "refill"}),
         (GRPOConfig("a/b/mine"), "run", {"dir": "a/b", "name": "mine"}),
         (GRPOConfig(epsilon=0.1, epsilon_high=0.3), "learner", {"clip_low": 0.1, "clip_high": 0.3}),
         (GRPOConfig(max_steps=100, warmup_steps=0.1), "learner", {"steps": 100, "warmup_steps": 10}),
@@ -185,8 +189,12 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (RLOOConfig(), r"RLOOConfig\(beta=0\.05\) \(TRL's default\) is not supported: .*no reference model.* beta=0$"),
-        (GRPOConfig(beta=0.04), "GRPOConfig.beta=0.04. is not supported.*write beta=0$"),
+        (
+            RLOOConfig(),
+            r"^RLOOConfig\(beta=0\.05\), TRL's default, is not supported: there is no reference model here "
+            r"yet, so there is no KL term; write beta=0\.0$",
+        ),
+        (GRPOConfig(beta=0.04), r"^GRPOConfig.beta=0.04. is not supported: .*write beta=0\.0$"),
         (GRPOConfig(loss_type="dr_grpo"), "loss_type='dr_grpo'.*write loss_type='dapo'"),
         (GRPOConfig(scale_rewards=False), "scale_rewards=False.*write scale_rewards='group'"),
         (GRPOConfig(num_iterations=2), "num_iterations=2.*write num_iterations=1"),
@@ -224,6 +232,21 @@ def test_what_is_no_field_of_trl_s_is_refused(kind: type[_Config], field: str, s
         kind(**{field: 1})
     with pytest.raises(ConfigError, match=says):
         setattr(kind(), field, 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda: GRPOConfig(num_generation=8),
+        lambda: GRPOTrainer("org/model", accuracy, RLOOConfig(), ROWS),
+        lambda: RLOOTrainer("org/model", accuracy, RLOOConfig(), ROWS).train(),
+    ],
+)
+def test_f19_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        how()
+    frames = traceback.extract_tb(raised.tb)
+    assert [Path(frame.filename).name for frame in frames][-2:] == ["test_trl.py", "script.py"]
 
 
 def test_what_has_no_effect_is_said() -> None:

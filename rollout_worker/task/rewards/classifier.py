@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -21,10 +22,14 @@ from rollout_worker.chat.base import Message
 from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
 
 ROUTE = "/classify"
+MODELS_ROUTE = "/v1/models"
+# Of the question before a start; the first request of a server may have to compile.
+ASKED_WITHIN_S = 60.0
 # Of one group, at one time.
 REQUESTS = 16
 TEXTS = 32
 _MESSAGE_CHARACTERS = 500
+_MOST_NAMED = 8
 # Of aiohttp; the reward's own covers all of its requests.
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
@@ -44,6 +49,14 @@ class _Item(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     data: list[_Item]
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 class ClassifierReward:
@@ -66,6 +79,15 @@ class ClassifierReward:
     def check(self, row: Mapping[str, Any]) -> None:
         """It reads prompt and completion, whatever the columns are."""
 
+    async def ask(self, messages: bool, timeout_s: float = ASKED_WITHIN_S) -> None:
+        """Have a short text scored, or a short conversation, as the run will. Raises `ConfigError`."""
+        prompt: Any = [{"role": "user", "content": "2 by 3?"}] if messages else "2 by 3?"
+        completion: Any = [{"role": "assistant", "content": "6"}] if messages else " 6"
+        try:
+            await self.values(RewardBatch(prompt, [completion], [[]], {}), timeout_s)
+        except RewardError as error:
+            raise ConfigError(f'task.reward_servers = {{"{self._classifier}" = "{self._url}"}}: {error}') from None
+
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Raises `RewardError`; one that the server answers with a 4xx is not worth another try."""
         if not self._url:
@@ -79,10 +101,10 @@ class ClassifierReward:
             async with asyncio.timeout(timeout_s), aiohttp.ClientSession(timeout=_NO_TIMEOUT) as session:
                 logits = await self._ask_all(session, bodies)
         except TimeoutError:
-            text = f"{self.name}: no answer from {self._url} within {timeout_s:.3g} s"
+            text = f"{self.name}: no answer from {self._url} within {timeout_s:.3g} s; look at the server's log"
             raise RewardError(self.name, text, reasons.TIMEOUT, None) from None
         except (aiohttp.ClientError, OSError) as error:
-            text = f"{self.name}: {self._url}: {type(error).__name__}: {error}"
+            text = f"{self.name}: {self._url}: {type(error).__name__}: {error}; {self._start()}"
             raise RewardError(self.name, text, type(error).__name__, None, retryable=True) from error
         if len(logits) != len(batch.completions):
             text = f"{self.name}: {self._url} gave {len(logits)} figures for {len(batch.completions)} completions"
@@ -105,8 +127,27 @@ class ClassifierReward:
             if response.status != 200:
                 said = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
                 text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {said}"
+                if response.status == 404:
+                    text = f"{text}; {await self._why_not_found(session, said)}"
                 raise RewardError(self.name, text, f"HTTP {response.status}", None, retryable=response.status >= 500)
         return self._logits(answer)
+
+    async def _why_not_found(self, session: aiohttp.ClientSession, said: str) -> str:
+        """The remedy for a 404: vLLM gives it for a route that a server lacks, and for a model that it lacks."""
+        if "does not exist" not in said:
+            return f"it is not a pooling server; {self._start()}"
+        async with session.get(self._url + MODELS_ROUTE) as response:
+            answer = await response.read()
+        try:
+            served = [model.id for model in msgspec.json.decode(answer, type=_Models).data]
+        except (msgspec.DecodeError, RecursionError):
+            served = []
+        has = f"it serves {', '.join(map(repr, served[:_MOST_NAMED]))}: " if served else ""
+        return f"{has}name the reward as the server does, or {self._start()}"
+
+    def _start(self) -> str:
+        port = urlsplit(self._url).port
+        return f"start it with: vllm serve {self._classifier} --runner pooling" + (f" --port {port}" if port else "")
 
     def _logits(self, answer: bytes) -> list[float]:
         try:

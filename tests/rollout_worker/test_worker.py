@@ -311,7 +311,8 @@ async def test_a_group_of_which_too_few_are_left_gives_its_ticket_back():
     run = await roll(task(), server, config=run_config)
     failure = run.queue.failures["t0"]
     assert (failure.reason, failure.retryable) == ("missing_logprobs", True)
-    assert "3 of 4 episodes failed: no log-probs for" in failure.detail
+    assert "3 of 4 episodes failed: server vllm-0 at http" in failure.detail
+    assert "no log-probs for" in failure.detail
     assert run.queue.groups == []
     assert run.worker.counters.episodes_failed == 3
     assert idle(run.worker)

@@ -176,7 +176,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
     tokenizer, chat: digests of the vocabulary, and of the chat format with its template; rollout: settings that shape
     an episode, as text by name. Of a worker alone: rows of its data set and the digest of a sample of them, and the
-    digest of its task file and its tools' schemas, which may change.
+    digest of its task file and its tools' schemas, which may change; libraries: versions of those that write prompts,
+    which may differ.
     """
 
     release: str
@@ -186,6 +187,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     rows: int | None = None
     data: str | None = None
     task: str | None = None
+    libraries: dict[str, str] = {}
 
 
 class Trouble(msgspec.Struct, frozen=True):

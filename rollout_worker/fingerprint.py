@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Rows compared: the first, the last, and others spread between them; of a stream the first ones.
 _ROWS = 33
 _TIMEOUT_S = 60.0
+# A new version of one may write a prompt otherwise.
+_LIBRARIES = ("transformers", "renderers", "jinja2")
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
@@ -48,8 +51,12 @@ async def fingerprint_of(
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]
-        shared, rows=rows, data=data, task=_digest_of_task(config.task.file, tools)
+        shared, rows=rows, data=data, task=_digest_of_task(config.task.file, tools), libraries=_versions()
     )
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _LIBRARIES}
 
 
 def _as_is(value: int | None) -> int | None:

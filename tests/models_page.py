@@ -38,6 +38,8 @@ of tool calls.
   `rollout_worker.chat.base.ParsedTurn`, which tells content and reasoning apart too. It runs for each turn on the
   worker's event loop: keep it as short as a regular expression. What it raises becomes a malformed call.
 
+A relative path in `[chat]` starts at the run file's folder; on the command line, at the working directory.
+
 **Tools**: the prompt shows the schemas, a call that the format wrote (numbers, quotes, line breaks, values within
 values, other alphabets) is read back, and what is appended after a turn is what the whole conversation has there. A
 value that comes back as text counts if it reads as the one that was written, as the tools' schemas say what is

@@ -8,6 +8,8 @@ unseen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from protocol import fingerprint, reasons
@@ -72,16 +74,27 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
         task=before.task if before.task is not None else given.task,
     )
     decision = Decision(run=msgspec.structs.replace(run, data=named)) if named != before else Decision()
-    if given.task != named.task:
-        text = f"worker {worker_id} has another task file, or other tools, than the session's first worker: tools and "
-        return Admitted(decision, (f"{text}rewards may differ; restart the workers that have the old one",))
-    return Admitted(decision)
+    return Admitted(decision, tuple(_warnings(worker_id, named, given)))
 
 
 def give_back(ledger: Ledger, worker_id: str) -> Decision:
     """Supersede the tickets of a worker that was refused. Their rows are not to blame, so no attempt is counted."""
     held = [record for record in ledger.tickets(TicketState.ISSUED) if record.worker_id == worker_id]
     return Decision(tuple(record.to(TicketState.REISSUED, reason=reasons.FINGERPRINT) for record in held))
+
+
+def _warnings(worker_id: str, first: Fingerprint, given: Fingerprint) -> Iterator[str]:
+    """What differs from the session's first worker, although nothing says that it makes wrong data."""
+    if given.task != first.task:
+        text = f"worker {worker_id} has another task file, or other tools, than the session's first worker: tools and "
+        yield f"{text}rewards may differ; restart the workers that have the old one"
+    for name in sorted(first.libraries.keys() & given.libraries.keys()):
+        here, there = first.libraries[name], given.libraries[name]
+        if here != there:
+            yield (
+                f"worker {worker_id} has {name} {there}, the session's first worker {here}: prompts may be written "
+                f"otherwise; install one version everywhere"
+            )
 
 
 class Register:

@@ -143,6 +143,14 @@ async def test_a_changed_task_file_is_a_warning_and_a_notice() -> None:
         assert ["another task file" in notice.text for notice in (await client.status()).notices] == [True]
 
 
+def test_i10_another_version_of_what_writes_prompts_is_a_warning() -> None:
+    run = admit(RunState(session=1, declared=DECLARED), "first", other(libraries={"transformers": "5.1"})).decision.run
+    assert run is not None
+    (told,) = admit(run, "late", other(libraries={"transformers": "5.2", "renderers": "0.1"})).warnings
+    assert told.startswith("worker late has transformers 5.2, the session's first worker 5.1: ")
+    assert not admit(run, "older", GIVEN).warnings, "a worker of an earlier release names none"
+
+
 async def test_a_worker_of_before_the_session_is_compared_again() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         await beat(client, given=None)

@@ -35,6 +35,7 @@ async def test_the_learners_side_computes_the_same():
     learners = shared.of(config(WORKER), build_tokenizer())
     assert shared.difference(learners, ours) is None
     assert ours.rows == 100
+    assert set(ours.libraries) == {"transformers", "renderers", "jinja2"}
     assert ours.data is not None
 
 

@@ -24,8 +24,9 @@ _STDERR_LINES = 12
 
 
 def check(config: RunConfig, task: Task) -> None:
-    """Raises `ConfigError` if rows differ in their columns, if the first prompt becomes no tokens, if all that are
-    tried are too long, or if a server of tools or rewards does not do its work.
+    """Raises `ConfigError` if rows differ in their columns, if the first prompt becomes no tokens or is text that
+    `chat.system_prompt` does not reach, if all that are tried are too long, or if a server of tools or rewards does not
+    do its work.
 
     If some are too long, or cannot be read, that is told.
     """
@@ -42,6 +43,7 @@ def check(config: RunConfig, task: Task) -> None:
     asyncio.run(_ask_reward_servers(config, task))
     chat = build_chat_format(config, asyncio.run(_schemas(config, task)))
     first, *others = [row for number, row in rows.sample(SAMPLE) if number not in found.unusable]
+    _check_system_prompt(config, first)
     lengths = [_first(config, chat, first), *(length for row in others if (length := _tokens(chat, row)))]
     if unreadable := 1 + len(others) - len(lengths):
         _warn(f"{unreadable} of {1 + len(others)} prompts that were tried cannot be rendered, and will be dropped")
@@ -88,6 +90,15 @@ async def _schemas(config: RunConfig, task: Task) -> list[dict[str, Any]]:
             f"each prompt a list of messages: [{{'role': 'user', 'content': ...}}]"
         )
     return schemas
+
+
+def _check_system_prompt(config: RunConfig, row: Any) -> None:
+    if config.chat.system_prompt is not None and isinstance(row["prompt"], str):
+        raise ConfigError(
+            f"chat.system_prompt = {config.chat.system_prompt[:80]!r}: the prompts of {config.task.path} are text, and "
+            f"a system message stands in conversations alone; make each prompt a list of messages: "
+            f"[{{'role': 'user', 'content': ...}}], or leave out chat.system_prompt"
+        )
 
 
 def _tokens(chat: ChatFormat, row: Any) -> int | None:

@@ -66,7 +66,7 @@ class GroupRunner:
         outcomes = await self._run_episodes(row, prompt_ids, ticket.group_size, born)
         episodes = self._counted(outcomes)
         if self.keep_messages:
-            prompt = of_prompt(row.columns["prompt"])
+            prompt = of_prompt(self.chat.shown(row.columns["prompt"]))
             for episode in episodes:
                 episode.rollout.messages = transcript(prompt, episode.messages)
         rewarded = self._still_proven(await self._rewarded(ticket, row, episodes))

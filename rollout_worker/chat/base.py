@@ -87,6 +87,9 @@ class ChatFormat(Protocol):
 
         Used for an episode's first prompt, and for the whole conversation where `suffix_ids` gave None."""
 
+    def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
+        """The prompt as `prompt_ids` takes it, with what the run file puts before it: for a person to read."""
+
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> list[int] | None:

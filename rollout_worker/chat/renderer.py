@@ -71,6 +71,9 @@ class RendererFormat:
         render = partial(self._continued, messages) if continued else partial(self._render, messages, True)
         return await self._run(self._tools_size + _size(messages), render)
 
+    def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
+        return prompt
+
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         given = self._checked(messages)
         return await self._run(self._tools_size + _size(given), partial(self._render, given, generation_prompt))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn
@@ -31,7 +31,10 @@ class WithSystemPrompt:
         return self._chat.parses_by_user_code
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        return await self._chat.prompt_ids(prompt if isinstance(prompt, str) else self._whole(prompt))
+        return await self._chat.prompt_ids(self.shown(prompt))
+
+    def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
+        return self._chat.shown(prompt if isinstance(prompt, str) else self._whole(prompt))
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         return await self._chat.render_ids(self._whole(messages), generation_prompt)
@@ -45,5 +48,6 @@ class WithSystemPrompt:
         return self._chat.parse(prompt_ids, turn_ids)
 
     def _whole(self, messages: Sequence[Message]) -> Sequence[Message]:
-        has_one = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
+        first = messages[0] if messages else None
+        has_one = isinstance(first, Mapping) and first.get("role") in _SYSTEM_ROLES
         return messages if has_one else [self._message, *messages]

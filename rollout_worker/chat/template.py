@@ -114,6 +114,9 @@ class TemplateFormat:
             messages.pop()  # nothing to continue
         return await self.render_ids(messages, generation_prompt=True)
 
+    def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
+        return prompt
+
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         return await self._codec.encode(self._text(self._checked(messages), generation_prompt))
 

@@ -65,6 +65,15 @@ def test_some_that_do_not_fit_are_told(
     assert told in capsys.readouterr().err
 
 
+def test_a_system_prompt_beside_prompts_that_are_text_is_refused(run_file: Path) -> None:
+    """They would be used without it, and nothing would say so."""
+    told = r"chat.system_prompt = 'Be brief.': the prompts of .* are text.*make each prompt a list of messages"
+    with pytest.raises(ConfigError, match=told):
+        check(run_file, task_of("2 by 3 is"), "--chat.system_prompt", "Be brief.")
+    check(run_file, task_of("2 by 3 is"))
+    check(run_file, task_of(SHORT), "--chat.system_prompt", "Be brief.")
+
+
 MCP_SERVER = shlex.join(
     [sys.executable, str(Path(__file__).parents[1] / "kit" / "programs" / "mcp_program.py"), "stdio"]
 )

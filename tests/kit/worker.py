@@ -10,6 +10,7 @@ from typing import Any
 
 from protocol.config import RunConfig
 from protocol.messages import Rollout
+from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
@@ -92,11 +93,12 @@ async def roll(
     queue: StandInQueue | None = None,
     stop_when: Callable[[Worker], bool] | None = None,
     look_s: float = 0.25,
+    chat: Callable[[Sequence[dict[str, Any]]], ChatFormat] = chat_format,
     **options: Any,
 ) -> Run:
     """Run a worker until it is done with `tickets`, or is told to stop because `stop_when` holds of it.
 
-    `look_s` is user code's, `options` are the worker's.
+    `look_s` is user code's, `chat` makes the format for the tools, `options` are the worker's.
     """
     config = config or kit.config(kit.WORKER)
     async with AsyncExitStack() as stack:
@@ -106,7 +108,7 @@ async def roll(
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
         code = await stack.enter_async_context(UserCode(config.worker.user_threads, look_s=look_s))
         tools = await stack.enter_async_context(open_tools(config, the_task.tools, the_task.mcp_servers, code))
-        worker = Worker(config, the_task, queue, "w0", chat_format(tools.schemas), tools, client, code, **options)
+        worker = Worker(config, the_task, queue, "w0", chat(tools.schemas), tools, client, code, **options)
         stop = asyncio.Event()
         running = asyncio.create_task(worker.run(stop))
         if stop_when is not None:

@@ -9,6 +9,7 @@ from renderers.base import MODEL_RENDERER_MAP
 from protocol.config import ConfigError
 from rollout_worker import chat as chat_package
 from rollout_worker.chat import build_chat_format, renderer_choice
+from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.proof import Proof
 from rollout_worker.chat.renderer import RendererFormat
 from rollout_worker.chat.template import TemplateFormat
@@ -162,6 +163,10 @@ def test_a_system_prompt_stands_before_conversations_that_have_none_in_both_form
     assert ids(told, [other, USER]) == ids(bare, [other, USER])
     assert ids(told, "Once") == ids(bare, "Once")
     assert asyncio.run(told.render_ids([USER], True)) == ids(bare, [system, USER])
+    assert [told.shown(prompt) for prompt in ([USER], [other, USER], "Once")] == [[system, USER], [other, USER], "Once"]
+    assert [bare.shown(prompt) for prompt in ([USER], "Once")] == [[USER], "Once"]
+    with pytest.raises(PromptError, match="is no message"):
+        ids(told, ["Find it."])
     turn_ids = [*bare.tokenizer.encode("Yes.", add_special_tokens=False), bare.stop_token_ids[0]]
     answer = [{"role": "tool", "name": "multiply", "content": "6"}]
     before = ids(told, [USER])

@@ -8,6 +8,7 @@ import pytest
 
 from protocol.client import Refused, Unreachable
 from protocol.messages import Problem, Server, ServerState, TicketReply
+from rollout_worker.chat.system_prompt import WithSystemPrompt
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.task import Task
 from rollout_worker.worker import work
@@ -17,7 +18,7 @@ from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, save_model_folder
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
-from tests.kit.worker import TOKENIZER, accuracy, fake, multiply, roll, row, task, until
+from tests.kit.worker import TOKENIZER, accuracy, chat_format, fake, multiply, roll, row, task, until
 
 LONG = config(WORKER, rollout={"max_turn_tokens": 600, "max_episode_tokens": 2000}, vllm={"max_model_len": 4000})
 
@@ -97,6 +98,15 @@ async def test_the_conversation_is_kept_with_its_prompt():
     messages = json.loads(run.rollouts[0].messages.decode("utf-8"))
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert (messages[0]["content"], messages[-1]["content"]) == ("Multiply 12 by 34.", "408")
+
+
+async def test_f18_the_conversation_that_is_kept_begins_with_the_run_files_system_prompt():
+    """As the policy read it; the rewards get the row's own prompt."""
+    run = await roll(task(), fake(), chat=lambda tools: WithSystemPrompt(chat_format(tools), "Be brief."))
+    messages = json.loads(run.rollouts[0].messages.decode("utf-8"))
+    assert messages[0] == {"role": "system", "content": "Be brief."}
+    assert [message["role"] for message in messages[1:]] == ["user", "assistant", "tool", "assistant"]
+    assert "Be brief." in TOKENIZER.decode(run.rollouts[0].segments[0].token_ids)
 
 
 async def test_no_conversation_is_kept_where_none_is_wanted():

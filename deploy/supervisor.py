@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from protocol.config import ConfigError, RunConfig
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_EVERY_S = 0.25
+GIVEN_UP_EVERY_S = 1.0
 LAST_LINES = 20
 
 
@@ -194,6 +195,8 @@ class Keeper:
                 watching.cancel()
             self._terminal.down(name)
             self._terminal.pass_on()
+            if program.role == "worker" and code:
+                await self._while_given_up(http)
             # A worker ends with 0 when the run is finished; so may a tool that ends its process.
             goes_on = program.role == "worker" and code == 0 and await self._goes_on(http)
             match self._policy.ended(name, program.role, code, goes_on):
@@ -214,15 +217,27 @@ class Keeper:
                     await self._children.end([child])
                     await asyncio.sleep(pause_s)
 
+    async def _while_given_up(self, http: aiohttp.ClientSession) -> None:
+        """The learner ends by it too, and says why: once is enough. A late success takes the verdict back."""
+        while True:
+            if not (await self._told(routes.STATUS, http)).get("gave_up"):
+                return
+            await asyncio.sleep(GIVEN_UP_EVERY_S)
+
     async def _goes_on(self, http: aiohttp.ClientSession) -> bool:
         """Whether the queue says that the run is not finished."""
+        return (await self._told(routes.POLICY, http)).get("finished", True) is False
+
+    async def _told(self, route: str, http: aiohttp.ClientSession) -> Mapping[str, Any]:
+        """What the queue answers; nothing where it does not."""
         token = self._config.token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            async with http.get(self._config.queue.url + routes.POLICY, headers=headers) as response:
-                return response.status == 200 and not (await response.json(content_type=None))["finished"]
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError):
-            return False
+            async with http.get(self._config.queue.url + route, headers=headers) as response:
+                answer = await response.json(content_type=None) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return {}
+        return answer if isinstance(answer, Mapping) else {}
 
     def _start(self, program: Program) -> Child:
         try:

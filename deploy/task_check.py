@@ -38,6 +38,9 @@ def check(config: RunConfig, task: Task) -> None:
             f"{len(found.unusable)} of {found.looked_at} rows that were looked at cannot be used, and will be dropped; "
             f"row {number}: {why:.200}"
         )
+    for name, firsts in found.mixed.items():
+        each = ", ".join(f"{kind} in row {number}" for kind, number in firsts.items())
+        _warn(f"the column {name!r} is not of one kind: {each}; make it one, or a reward that compares it may fail")
     if rows.size is None and config.task.shuffle:
         _warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
     asyncio.run(_ask_reward_servers(config, task))

@@ -29,6 +29,18 @@ _DO_NOT_COUNT = frozenset(
     }
 )
 _KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the trouble that a reason belongs to, where it is called otherwise
+_OF_THE_TASK = frozenset({reasons.ROW, reasons.PROMPT, reasons.REWARD, reasons.NO_REWARD})
+_OF_A_SERVER = frozenset(
+    {
+        reasons.REQUEST_REJECTED,
+        reasons.UNREADABLE,
+        reasons.FINISH_REASON,
+        reasons.MISSING_LOGPROBS,
+        reasons.BAD_LOGPROBS,
+        reasons.MISSING_VERSIONS,
+        reasons.BAD_VERSIONS,
+    }
+)
 _MOST_TROUBLES = 64
 _TEXT = 500
 _REASON = 80
@@ -86,8 +98,12 @@ class Trial:
         share = "all" if times == count else f"{times} of them"
         code = reason.removeprefix(reasons.failed(""))
         detail = self._troubles.get(_KINDS.get(code, code)) or self._details[reason] or "no detail was given"
+        where = "in the run file"
+        if code in _OF_THE_TASK:
+            where = f"in the task {self._task} or the run file"
+        elif code in _OF_A_SERVER:
+            where = "at the vLLM server, or in the run file"
         return (
-            f"the first {count} groups failed, {share} for {shown}: {detail}. Mend it in the task {self._task} or the "
-            f"run file, then start again (rollout.give_up_after = {self._after} failed rows end a run in which no "
-            f"group has succeeded; 0: never)"
+            f"the first {count} groups failed, {share} for {shown}: {detail}. Mend it {where}, then start again "
+            f"(rollout.give_up_after = {self._after} failed rows end a run in which no group has succeeded; 0: never)"
         )

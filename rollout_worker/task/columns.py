@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +32,11 @@ _OTHER_FORMS = {
 @dataclass(frozen=True)
 class Findings:
     """What a look at the rows came to: how many were looked at, and those that will be dropped, by number, with the
-    reason."""
+    reason; mixed: columns with values of several kinds, and the first row of each kind, by column."""
 
     looked_at: int = 0
     unusable: dict[int, str] = field(default_factory=dict)
+    mixed: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def check_first(columns: Any, has_tools: bool) -> None:
@@ -120,6 +122,7 @@ def _look(rows: Rows, most: int) -> Findings:
     looked_at, unusable = 0, {}
     first: tuple[int, set[str]] | None = None
     kind = ""
+    kinds: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for number, columns in rows.sample(most):
         looked_at += 1
         if isinstance(columns, ConfigError):
@@ -145,4 +148,14 @@ def _look(rows: Rows, most: int) -> Findings:
                 f"Task(dataset=...): the prompt of row {number} is {its}, and those before it are {kind}; rewards get "
                 f"completions of the same kind: make all prompts {kind}, or all {its}"
             )
-    return Findings(looked_at, unusable)
+        for name, value in columns.items():
+            if name != "prompt" and value is not None:
+                kinds[str(name)].setdefault(_kind_of(value), number)
+    mixed = {name: firsts for name, firsts in kinds.items() if len(firsts) > 1}
+    return Findings(looked_at, unusable, mixed)
+
+
+def _kind_of(value: Any) -> str:
+    """In words; whole numbers and others are of one kind."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "a number" if number else "text" if isinstance(value, str) else type(value).__name__

@@ -28,6 +28,7 @@ _LOADERS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_KINDS = f"{', '.join(_LOADERS)}, each also with .gz"
 _OWN = "json"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w][\w.-]*)?")
 _MOST_NAMED = 8
@@ -51,6 +52,8 @@ def load(name: str, split: str | None, config: str | None, folder: Path | None) 
         remedy = "mend it, or say with dataset_config and dataset_split which part of it"
         if isinstance(error, ConnectionError):
             remedy = "give the path of a copy, or start where the hub can be reached"
+        if found is None and _looks_like_a_file(name):
+            remedy = f"{remedy}; or is it meant as a file? There is none of that name; the kinds are {_KINDS}"
         raise ConfigError(
             f"Task(dataset={name!r}) cannot be loaded: {type(error).__name__}: {first:.400}; {remedy}"
         ) from error
@@ -137,16 +140,18 @@ def _json_list(name: str, file: Path) -> list[Any] | None:
 
 def _loader(name: str, file: Path) -> str:
     if (loader := _LOADERS.get(_kind(file))) is None:
-        raise ConfigError(
-            f"Task(dataset={name!r}): {file} is of no kind that is known; the kinds are {', '.join(_LOADERS)}, each "
-            f"also with .gz"
-        )
+        raise ConfigError(f"Task(dataset={name!r}): {file} is of no kind that is known; the kinds are {_KINDS}")
     return loader
 
 
 def _kind(file: Path) -> str:
     """Its ending, without that of a compression."""
     return (Path(file.stem) if file.suffix == ".gz" else file).suffix.lower()
+
+
+def _looks_like_a_file(name: str) -> bool:
+    """Whether a name that may be one on the hub may be a file's as well."""
+    return ("/" not in name and "." in name) or re.search(r"\.[A-Za-z]\w{0,7}$", name) is not None
 
 
 def _refuse_a_path(name: str, places: list[Path]) -> None:

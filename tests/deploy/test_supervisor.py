@@ -391,3 +391,18 @@ def test_a_worker_that_ends_while_the_run_goes_on_is_started_again(stage: Stage)
     result = stage.run("--deploy.restart", "3")
     assert result.returncode == 0, result.stderr
     assert "worker-0 ended with code 0; starting it again in 1 s" in result.stderr
+
+
+def test_f19_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
+    """The learner says why, and that once."""
+    given_up = ANSWERING.replace(
+        "Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 16\\r\\n\\r\\n{\\"gave_up\\": \\"x\\"}'
+    )
+    (stage.folder / "given_up.py").write_text(given_up, encoding="utf-8")
+    stage.play(
+        queue=f"sleep 300 & {sys.executable} -I -S given_up.py {stage.ports['queue']}", vllm=stage.answers("vllm")
+    )
+    stage.play(worker="sleep 2; exit 1", learner="sleep 5; exit 1")
+    result = stage.run("--deploy.restart", "3")
+    assert result.returncode == 1
+    assert "starting it again" not in result.stderr

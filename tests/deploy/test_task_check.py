@@ -74,6 +74,17 @@ def test_a_system_prompt_beside_prompts_that_are_text_is_refused(run_file: Path)
     check(run_file, task_of(SHORT), "--chat.system_prompt", "Be brief.")
 
 
+def test_f19_a_column_of_two_kinds_is_told_with_a_row_of_each(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [6, 6.5, None, "six"]
+    rows = [{"prompt": SHORT, "answer": answer, "level": 1} for answer in answers]
+    check(run_file, Task(dataset=rows, rewards=[reward]))
+    told = "the column 'answer' is not of one kind: a number in row 0, text in row 3; make it one"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
 MCP_SERVER = shlex.join(
     [sys.executable, str(Path(__file__).parents[1] / "kit" / "programs" / "mcp_program.py"), "stdio"]
 )

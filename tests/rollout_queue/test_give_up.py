@@ -47,6 +47,21 @@ def test_a_workers_trouble_tells_more_than_the_tickets_reason() -> None:
     assert "accuracy: ValueError in task.py:12" in (judged.gave_up or "")
 
 
+@pytest.mark.parametrize(
+    ("reason", "where"),
+    [
+        (reasons.REWARD, "in the task"),
+        (reasons.ROW, "in the task"),
+        (reasons.BAD_LOGPROBS, "at the vLLM server"),
+        (reasons.INTERNAL, "in the run file"),
+    ],
+)
+def test_f19_the_task_is_blamed_only_for_what_is_its_own(reason: str, where: str) -> None:
+    judged = trial(1)
+    judged.failed(ticket(0), reasons.failed(reason), "why", [])
+    assert f"Mend it {where}" in (judged.gave_up or "")
+
+
 def test_one_success_is_enough() -> None:
     judged = trial(1)
     judged.succeeded()

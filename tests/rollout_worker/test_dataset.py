@@ -179,6 +179,19 @@ def test_a_hub_name_goes_to_the_library_with_config_and_split(monkeypatch: pytes
     ]
 
 
+@pytest.mark.parametrize(("name", "meant"), [("rows.xyz", True), ("org/rows.txt", True), ("org/set-v1.5", False)])
+def test_f19_a_name_that_may_be_a_file_s_is_told_as_both(
+    name: str, meant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*_: object, **__: object) -> None:
+        raise ConnectionError("no hub here")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ConfigError, match="cannot be loaded: ConnectionError") as raised:
+        rows_of(name)
+    assert ("meant as a file? There is none of that name; the kinds are .jsonl" in str(raised.value)) == meant
+
+
 def test_what_the_hub_answers_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Exception] = [
         ValueError("Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']"),

@@ -218,6 +218,7 @@ async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path)
     ("address", "message"),
     [
         ("http://127.0.0.1:9/mcp?key=secret", r"http://127.0.0.1:9/mcp cannot be reached.*start it"),
+        ("http://127.0.0.1:9", r"has no path, which usually is /mcp: write http://127.0.0.1:9/mcp, or start it$"),
         ("no-such-program --serve", "no program 'no-such-program'.*install it"),
         (command("print('hello', flush=True); import time; time.sleep(600)"), "did not answer within 1 s"),
         (command("raise SystemExit(3)"), "cannot be reached: .*look at what it wrote to stderr"),
@@ -229,6 +230,7 @@ async def test_a_server_that_gives_no_tools_is_refused_with_a_remedy(address, me
         async with mcp_tools([address], HERE, connect_timeout_s=1.0):
             pass
     assert "secret" not in str(caught.value)
+    assert ("stderr" in str(caught.value)) <= (not address.startswith("http"))
     for child in psutil.Process().children(recursive=True):
         assert "mcp_guard" not in " ".join(child.cmdline())
 

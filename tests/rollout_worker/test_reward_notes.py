@@ -88,6 +88,18 @@ async def test_i9_notes_that_cannot_be_sent_are_left_out_and_told():
     assert len(told) < 10
 
 
+@pytest.mark.parametrize("value", ["text", None, [1.0], 10**400], ids=["text", "None", "list", "huge"])
+async def test_i9_a_metric_that_is_no_number_is_left_out_and_told(value):
+    def noting(completions, log_metric, **kwargs):
+        log_metric("hits", value)
+        log_metric("fine", 1)
+        return [1.0, 0.0]
+
+    (first, _), (told,) = await scored(noting)
+    assert first.metrics == {"fine": 1.0}
+    assert told == f"noting: log_metric('hits', {repr(value)[:60]}): give a finite number below {LARGEST_FIGURE:g}"
+
+
 async def test_i9_a_lone_surrogate_and_a_long_text_are_made_to_fit():
     def noting(completions, log_metric, log_extra, **kwargs):
         log_metric("\ud800" + "n" * 1000, 1.0)

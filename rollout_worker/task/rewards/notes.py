@@ -22,6 +22,7 @@ MOST_COLUMNS = 16
 MOST_REASONS = 4
 NAME_CHARACTERS = 128
 TEXT_CHARACTERS = 2000
+_SHOWN_CHARACTERS = 60
 
 # Figures of this form are a worker's own counts of tools.
 _TAKEN = re.compile(r"tools/.+/(calls|failures)")
@@ -59,7 +60,11 @@ class Notes:
     def _functions(self) -> tuple[Callable[[str, Any], None], Callable[[str, Sequence[Any]], None]]:
         def log_metric(name: str, value: float) -> None:
             """Note a figure of this batch; it is averaged over the step."""
-            self._add_metric(_name(name), float(value))
+            try:
+                figure = float(value)
+            except (TypeError, ValueError, OverflowError):
+                figure = math.nan
+            self._add_metric(_name(name), figure, value)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             """Note something about each completion, for a reader."""
@@ -67,14 +72,15 @@ class Notes:
 
         return log_metric, log_extra
 
-    def _add_metric(self, name: str, value: float) -> None:
+    def _add_metric(self, name: str, value: float, given: object) -> None:
+        shown = _text(repr(given)[:_SHOWN_CHARACTERS])
         with self._lock:
             if not self._open:
                 return
             if _TAKEN.fullmatch(name):
                 self._leave_out(f"log_metric({name!r}, ...): that name is Slipstream's own; choose another")
             elif not abs(value) <= LARGEST_FIGURE:
-                self._leave_out(f"log_metric({name!r}, {value}): give a finite number below {LARGEST_FIGURE:g}")
+                self._leave_out(f"log_metric({name!r}, {shown}): give a finite number below {LARGEST_FIGURE:g}")
             elif name not in self._metrics and len(self._metrics) == MOST_METRICS:
                 self._leave_out(f"log_metric({name!r}, ...): {MOST_METRICS} metrics are the most")
             else:

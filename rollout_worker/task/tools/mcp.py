@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+from urllib.parse import urlsplit
 
 from protocol import reasons
 from protocol.config import ConfigError
@@ -183,7 +184,7 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
                 return schemas
         raise McpFailed(f"{server.shown}: its list of tools has more than {_MOST_PAGES} pages")
 
-    remedy = "start it, mend its address, or look at what it wrote to stderr"
+    remedy = _remedy(server)
     try:
         await server.connect()
         async with asyncio.timeout(timeout_s):
@@ -198,6 +199,15 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
     if not schemas:
         raise ConfigError(f"mcp_servers: {server.shown} has no tools that can be used; leave it out, or mend it")
     return schemas
+
+
+def _remedy(server: McpServer) -> str:
+    """Where a server gives no list. The stderr of one over HTTP is not here."""
+    if server.command:
+        return "mend its command line, or look at what it wrote to stderr"
+    if not urlsplit(server.shown).path.strip("/"):
+        return f"its address has no path, which usually is /mcp: write {server.shown.rstrip('/')}/mcp, or start it"
+    return "start it, or mend its address"
 
 
 def _text_of(result: CallToolResult) -> str:

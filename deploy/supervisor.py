@@ -26,7 +26,7 @@ from deploy.restart import WRONG_SETTING, Again, Done, Over, RestartPolicy
 from deploy.run_directory import check_unused, clear, held_alone, resolved, to_go_on, write_resolved
 from deploy.terminal import Terminal
 from deploy.vllm_server import with_cache_size
-from protocol import routes
+from protocol import reasons, routes
 from protocol.config import ConfigError, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -220,7 +220,7 @@ class Keeper:
     async def _while_given_up(self, http: aiohttp.ClientSession) -> None:
         """The learner ends by it too, and says why: once is enough. A late success takes the verdict back."""
         while True:
-            if not (await self._told(routes.STATUS, http)).get("gave_up"):
+            if not (await self._told(routes.STATUS, http)).get(reasons.GAVE_UP):
                 return
             await asyncio.sleep(GIVEN_UP_EVERY_S)
 

@@ -285,9 +285,6 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_that_i
     told = r"chat_template_kwargs: the template reads no variable 'mod', .*; it reads bos_token, mood: correct the name"
     with pytest.raises(ConfigError, match=told):
         loaded(tmp_path, template=str(file), chat_template_kwargs={"mod": "bright"})
-    for name in ("messages", "add_generation_prompt"):
-        with pytest.raises(ConfigError, match=f"{name} is not the run file's to set"):
-            loaded(tmp_path, chat_template_kwargs={name: []})
 
 
 def test_what_a_template_reads_is_told_of_each_that_trl_ships():

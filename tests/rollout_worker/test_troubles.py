@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 
 import pytest
 
@@ -183,7 +184,7 @@ class Broken(list):
         (
             [row(), {**row(), "prompt": [{"role": "user"}]}],
             "prompt",
-            "the prompt of row 1 cannot be rendered: Undefined",
+            "the prompt of row 1 cannot be rendered: message 0, of role 'user', has no content",
         ),
         ([row(), row(b=int("1" * 2000))], "prompt", "the prompt of row 1 has 2"),
     ],
@@ -217,7 +218,7 @@ async def test_an_episode_that_vllm_refuses_is_told():
     server = fake(faults=[Fault("status", status=400, times=None)])
     ((kind, text),) = await troubles_of(task(), server, tickets=3)
     assert kind == "episode"
-    assert text.startswith("an episode failed (rejected): HTTP 400")
+    assert re.match(r"an episode failed \(rejected\): server vllm-0 at http://\S+: HTTP 400", text)
 
 
 async def test_a_group_that_the_queue_refuses_is_told():

@@ -21,6 +21,7 @@ from learner.model import attention
 from learner.model.policy import Policy, Scoring
 from learner.trainer import Trainer
 from protocol.config import LearnerSection
+from tests.kit.learner import step_rollouts
 from tests.kit.model import tiny_model
 
 EPISODES = 128
@@ -33,15 +34,16 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=LearnerSection().token_budget)
     arguments = parser.parse_args()
 
-    trainer = Trainer(tiny_policy(), LearnerSection(learning_rate=4e-4))
+    trainer = Trainer(tiny_policy(), LearnerSection(learning_rate=4e-4), longest=160)
     samples = episodes(np.random.default_rng(0))
-    tokens = int(sum(sample.weights.sum() for sample in samples))
+    rollouts = step_rollouts(samples, group_size=8)
+    tokens = int(rollouts.tokens.sum())
 
     seconds, cpu_seconds = [], []
     for _ in range(arguments.steps + 1):
         started, cpu = time.perf_counter(), time.process_time()
         rows = pack(samples, arguments.token_budget)
-        trainer.step(rows, tokens)
+        trainer.step(rows, rollouts)
         seconds.append(time.perf_counter() - started)
         cpu_seconds.append(time.process_time() - cpu)
     step_s = statistics.median(seconds[1:])  # the first one warms up
@@ -82,7 +84,7 @@ def tiny_policy() -> Policy:
 def episodes(random: np.random.Generator) -> list[Sample]:
     """System, tools and user; a sampled call; the tool's result; a sampled answer."""
     samples = []
-    for _ in range(EPISODES):
+    for number in range(EPISODES):
         parts = [random.integers(99, 106), random.integers(27, 34), random.integers(17, 22), random.integers(9, 16)]
         sampled = np.repeat([False, True, False, True], parts)
         token_ids = random.integers(0, VOCABULARY, len(sampled)).astype(np.int32)
@@ -90,11 +92,11 @@ def episodes(random: np.random.Generator) -> list[Sample]:
         samples.append(
             Sample(
                 token_ids,
-                sampled,
                 behaviour,
                 weights=sampled.astype(np.float32),
                 staleness=np.zeros(len(sampled), dtype=np.int32),
-                advantage=float(random.standard_normal()),
+                rollout=number,
+                group=number // 8,
             )
         )
     return samples

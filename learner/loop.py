@@ -91,7 +91,8 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     set_seed(config.run.seed)
     path = str(checkpoint.model_path) if checkpoint else config.model.path
     scoring = Scoring(config.rollout.temperature, config.learner.logprob_chunk_tokens)
-    trainer = Trainer(load_policy(path, config.model, scoring), config.learner)
+    policy = load_policy(path, config.model, scoring)
+    trainer = Trainer(policy, config.learner, config.rollout.max_episode_tokens)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)
     return trainer
@@ -167,7 +168,7 @@ class Loop:
             except RunFinished:
                 return
             wait_s = time.perf_counter() - waiting
-            figures = self._trainer.step(batch.rows, batch.tally.tokens_trained)
+            figures = self._trainer.step(batch.rows, batch.rollouts)
             step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
             times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
             ended, cpu = ended + step_s, cpu + cpu_s

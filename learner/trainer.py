@@ -12,11 +12,12 @@ import torch
 from accelerate import Accelerator
 
 from learner import optimiser
-from learner.algorithm import objectives
-from learner.algorithm.objectives.base import Tokens
+from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
+from learner.passes import Known, Preparation, RolloutSums, survey
 from protocol.config import LearnerSection
 
 
@@ -28,9 +29,9 @@ class DivergedError(RuntimeError):
 class StepFigures:
     """What one optimiser step did, a part of the step's line in `metrics.jsonl`.
 
-    entropy: of the sampling distribution, mean over the tokens with weight, in nats; log_ratio_max: the farthest that a
+    entropy: of the sampling distribution, mean over the tokens that train, in nats; log_ratio_max: the farthest that a
     log-prob of theirs is from the sampler's; grad_norm: before it is clipped; train_s: seconds of the step; objective:
-    the objective's own figures; sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over
+    the algorithm's own figures; sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over
     `sampler_tokens_staleness_0` tokens, None where there are none.
     """
 
@@ -46,11 +47,12 @@ class StepFigures:
 
 
 class Trainer:
-    """Owns policy, optimiser and schedule; knows nothing of the queue or of versions."""
+    """Owns policy, optimiser and schedule; knows nothing of the queue or of versions. `longest`: the most tokens that a
+    rollout may sample."""
 
-    def __init__(self, policy: Policy, section: LearnerSection) -> None:
+    def __init__(self, policy: Policy, section: LearnerSection, longest: int) -> None:
         self.accelerator = Accelerator()
-        self.objective = objectives.build(section)
+        self.algorithm = Algorithm(section, longest)
         self._max_grad_norm = section.max_grad_norm
         adamw, self.schedule = optimiser.build(policy, section)
         self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
@@ -64,8 +66,8 @@ class Trainer:
     def device(self) -> torch.device:
         return torch.device(self.accelerator.device)
 
-    def step(self, rows: Sequence[PackedRow], tokens: int) -> StepFigures:
-        """Train on `rows`, of which `tokens` tokens have weight: the one normaliser of the step.
+    def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepFigures:
+        """Train on `rows`, which hold the tokens of `rollouts` that train.
 
         Raises `DivergedError` before any weight is touched.
         """
@@ -73,22 +75,23 @@ class Trainer:
         own: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         farthest = torch.zeros((), device=self.device)
-        for row in rows:
-            row = row.to(self.device)
+        rows = [row.to(self.device) for row in rows]
+        preparation = self._prepare(rows, rollouts)
+        for row, known in zip(rows, preparation.known, strict=True):
             scores: TokenScores = self._policy(row)
-            result = self.objective(Tokens(scores.logprobs, row.behaviour, row.advantages, row.weights, row.staleness))
-            row_loss = result.losses.sum() / tokens
+            result = self.algorithm(preparation.tokens(row, scores, known))
+            row_loss = result.losses.sum()
             self.accelerator.backward(row_loss)
-            weighted = row.weights > 0
             distance = scores.logprobs.detach() - row.behaviour
-            _add(own, {"loss": row_loss.detach(), "entropy": torch.where(weighted, scores.entropy, 0.0).sum()})
+            _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
             _add(own, _sampler_kl(distance, row.staleness))
             _add(sums, result.sums)
-            farthest = torch.maximum(farthest, torch.where(weighted, distance.abs(), 0.0).amax())
+            farthest = torch.maximum(farthest, distance.abs().amax())
 
+        tokens = int(rollouts.tokens.sum())
         grad_norm = float(self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(farthest)
-        objective = self.objective.figures({name: float(value) for name, value in sums.items()}, tokens)
+        objective = self.algorithm.figures({name: float(value) for name, value in sums.items()})
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **objective}
             raise DivergedError(_why_diverged(loss, grad_norm, shown))
@@ -108,6 +111,14 @@ class Trainer:
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
         )
+
+    def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> Preparation:
+        """Run the passes without a gradient that the algorithm needs."""
+        sums = RolloutSums(rows, len(rollouts))
+        known = [Known()] * len(rows)
+        if self.algorithm.by_rollout and sums.split:
+            known = survey(self._policy, rows)
+        return Preparation(self.algorithm, rollouts, sums, known, self.device)
 
     def state(self) -> dict[str, Any]:
         """Optimiser and schedule, as tensors and plain values."""

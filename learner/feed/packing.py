@@ -22,17 +22,16 @@ from learner.feed import trie
 class Sample:
     """One token sequence to train on.
 
-    token_ids: int32 [T]; sampled: bool [T]; behaviour: float32 [T], log-probs under the policy that sampled;
-    weights: float32 [T], loss weights, 0 for the first token and where not sampled; staleness: int32 [T], versions
-    between sampling and training; advantage: its rollout's; group: a number that samples with a common prompt share.
+    token_ids: int32 [T]; behaviour: float32 [T], log-probs under the policy that sampled; weights: float32 [T], 1 where
+    a token trains, 0 for the first one and where not sampled; staleness: int32 [T], versions between sampling and
+    training; rollout: the number of its rollout in the step; group: a number that samples with a common prompt share.
     """
 
     token_ids: npt.NDArray[np.int32]
-    sampled: npt.NDArray[np.bool_]
     behaviour: npt.NDArray[np.float32]
     weights: npt.NDArray[np.float32]
     staleness: npt.NDArray[np.int32]
-    advantage: float
+    rollout: int
     group: int = 0
 
     def __len__(self) -> int:
@@ -52,9 +51,8 @@ class PackedRow:
     input_ids, position_ids: int64 [1, T]; starts: n + 1 places, where each of the trie's nodes begins, and T; reach: n
     places, where what descends from each ends; longest: tokens of the longest sequence. positions, targets: int64 [U],
     the pairs to be scored, each once: index in the row of the token before, whose output predicts, and the id that is
-    predicted. For each of the N tokens with weight: scored, int64 [N], its pair; behaviour, advantages, weights,
-    float32 [N]; staleness, int32 [N]. order: the samples as their tokens stand among the N; raw_tokens: T, if nothing
-    were shared.
+    predicted. For each of the N tokens that train: scored, int64 [N], its pair; behaviour, float32 [N]; staleness,
+    int32 [N]; rollout, int64 [N], the number of its rollout in the step. raw_tokens: T, if nothing were shared.
     """
 
     input_ids: torch.Tensor
@@ -62,15 +60,13 @@ class PackedRow:
     starts: list[int]
     reach: list[int]
     longest: int
-    order: list[int]
     raw_tokens: int
     positions: torch.Tensor
     targets: torch.Tensor
     scored: torch.Tensor
     behaviour: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
     staleness: torch.Tensor
+    rollout: torch.Tensor
 
     @property
     def tokens(self) -> int:
@@ -136,28 +132,25 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         entries.append(
             (
                 sample.behaviour[trained],
-                np.full(len(trained), sample.advantage, dtype=np.float32),
-                sample.weights[trained],
                 sample.staleness[trained],
+                np.full(len(trained), sample.rollout, dtype=np.int64),
             )
         )
     pairs, scored = np.unique(np.concatenate(positions) << 32 | np.concatenate(targets), return_inverse=True)
-    behaviour, advantages, weights, staleness = (np.concatenate(column) for column in zip(*entries, strict=True))
+    behaviour, staleness, rollout = (np.concatenate(column) for column in zip(*entries, strict=True))
     return PackedRow(
         input_ids=torch.from_numpy(paths.token_ids)[None],
         position_ids=torch.from_numpy(paths.depths)[None],
         starts=paths.starts.tolist(),
         reach=paths.reach.tolist(),
         longest=int(paths.depths.max()) + 1,
-        order=paths.order,
         raw_tokens=sum(len(places) for places in paths.places),
         positions=torch.from_numpy(pairs >> 32),
         targets=torch.from_numpy(pairs & 0xFFFFFFFF),
         scored=torch.from_numpy(scored),
         behaviour=torch.from_numpy(behaviour),
-        advantages=torch.from_numpy(advantages),
-        weights=torch.from_numpy(weights),
         staleness=torch.from_numpy(staleness),
+        rollout=torch.from_numpy(rollout),
     )
 
 

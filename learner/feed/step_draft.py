@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.algorithm import advantages
+from learner.algorithm.rollouts import StepRollouts
 from learner.feed.age_mask import LossWeights, loss_weights
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.feed.rollout_choice import choose
 from learner.feed.rollout_metrics import RolloutMetrics
-from learner.feed.tally import JudgedGroup, Tally, rewards_of, tally
+from learner.feed.tally import JudgedGroup, Tally, rewards_of, step_rollouts, tally
 from learner.model.attention import NAME as VARLEN_SDPA
 from protocol import reasons
 from protocol.config import RunConfig
@@ -44,6 +45,7 @@ class Batch:
     lease_id: str
     ticket_ids: list[str]
     rows: list[PackedRow]
+    rollouts: StepRollouts
     tally: Tally
     samples: list[RolloutView] = field(default_factory=list)
 
@@ -52,7 +54,13 @@ class Batch:
 class _Standing:
     group: Group
     weights: LossWeights
-    advantages: npt.NDArray[np.float32]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """How many tokens of each rollout train, int64 [G]."""
+        of_segments = iter(self.weights.weights)
+        counts = [sum(int(np.count_nonzero(next(of_segments))) for _ in of.segments) for of in self.group.rollouts]
+        return np.array(counts, dtype=np.int64)
 
 
 class Draft:
@@ -101,7 +109,7 @@ class Draft:
                 self._metrics.add(group)
             self._judged[group.ticket_id] = JudgedGroup.of(group, item.version_at_arrival, self.version, reason)
             if reason is None:
-                self._standing[group.ticket_id] = _Standing(group, weights, self._advantage(rewards_of(group)))
+                self._standing[group.ticket_id] = _Standing(group, weights)
                 continue
             dropped[group.ticket_id] = reason
             if reason == reasons.ZERO_VARIANCE and len(self._flat) < self._samples_wanted:
@@ -117,11 +125,13 @@ class Draft:
     def finish(self) -> Batch:
         """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
-        samples = [s for number, standing in enumerate(self._standing.values()) for s in _sequences(standing, number)]
+        standing = list(self._standing.values())
+        rollouts = step_rollouts([of.group for of in standing], [of.tokens for of in standing])
+        samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
-        weights = [standing.weights for standing in self._standing.values()]
-        counts = tally(list(self._judged.values()), self._metrics, weights, rows, budget)
-        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, counts, self._samples())
+        counts = tally(list(self._judged.values()), self._metrics, [of.weights for of in standing], rows, budget)
+        shown = self._samples(self._advantage(rollouts))
+        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown)
 
     def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:
         if (reason := _not_finite(group)) is not None:
@@ -131,7 +141,7 @@ class Draft:
             return next(masked, reasons.NO_TOKENS)
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
             return reasons.SEGMENT_TOO_LONG
-        if self._config.learner.zero_variance != "keep" and np.ptp(rewards_of(group)) == 0:
+        if self._config.learner.zero_variance != "keep" and self._advantage.is_flat(rewards_of(group)):
             return reasons.ZERO_VARIANCE
         return None
 
@@ -141,16 +151,21 @@ class Draft:
         shown = learner.show_rollout_every > 0 and self.step % learner.show_rollout_every == 0
         return max(learner.sample_rollouts, int(shown))
 
-    def _samples(self) -> list[RolloutView]:
+    def _samples(self, advantages: npt.NDArray[np.float32]) -> list[RolloutView]:
         """Rollouts of all groups that train; where these are few, of groups without variance, too."""
         standing, count = list(self._standing.values()), self._samples_wanted
         flat = self._flat[: max(0, count - max(2, len(standing)))]
         places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
-        return [*(self._view(standing[place.group], place.rollout) for place in places), *flat]
+        firsts = np.cumsum([0, *(len(of.group.rollouts) for of in standing)])
+        views = []
+        for place in places:
+            advantage = float(advantages[firsts[place.group] + place.rollout])
+            views.append(self._view(standing[place.group].group, place.rollout, advantage))
+        return [*views, *flat]
 
-    def _view(self, standing: _Standing, number: int) -> RolloutView:
-        view = RolloutView.of(standing.group, number)
-        view.step, view.advantage = self.step, float(standing.advantages[number])
+    def _view(self, group: Group, number: int, advantage: float) -> RolloutView:
+        view = RolloutView.of(group, number)
+        view.step, view.advantage = self.step, advantage
         view.staleness = self.version - view.versions[0] if view.versions else None
         return view
 
@@ -174,13 +189,14 @@ def _trained_length(weights: npt.NDArray[np.float32]) -> int:
     return int(trained[-1]) + 1 if len(trained) else 0
 
 
-def _sequences(standing: _Standing, group: int) -> Iterator[Sample]:
-    segments = [
-        (segment, float(advantage))
-        for rollout, advantage in zip(standing.group.rollouts, standing.advantages, strict=True)
+def _sequences(standing: _Standing, group: int, rollouts: StepRollouts) -> Iterator[Sample]:
+    first = int(np.searchsorted(rollouts.groups, group))
+    numbered = [
+        (segment, first + place)
+        for place, rollout in enumerate(standing.group.rollouts)
         for segment in rollout.segments
     ]
     of = standing.weights
-    for (segment, advantage), weights, staleness in zip(segments, of.weights, of.staleness, strict=True):
+    for (segment, rollout), weights, staleness in zip(numbered, of.weights, of.staleness, strict=True):
         if weights.any():
-            yield Sample(segment.token_ids, segment.loss_mask, segment.logprobs, weights, staleness, advantage, group)
+            yield Sample(segment.token_ids, segment.logprobs, weights, staleness, rollout, group)

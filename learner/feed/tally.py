@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from learner.algorithm.rollouts import StepRollouts
 from learner.feed.age_mask import LossWeights
 from learner.feed.packing import PackedRow
 from learner.feed.rollout_metrics import RolloutMetrics
@@ -135,6 +136,13 @@ def tally(
 def rewards_of(group: Group) -> npt.NDArray[np.float64]:
     """float64 [G]"""
     return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+
+
+def step_rollouts(groups: Sequence[Group], tokens: Sequence[npt.NDArray[np.int64]]) -> StepRollouts:
+    """The rollouts of groups that stand, and how many tokens of each train."""
+    rewards = np.concatenate([rewards_of(group) for group in groups])
+    numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
+    return StepRollouts.of(rewards, numbers, np.concatenate(tokens))
 
 
 def _sums(counts: Iterable[tuple[str | None, int]]) -> dict[str, int]:

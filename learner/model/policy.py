@@ -40,7 +40,7 @@ class Policy(torch.nn.Module):
         self._scoring = scoring
 
     def forward(self, row: PackedRow) -> TokenScores:
-        """Log-probs and entropies at the sampler's temperature, each float32 [N], of the row's N tokens with weight."""
+        """Log-probs and entropies at the sampler's temperature, each float32 [N], of the row's N tokens that train."""
         hidden = self._hidden(row)[row.positions]
         scores = token_scores(self._lm_head(self._scoring.temperature), hidden, row.targets)
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored])
@@ -135,4 +135,4 @@ def _plain_row(token_ids: list[int]) -> PackedRow:
     ids = np.array(token_ids, dtype=np.int32)
     weights = np.ones(len(ids), dtype=np.float32)
     weights[0] = 0.0
-    return pack_row([Sample(ids, weights > 0, np.zeros_like(weights), weights, np.zeros_like(ids), 0.0)])
+    return pack_row([Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), rollout=0)])

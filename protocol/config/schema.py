@@ -27,9 +27,7 @@ from protocol.config.sections import (
 )
 
 # Settings of earlier releases that a run file may still hold, and what to write instead.
-REMOVED = {
-    ("learner", "correction"): "there is no choice of correction; leave it out",
-}
+REMOVED: dict[tuple[str, str], str] = {}
 # Values of earlier releases, likewise.
 REMOVED_VALUES = {
     ("learner", "objective", "grpo"): 'write advantage = "grpo" and objective = "ppo_clip", or leave it out',

@@ -8,8 +8,11 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.tokens import Tokens
 from learner.feed.packing import Sample
 from protocol import codec, reasons
 from protocol.client import Refused
@@ -18,18 +21,66 @@ from protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall,
 from tests.kit.messages import VOCABULARY, group
 
 
-def sample(length: int, prompt: int, seed: int) -> Sample:
-    """A sequence of `length` random tokens, sampled from `prompt` on."""
+def sample(length: int, prompt: int, seed: int, rollout: int = 0) -> Sample:
+    """A sequence of `length` random tokens, sampled from `prompt` on, of the rollout with this number."""
     random = np.random.default_rng(seed)
     sampled = np.arange(length) >= prompt
     return Sample(
         token_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
-        sampled=sampled,
         behaviour=np.where(sampled, random.normal(-4.2, 0.3, length), 0).astype(np.float32),
         weights=(sampled & (np.arange(length) > 0) & (random.random(length) < 0.9)).astype(np.float32),
         staleness=random.integers(0, 3, length).astype(np.int32),
-        advantage=float(random.normal()),
+        rollout=rollout,
     )
+
+
+def step_rollouts(samples: Sequence[Sample], group_size: int = 2) -> StepRollouts:
+    """The rollouts of samples, with random rewards: numbers up to the highest, `group_size` to a group."""
+    count = 1 + max(item.rollout for item in samples)
+    tokens = np.zeros(count, dtype=np.int64)
+    for item in samples:
+        tokens[item.rollout] += np.count_nonzero(item.weights)
+    return StepRollouts.of(np.random.default_rng(count).normal(size=count), np.arange(count) // group_size, tokens)
+
+
+def tokens(
+    ratios: npt.ArrayLike, advantages: npt.ArrayLike, weights: npt.ArrayLike | None = None, **changes: Any
+) -> Tokens:
+    """Tokens of the given ratios p / p_behaviour, each [N]; the sampler gave each a log-prob of -2.
+
+    All are of one rollout, unless `changes` has fields of `Tokens` that say otherwise; sums over rollouts follow.
+    """
+    log_ratios = torch.from_numpy(np.log(np.asarray(ratios, dtype=np.float32)))
+    size = len(log_ratios)
+    behaviour = changes.pop("behaviour", torch.full((size,), -2.0))
+    logprobs = changes.pop("logprobs", behaviour + log_ratios).detach().requires_grad_()
+    one = np.ones(size) if weights is None else weights
+    rollout = changes.pop("rollout", torch.zeros(size, dtype=torch.int64))
+    given = {"behaviour": behaviour, "old": behaviour, "proximal": logprobs.detach(), "rollout": rollout, **changes}
+
+    def of_rollouts(values: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(int(rollout.max()) + 1)
+        return sums.index_add_(0, rollout, values.float())[rollout]
+
+    sums = {
+        "lengths": of_rollouts(torch.ones(size)),
+        "drift": of_rollouts(logprobs.detach() - behaviour),
+        "old_drift": of_rollouts(given["old"] - behaviour),
+        "proximal_drift": of_rollouts(given["proximal"] - behaviour),
+    }
+    return Tokens(
+        logprobs=logprobs,
+        advantages=torch.from_numpy(np.asarray(advantages, dtype=np.float32)),
+        weights=torch.from_numpy(np.asarray(one, dtype=np.float32)),
+        **{"entropy": torch.ones(size), "staleness": torch.zeros(size, dtype=torch.int32), **sums, **given},
+    )
+
+
+def joined(first: Tokens, second: Tokens) -> Tokens:
+    """The tokens of two rows in one; the rollouts of the second get numbers of their own."""
+    apart = second.but(rollout=second.rollout + first.rollout.max() + 1)
+    pairs = zip(vars(first).items(), vars(apart).values(), strict=True)
+    return Tokens(**{name: a if a is None or b is None else torch.cat([a, b]) for (name, a), b in pairs})
 
 
 class FakeQueue:

@@ -25,7 +25,7 @@ def row_of(*sequences: list[int]) -> PackedRow:
         ids = np.array([*tokens, 0], dtype=np.int32)
         weights = np.zeros(len(ids), dtype=np.float32)
         weights[-1] = 1.0
-        samples.append(Sample(ids, weights > 0, weights, weights, np.zeros_like(ids), 1.0))
+        samples.append(Sample(ids, weights, weights, np.zeros_like(ids), 0))
     return pack_row(samples)
 
 
@@ -64,11 +64,11 @@ def test_a_cpu_takes_the_trie_and_other_devices_its_paths() -> None:
 
 
 def test_model_output_equals_eager_attention(make_policy: Callable[..., Policy]) -> None:
-    samples = [sample(length, 1, seed) for seed, length in enumerate([17, 16, 9, 2])]
+    samples = [sample(length, 1, seed, rollout=seed) for seed, length in enumerate([17, 16, 9, 2])]
     row = pack_row(samples)
     packed = make_policy()(row).logprobs
     eager = make_policy("eager")
-    apart = torch.cat([eager(pack_row([samples[i]])).logprobs for i in row.order])
+    apart = torch.cat([eager(pack_row([samples[i]])).logprobs for i in row.rollout.unique_consecutive()])
     torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-5)
 
 

@@ -12,21 +12,22 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from learner import checkpoint
+from learner.algorithm.rollouts import StepRollouts
 from learner.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
 from learner.trainer import DivergedError, Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
-from tests.kit.learner import sample
+from tests.kit.learner import sample, step_rollouts
 
 SECTION = LearnerSection(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
 
 
 def _train(trainer: Trainer, steps: range) -> None:
     for step in steps:
-        samples = [sample(12, 3, 10 * step + i) for i in range(4)]
-        trainer.step(pack(samples, 32), int(sum(item.weights.sum() for item in samples)))
+        samples = [sample(12, 3, 10 * step + i, rollout=i) for i in range(4)]
+        trainer.step(pack(samples, 32), step_rollouts(samples))
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -36,9 +37,9 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    whole = Trainer(make_policy(), SECTION)
+    whole = Trainer(make_policy(), SECTION, 64)
     _train(whole, range(4))
-    half = Trainer(make_policy(), SECTION)
+    half = Trainer(make_policy(), SECTION, 64)
     _train(half, range(2))
     checkpoint.save(tmp_path, CheckpointInfo(2, 2), half, Sources(ModelSection(path=str(model_path))), keep=2)
 
@@ -46,7 +47,7 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     assert found is not None
     assert found.info == CheckpointInfo(2, 2)
     path = str(found.model_path)
-    resumed = Trainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), SECTION)
+    resumed = Trainer(load_policy(path, ModelSection(path=path), Scoring(1.0, 16)), SECTION, 64)
     checkpoint.restore(found, resumed)
     _train(resumed, range(2, 4))
     expected = _weights(whole)
@@ -58,7 +59,7 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.random()), float(torch.rand(()))
 
-    trainer = Trainer(make_policy(), SECTION)
+    trainer = Trainer(make_policy(), SECTION, 64)
     saved = checkpoint.save(
         tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
     )
@@ -70,7 +71,7 @@ def test_random_states_come_back(make_policy: Callable[..., Policy], model_path:
 def test_only_complete_checkpoints_count_and_only_the_newest_are_kept(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SECTION)
+    trainer = Trainer(make_policy(), SECTION, 64)
     assert checkpoint.latest(tmp_path) is None
     for step in (1, 2, 3):
         checkpoint.save(
@@ -90,7 +91,7 @@ def test_a_checkpoint_s_model_folder_can_be_served(
     saved = checkpoint.save(
         tmp_path,
         CheckpointInfo(1, 1),
-        Trainer(make_policy(), SECTION),
+        Trainer(make_policy(), SECTION, 64),
         Sources(ModelSection(path=str(model_path))),
         keep=1,
     )
@@ -101,7 +102,7 @@ def test_a_checkpoint_s_model_folder_can_be_served(
 def test_i8_nothing_in_it_needs_unpickling(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SECTION)
+    trainer = Trainer(make_policy(), SECTION, 64)
     _train(trainer, range(1))
     saved = checkpoint.save(
         tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
@@ -110,14 +111,14 @@ def test_i8_nothing_in_it_needs_unpickling(
 
 
 def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[..., Policy]) -> None:
-    trainer = Trainer(make_policy(), SECTION)
+    trainer = Trainer(make_policy(), SECTION, 64)
     before = _weights(trainer)
     rows = pack([sample(12, 3, 0)], 32)
-    rows[0].advantages.fill_(float("inf"))
+    endless = StepRollouts.of(np.array([np.inf, 0.0]), np.zeros(2, dtype=np.int64), np.array([9, 0]))
     with pytest.raises(
         DivergedError, match=r"loss is -?(nan|inf).*log_ratio_max \d.*kl \d.*lower learner.learning_rate"
     ):
-        trainer.step(rows, 9)
+        trainer.step(rows, endless)
     for name, weight in _weights(trainer).items():
         assert torch.equal(weight, before[name])
 
@@ -129,20 +130,20 @@ def test_a_policy_whose_log_probs_are_not_finite_is_told_from_one_that_went_too_
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(DivergedError, match=r"log_ratio_max nan.*own log-probs are not finite: set model.dtype"):
-        Trainer(policy, SECTION).step(pack([sample(12, 3, 0)], 32), 9)
+        Trainer(policy, SECTION, 64).step(pack([sample(12, 3, 0)], 32), step_rollouts([sample(12, 3, 0)]))
 
 
 def test_warm_up_is_linear_then_constant(make_policy: Callable[..., Policy]) -> None:
-    trainer = Trainer(make_policy(), SECTION)
+    trainer = Trainer(make_policy(), SECTION, 64)
     samples = [sample(12, 3, 0)]
-    rates = [trainer.step(pack(samples, 32), 9).learning_rate for _ in range(5)]
+    rates = [trainer.step(pack(samples, 32), step_rollouts(samples)).learning_rate for _ in range(5)]
     assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
 
 
 def test_a_checkpoint_of_the_release_before_loads_and_keeps_its_settings_from_now_on(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_policy(), SECTION)
+    trainer = Trainer(make_policy(), SECTION, 64)
     saved = checkpoint.save(
         tmp_path, CheckpointInfo(1, 3), trainer, Sources(ModelSection(path=str(model_path))), keep=1
     )
@@ -165,14 +166,14 @@ def test_a_checkpoint_of_the_release_before_loads_and_keeps_its_settings_from_no
 def test_a_resumed_optimiser_has_the_run_file_s_settings(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    before = Trainer(make_policy(), SECTION)
+    before = Trainer(make_policy(), SECTION, 64)
     _train(before, range(2))
     saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, Sources(ModelSection(path=str(model_path))), keep=1)
     changed = LearnerSection(learning_rate=4e-3, warmup_steps=5, weight_decay=0.2, betas=(0.8, 0.9))
-    resumed = Trainer(make_policy(), changed)
+    resumed = Trainer(make_policy(), changed, 64)
     checkpoint.restore(saved, resumed)
     samples = [sample(12, 3, 0)]
-    rates = [resumed.step(pack(samples, 32), 9).learning_rate for _ in range(4)]
+    rates = [resumed.step(pack(samples, 32), step_rollouts(samples)).learning_rate for _ in range(4)]
     assert rates == pytest.approx([4e-3 * 3 / 5, 4e-3 * 4 / 5, 4e-3, 4e-3])
     matrices, vectors = resumed.optimiser.param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
@@ -189,7 +190,7 @@ def test_a_checkpoint_holds_the_tokenizer_and_the_template_that_the_run_used(
     (other / "generation_config.json").write_text('{"top_k": 7}', encoding="utf-8")
     (template := tmp_path / "mine.jinja").write_text("a template of the run's", encoding="utf-8")
     model = ModelSection(path=str(model_path), tokenizer=str(other))
-    trainer = Trainer(make_policy(), SECTION)
+    trainer = Trainer(make_policy(), SECTION, 64)
     for chosen, text in ((None, "a template of the tokenizer's"), (template, "a template of the run's")):
         sources = Sources(model, chosen)
         saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, sources, keep=1).model_path
@@ -242,7 +243,7 @@ def test_a_model_with_code_of_its_own_is_resumed_from_its_checkpoint(model_path:
     ):
         load_policy(str(folder), ModelSection(path=str(folder)), Scoring(1.0, 16))
     model = ModelSection(path=str(folder), trust_remote_code=True)
-    trainer = Trainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION)
+    trainer = Trainer(load_policy(str(folder), model, Scoring(1.0, 16)), SECTION, 64)
     assert type(trainer.policy.model).__name__ == "Own"
     saved = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, Sources(model), keep=1)
     shutil.rmtree(folder)

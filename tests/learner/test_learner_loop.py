@@ -19,7 +19,8 @@ from rich.console import Console
 
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
+from learner.algorithm.objectives.base import Objective, TokenLosses
+from learner.algorithm.tokens import Tokens
 from learner.blocking_client import BlockingQueueClient
 from learner.loop import Loop, build_trainer, run
 from learner.report import sampler_kl
@@ -149,7 +150,9 @@ class MadeUp(Objective):
     """Gives a sum that nothing else has heard of."""
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
-        return TokenLosses(-tokens.logprobs * tokens.advantages * tokens.weights, {"anything": tokens.weights.sum()})
+        return TokenLosses(
+            -tokens.logprobs * tokens.advantages * tokens.weights, {"anything": (tokens.weights > 0).sum()}
+        )
 
 
 def test_an_objective_s_sums_reach_the_metrics_under_their_names(

@@ -8,12 +8,13 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from numpy.typing import ArrayLike
 
 from learner.algorithm import objectives
 from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.objectives.base import Objective, Tokens
+from learner.algorithm.objectives.base import Objective
+from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
+from tests.kit.learner import joined, tokens
 
 
 @pytest.fixture(params=OBJECTIVES)
@@ -21,27 +22,10 @@ def objective(request: pytest.FixtureRequest) -> Objective:
     return objectives.build(LearnerSection(objective=request.param))
 
 
-def tokens(ratios: ArrayLike, advantages: ArrayLike, weights: ArrayLike) -> Tokens:
-    """Tokens of the given ratios p / p_behaviour, each [N]; the sampler gave each a log-prob of -2."""
-    log_ratios, *given = (
-        torch.from_numpy(np.asarray(value, dtype=np.float32)) for value in (np.log(ratios), advantages, weights)
-    )
-    behaviour = torch.full_like(log_ratios, -2.0)
-    return Tokens((behaviour + log_ratios).requires_grad_(), behaviour, *given, staleness=fresh(len(log_ratios)))
-
-
-def fresh(count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32)
-
-
 def some_tokens(seed: int, count: int = 40) -> Tokens:
     """A row as training meets it: ratios near 1 and far from it, a quarter of the tokens without weight."""
     random = np.random.default_rng(seed)
     return tokens(np.exp(random.normal(0, 0.5, count)), random.normal(size=count), random.random(count) < 0.75)
-
-
-def joined(first: Tokens, second: Tokens) -> Tokens:
-    return Tokens(*(torch.cat([a, b]) for a, b in zip(vars(first).values(), vars(second).values(), strict=True)))
 
 
 def test_the_run_file_offers_every_variant() -> None:
@@ -61,14 +45,15 @@ def test_a_token_without_weight_has_no_loss_no_gradient_and_no_part_in_the_sums(
     objective: Objective, log_ratio: float, advantage: float
 ) -> None:
     """However wild its ratio: 0 * inf would be NaN."""
-    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    behaviour, advantages = torch.tensor([-1.0, -1.0 - log_ratio]), torch.tensor([1.0, advantage])
-    result = objective(Tokens(logprobs, behaviour, advantages, torch.tensor([1.0, 0.0]), fresh(2)))
+    behaviour = torch.tensor([-1.0, -1.0 - log_ratio])
+    apart = torch.arange(2)
+    both = tokens([1, 1], [1.0, advantage], [1.0, 0.0], behaviour=behaviour, logprobs=-torch.ones(2), rollout=apart)
+    result = objective(both)
     result.losses.sum().backward()
     assert result.losses[1] == 0
-    assert logprobs.grad is not None
-    assert logprobs.grad[1] == 0
-    alone = objective(Tokens(logprobs[:1], behaviour[:1], advantages[:1], torch.ones(1), fresh(1)))
+    assert both.logprobs.grad is not None
+    assert both.logprobs.grad[1] == 0
+    alone = objective(tokens([1], [1.0], behaviour=-torch.ones(1), logprobs=-torch.ones(1)))
     assert {name: float(value) for name, value in result.sums.items()} == {
         name: float(value) for name, value in alone.sums.items()
     }
@@ -77,12 +62,11 @@ def test_a_token_without_weight_has_no_loss_no_gradient_and_no_part_in_the_sums(
 @pytest.mark.parametrize("log_ratio", [-1e9, -100.0, 100.0, 1e9])
 @pytest.mark.parametrize("advantage", [-2.0, 2.0])
 def test_a_wild_ratio_with_weight_stays_finite(objective: Objective, log_ratio: float, advantage: float) -> None:
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    behaviour, advantages = torch.tensor([-1.0 - log_ratio]), torch.tensor([advantage])
-    result = objective(Tokens(logprobs, behaviour, advantages, torch.ones(1), fresh(1)))
+    row = tokens([1], [advantage], behaviour=torch.tensor([-1.0 - log_ratio]), logprobs=-torch.ones(1))
+    result = objective(row)
     result.losses.sum().backward()
-    assert logprobs.grad is not None
-    assert torch.isfinite(torch.stack([result.losses[0], logprobs.grad[0]])).all()
+    assert row.logprobs.grad is not None
+    assert torch.isfinite(torch.stack([result.losses[0], row.logprobs.grad[0]])).all()
     assert all(torch.isfinite(value) for value in result.sums.values())
 
 

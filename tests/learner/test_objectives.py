@@ -3,20 +3,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from learner.algorithm import objectives
-from learner.algorithm.objectives.base import Tokens
 from protocol.config import LearnerSection
+from tests.kit.learner import tokens
 
 OBJECTIVE = objectives.build(LearnerSection(objective="ppo_clip", clip_low=0.2, clip_high=0.28))
-
-
-def _tokens(ratio: list[float], advantage: list[float], weight: list[float]) -> Tokens:
-    behaviour = torch.full((len(ratio),), -1.0)
-    logprobs = (behaviour + torch.tensor(ratio).log()).requires_grad_()
-    staleness = torch.zeros(len(ratio), dtype=torch.int32)
-    return Tokens(logprobs, behaviour, torch.tensor(advantage), torch.tensor(weight), staleness)
 
 
 @pytest.mark.parametrize(
@@ -33,16 +25,16 @@ def _tokens(ratio: list[float], advantage: list[float], weight: list[float]) -> 
     ],
 )
 def test_ppo_clips_only_what_would_go_further(ratio: float, advantage: float, loss: float, slope: float) -> None:
-    tokens = _tokens([ratio], [advantage], [1.0])
-    result = OBJECTIVE(tokens)
+    given = tokens([ratio], [advantage])
+    result = OBJECTIVE(given)
     assert result.losses.item() == pytest.approx(loss, abs=1e-5)
     result.losses.sum().backward()
-    assert tokens.logprobs.grad is not None
-    assert tokens.logprobs.grad.item() == pytest.approx(slope, abs=1e-5)
+    assert given.logprobs.grad is not None
+    assert given.logprobs.grad.item() == pytest.approx(slope, abs=1e-5)
 
 
 def test_sums_are_over_tokens_with_weight() -> None:
-    sums = OBJECTIVE(_tokens([1.5, 0.5, 1.5, 9.0], [1.0, -1.0, -1.0, 1.0], [1.0, 1.0, 1.0, 0.0])).sums
+    sums = OBJECTIVE(tokens([1.5, 0.5, 1.5, 9.0], [1.0, -1.0, -1.0, 1.0], [1.0, 1.0, 1.0, 0.0])).sums
     assert float(sums["ratio"]) == pytest.approx(3.5)
     assert float(sums["ratio_squared"]) == pytest.approx(1.5**2 + 0.5**2 + 1.5**2)
     assert (int(sums["clip_ratio/low_mean"]), int(sums["clip_ratio/high_mean"])) == (1, 1)

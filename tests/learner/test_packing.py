@@ -10,15 +10,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import objectives
-from learner.algorithm.objectives.base import Tokens
+from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow, Sample, assign, pack, pack_row
+from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
+from learner.passes import Known, Preparation, RolloutSums
 from protocol.config import LearnerSection
-from tests.kit.learner import gradients, sample
+from tests.kit.learner import gradients, sample, step_rollouts
 
 LENGTHS = st.lists(st.integers(2, 24), min_size=1, max_size=8)
-OBJECTIVE = objectives.build(LearnerSection())
+ALGORITHM = Algorithm(LearnerSection(), longest=64)
 
 
 class Policies(NamedTuple):
@@ -54,22 +56,22 @@ def test_a_sequence_beyond_the_budget_is_an_error_that_names_it() -> None:
 
 
 def test_a_row_points_at_the_token_before_each_one_with_weight() -> None:
-    first, second = _sample([1, 2, 3, 4], [0, 0, 1, 1]), _sample([1, 2, 5], [0, 1, 1])
+    first, second = _sample([1, 2, 3, 4], [0, 0, 1, 1], 0), _sample([1, 2, 5], [0, 1, 1], 1)
     row = pack_row([second, first])
     assert row.input_ids.tolist() == [[1, 2, 3]]
     assert row.position_ids.tolist() == [[0, 1, 2]]
-    assert row.order == [1, 0] or row.order == [0, 1]
+    assert row.rollout.tolist() in ([0, 0, 1, 1], [1, 1, 0, 0])
     pairs = [(int(row.positions[place]), int(row.targets[place])) for place in row.scored]
     of_first, of_second = [(1, 3), (2, 4)], [(0, 2), (1, 5)]
-    assert pairs == (of_second + of_first if row.order == [0, 1] else of_first + of_second)
+    assert pairs == (of_first + of_second if row.rollout[0] == 0 else of_second + of_first)
     assert (row.longest, row.raw_tokens) == (3, 5)
 
 
 def test_a_pair_that_samples_share_is_scored_once() -> None:
-    row = pack_row([_sample([1, 2, 3], [0, 1, 1], 1.0), _sample([1, 2, 3], [0, 1, 1], -1.0)])
+    row = pack_row([_sample([1, 2, 3], [0, 1, 1], 0), _sample([1, 2, 3], [0, 1, 1], 1)])
     assert len(row.targets) == 2
     assert sorted(row.scored.tolist()) == [0, 0, 1, 1]
-    assert sorted(row.advantages.tolist()) == [-1, -1, 1, 1]
+    assert sorted(row.rollout.tolist()) == [0, 0, 1, 1]
 
 
 def test_what_follows_the_last_token_with_weight_is_not_computed() -> None:
@@ -81,7 +83,7 @@ def test_a_group_stands_in_one_row_and_one_above_the_budget_is_cut() -> None:
     (row,) = pack(group, 12)
     assert (row.tokens, row.raw_tokens) == (9, 24)
     rows = pack(group, 6)
-    assert sum(len(row.weights) for row in rows) == 6
+    assert sum(len(row.scored) for row in rows) == 6
     assert all(row.tokens <= 6 for row in rows)
     assert len(rows) == 2
 
@@ -93,9 +95,9 @@ def test_attention_that_knows_whole_sequences_only_gets_them() -> None:
     assert row.reach == row.starts[1:]
 
 
-def _sample(tokens: list[int], weights: list[float], advantage: float = 1.0) -> Sample:
+def _sample(tokens: list[int], weights: list[float], rollout: int = 0) -> Sample:
     ids, loss = np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32)
-    return Sample(ids, loss > 0, -loss, loss, np.zeros_like(ids), advantage)
+    return Sample(ids, -loss, loss, np.zeros_like(ids), rollout)
 
 
 @settings(max_examples=8, deadline=None)
@@ -105,7 +107,7 @@ def test_packed_loss_and_gradients_equal_unpacked_ones(
     policies: Policies, lengths: list[int], budget: int, order: random.Random
 ) -> None:
     """Whatever the budget and the order; the unpacked side runs transformers' own attention and full logits."""
-    samples = [sample(length, 1 + length // 3, seed) for seed, length in enumerate(lengths)]
+    samples = [sample(length, 1 + length // 3, seed, rollout=seed) for seed, length in enumerate(lengths)]
     # Two thirds share a beginning with their neighbour, and some are equal.
     for seed, item in enumerate(samples):
         if seed % 3:
@@ -114,9 +116,10 @@ def test_packed_loss_and_gradients_equal_unpacked_ones(
     samples = [item for item in samples if item.weights.any()]
     if not samples:
         return
-    expected = _train(policies.plain, [pack_row([item]) for item in samples], _whole_logprobs)
+    rollouts = step_rollouts(samples)
+    expected = _train(policies.plain, [pack_row([item]) for item in samples], rollouts, _whole_logprobs)
     order.shuffle(samples)
-    actual = _train(policies.packed, pack(samples, budget), lambda policy, row: policy(row).logprobs)
+    actual = _train(policies.packed, pack(samples, budget), rollouts, lambda policy, row: policy(row).logprobs)
     assert actual == pytest.approx(expected, abs=1e-5)
     plain, packed = gradients(policies.plain), gradients(policies.packed)
     assert set(packed) == set(plain)
@@ -124,13 +127,19 @@ def test_packed_loss_and_gradients_equal_unpacked_ones(
         torch.testing.assert_close(gradient, plain[name], atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def _train(policy: Policy, rows: list[PackedRow], logprobs: Callable[[Policy, PackedRow], torch.Tensor]) -> float:
+def _train(
+    policy: Policy,
+    rows: list[PackedRow],
+    rollouts: StepRollouts,
+    logprobs: Callable[[Policy, PackedRow], torch.Tensor],
+) -> float:
     policy.zero_grad()
-    normaliser = max(1, int(sum(row.weights.sum() for row in rows)))
+    sums = RolloutSums(rows, len(rollouts))
+    preparation = Preparation(ALGORITHM, rollouts, sums, [Known()] * len(rows), torch.device("cpu"))
     total = 0.0
     for row in rows:
-        tokens = Tokens(logprobs(policy, row), row.behaviour, row.advantages, row.weights, row.staleness)
-        loss = OBJECTIVE(tokens).losses.sum() / normaliser
+        scores = TokenScores(logprobs(policy, row), torch.zeros(len(row.scored)))
+        loss = ALGORITHM(preparation.tokens(row, scores, Known())).losses.sum()
         loss.backward()
         total += loss.item()
     return total

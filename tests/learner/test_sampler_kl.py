@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow, pack_row
 from learner.model.policy import Policy
 from learner.report import sampler_kl
@@ -25,7 +26,9 @@ from tests.learner.test_summary import step_record
 
 
 def figures(policy: Policy, rows: Sequence[PackedRow]) -> StepFigures:
-    return Trainer(policy, LearnerSection()).step(rows, int(sum(row.weights.sum() for row in rows)))
+    tokens = np.array([sum(len(row.rollout) for row in rows)])
+    alone = StepRollouts.of(np.zeros(1), np.zeros(1, dtype=np.int64), tokens)
+    return Trainer(policy, LearnerSection(), longest=64).step(rows, alone)
 
 
 def sampled_by(policy: Policy, seed: int = 0, **fields: Any) -> PackedRow:

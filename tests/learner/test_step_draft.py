@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.feed.step_draft import Draft, LeasedGroup
+from learner.algorithm import advantages
+from learner.feed.step_draft import Batch, Draft, LeasedGroup
+from protocol.config import LearnerSection
 from protocol.messages import FinishReason
 from tests.kit import LEARNER, config, group, segment
 
@@ -52,12 +54,16 @@ def test_f14_drop_takes_further_groups_when_nothing_is_trainable() -> None:
     assert draft.wanted == 2
 
 
+def advantages_of(batch: Batch, advantage: str = "grpo", **settings: Any) -> np.ndarray:
+    return advantages.build(LearnerSection(advantage=advantage, **settings))(batch.rollouts)
+
+
 def test_keep_trains_groups_without_variance_at_advantage_zero() -> None:
     draft = _draft(groups_per_step=1, zero_variance="keep")
     assert draft.add([LeasedGroup(group("flat", [1, 1]), 0)]) == {}
     batch = draft.finish()
     assert batch.tally.tokens_trained == 2 * 3
-    assert not batch.rows[0].advantages.any()
+    assert not advantages_of(batch).any()
 
 
 def test_every_segment_of_a_rollout_gets_its_advantage() -> None:
@@ -69,8 +75,8 @@ def test_every_segment_of_a_rollout_gets_its_advantage() -> None:
     batch = draft.finish()
     given: dict[float, list[int]] = {-1.0: [], 1.0: []}
     for row in batch.rows:
-        for token, advantage in zip(row.targets.tolist(), row.advantages.tolist(), strict=True):
-            given[np.sign(advantage)].append(token)
+        for token, number in zip(row.targets.tolist(), row.rollout.tolist(), strict=True):
+            given[np.sign(batch.rollouts.rewards[number] - 0.5)].append(token)
     wanted = [
         sorted(int(token) for of in rollout.segments for token in of.token_ids[of.loss_mask])
         for rollout in arrived.rollouts
@@ -122,7 +128,7 @@ def test_i1_i2_i4_every_group_and_token_ends_somewhere_and_none_too_old(
     assert tally.tokens_sampled == (
         tally.tokens_trained + sum(tally.tokens_masked.values()) + sum(tally.tokens_dropped.values())
     )
-    assert sum(row.weights.sum() for row in batch.rows) == tally.tokens_trained
+    assert sum(len(row.scored) for row in batch.rows) == batch.rollouts.tokens.sum() == tally.tokens_trained
     assert tally.rollouts == 2 * len(groups)
 
 
@@ -132,7 +138,8 @@ def test_a_truncated_rollout_is_masked_and_its_reward_counts_in_the_group() -> N
     draft = _masking(groups_per_step=1, advantage="rloo")
     assert draft.add([LeasedGroup(cut_off, 0)]) == {}
     batch = draft.finish()
-    assert sorted(set(batch.rows[0].advantages.tolist())) == [0.0, 0.75], "of 0.5 and 1: against 0 too"
+    assert advantages_of(batch, "rloo").tolist() == [-0.75, 0.0, 0.75], "of 0.5 and 1: against 0 too"
+    assert batch.rollouts.tokens.tolist() == [0, 3, 3]
     assert (batch.tally.tokens_masked, batch.tally.tokens_trained) == ({"truncated": 3}, 6)
     assert batch.tally.reward_mean == 0.5
 
@@ -165,12 +172,16 @@ def test_staleness_is_split_at_the_arrival() -> None:
     assert tally.two_span_rollouts == 2
 
 
-def test_each_token_carries_its_rollout_s_advantage() -> None:
-    draft = _draft(groups_per_step=1, advantage_epsilon=1e-9)
-    draft.add([LeasedGroup(group("a", [0, 1]), 0)])
-    row = draft.finish().rows[0]
-    by_rollout = sorted(row.advantages.reshape(2, 3).tolist())
-    np.testing.assert_allclose(by_rollout, [[-(0.5**0.5)] * 3, [0.5**0.5] * 3], rtol=1e-6)
+def test_each_token_carries_its_rollout_s_number() -> None:
+    draft = _draft(groups_per_step=2, advantage_epsilon=1e-9)
+    draft.add([LeasedGroup(group("a", [0, 1]), 0), LeasedGroup(group("b", [1, 0]), 0)])
+    batch = draft.finish()
+    assert sorted(number for row in batch.rows for number in row.rollout.tolist()) == [
+        n for n in range(4) for _ in "123"
+    ]
+    assert batch.rollouts.groups.tolist() == [0, 0, 1, 1]
+    given = advantages_of(batch, advantage_epsilon=1e-9)
+    np.testing.assert_allclose(given, [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5)], rtol=1e-6)
 
 
 def test_samples_are_the_best_the_worst_and_others_with_what_became_of_them() -> None:

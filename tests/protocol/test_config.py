@@ -144,10 +144,6 @@ def test_a_wrong_shape_is_told_with_what_belongs_there(folder: Path, text: str, 
     ("line", "says"),
     [
         (
-            'learner.correction = "none"',
-            "learner.correction is no longer a setting: there is no choice of correction; leave it out",
-        ),
-        (
             'learner.objective = "grpo"',
             'learner.objective = "grpo" is no longer accepted: write advantage = "grpo" and objective = "ppo_clip", or',
         ),

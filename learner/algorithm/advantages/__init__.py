@@ -1,12 +1,14 @@
-"""Advantages, one file a variant: how the rewards of a group say which of its rollouts to reinforce."""
+"""Advantages, one file a variant: how the rewards of a step say which of its rollouts to reinforce."""
 
 from learner.algorithm.advantages.base import Advantage
+from learner.algorithm.advantages.dr_grpo import DrGrpo
 from learner.algorithm.advantages.grpo import Grpo
 from learner.algorithm.advantages.rloo import Rloo
 from protocol.config import LearnerSection
 
 ADVANTAGES: dict[str, type[Advantage]] = {
     "grpo": Grpo,
+    "dr_grpo": DrGrpo,
     "rloo": Rloo,
 }
 

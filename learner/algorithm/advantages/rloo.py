@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from learner.algorithm.advantages.base import Advantage
+from learner.algorithm.advantages.base import GroupAdvantage
+from learner.algorithm.rollouts import Floats
 
 
-class Rloo(Advantage):
+class Rloo(GroupAdvantage):
     """REINFORCE leave-one-out (arXiv:2402.14740): r_i - mean of r_j over j != i."""
 
-    def compute(self, rewards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def of_group(self, rewards: Floats) -> Floats:
         others = (rewards.sum() - rewards) / (len(rewards) - 1)
         return np.asarray(rewards - others)

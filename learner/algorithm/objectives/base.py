@@ -5,33 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
 
-
-@dataclass(frozen=True)
-class Tokens:
-    """The sampled tokens of a row, each field float32 [N] but for `staleness`.
-
-    logprobs: under the policy that trains; behaviour: under the one that sampled; advantages: of the token's rollout;
-    weights: 0 where the token must not contribute; staleness: int32 [N], versions between sampling and training.
-    """
-
-    logprobs: torch.Tensor
-    behaviour: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    staleness: torch.Tensor
+# exp() of more overflows a float32 sum of squares; no useful ratio is near it.
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """losses: float32 [N], 0 without weight; sums: by name, detached scalars over the tokens with weight.
+    """losses: float32 [N], each times its weight; sums: by name, detached scalars over the tokens with weight, which
+    counts them and does not scale them.
 
-    A step's loss is the sum of `losses` over all of its rows, divided by its number of tokens with weight. The sums are
-    added up over the rows likewise: a row must give the same names whatever is in it.
+    A step's loss is the sum of `losses` over all of its rows. The sums are added up over the rows likewise: a row must
+    give the same names whatever is in it.
     """
 
     losses: torch.Tensor
@@ -39,7 +30,13 @@ class TokenLosses:
 
 
 class Objective(ABC):
-    """A pure function of tokens; it reads its own settings from `section`."""
+    """A pure function of tokens; it reads its own settings from `section`.
+
+    by_rollout: whether it reads what `Tokens` has of whole rollouts. It must use these without a gradient: a loss of a
+    whole rollout is written as one of tokens that has the same gradient, so that rollouts may stand in several rows.
+    """
+
+    by_rollout: ClassVar[bool] = False
 
     def __init__(self, section: LearnerSection) -> None:
         self.section = section
@@ -48,7 +45,7 @@ class Objective(ABC):
     def __call__(self, tokens: Tokens) -> TokenLosses: ...
 
     def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """What `metrics.jsonl` shows, from a step's `sums` over its `tokens` with weight.
+        """What `metrics.jsonl` shows, from a step's `sums` over its `tokens` with weight, at least one.
 
         Unless a variant says otherwise: the mean over the tokens, under the sum's own name.
         """

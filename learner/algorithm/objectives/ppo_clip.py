@@ -1,4 +1,4 @@
-"""`objective = "ppo_clip"`: PPO's clip, against the log-probs of the policy that sampled."""
+"""`objective = "ppo_clip"`: PPO's clip, against the policy that sampled or the one that a correction names."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ from collections.abc import Mapping
 
 import torch
 
-from learner.algorithm.objectives.base import Objective, TokenLosses, Tokens
-
-# exp() of more overflows a float32 sum of squares; no useful ratio is near it.
-MAX_LOG_RATIO = 20.0
+from learner.algorithm.objectives.base import MAX_LOG_RATIO, Objective, TokenLosses
+from learner.algorithm.tokens import Tokens
 
 
 class PpoClip(Objective):
-    """loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p / p_behaviour, for each token.
+    """loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p / p_old, for each token.
 
     Clip as in PPO (arXiv:1707.06347, eq. 7), with DAPO's two bounds (arXiv:2503.14476, eq. 10). Sums: `ratio`,
     `ratio_squared`; `clip_ratio/low_mean`, `clip_ratio/high_mean`, tokens whose gradient the clip takes away; `kl`, the
-    k3 estimate of KL(behaviour || policy), r - 1 - log r (joschu.net/blog/kl-approx.html).
+    k3 estimate of KL(old || policy), r - 1 - log r (joschu.net/blog/kl-approx.html).
     """
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
         lowest, highest = 1 - self.section.clip_low, 1 + self.section.clip_high
         weighted = tokens.weights > 0
-        # Without weight the ratio is 1: a wild one would turn 0 * inf into NaN.
-        log_ratio = torch.where(weighted, tokens.logprobs - tokens.behaviour, 0.0)
-        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio = tokens.log_ratio().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(lowest, highest)
         losses = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages) * tokens.weights

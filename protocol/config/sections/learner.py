@@ -6,10 +6,11 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
+from protocol.config.sections.algorithm import AlgorithmSection
+from protocol.config.sections.base import Count, CountOrZero, Seconds, setting
 
 
-class LearnerSection(Section):
+class LearnerSection(AlgorithmSection):
     steps: Count = setting(100, description="optimiser steps", why="enough to see whether it learns")
     epochs: float | None = setting(
         None,
@@ -43,27 +44,6 @@ class LearnerSection(Section):
     max_grad_norm: float = setting(
         1.0, gt=0, le=1e9, description="gradients are scaled down to this norm", why="the usual bound; TRL's too"
     )
-    advantage: Literal["grpo", "rloo"] = setting(
-        "grpo",
-        description="of a reward r in its group: grpo (r - mean) / std, rloo r - mean of the others",
-        why="what most people mean by GRPO",
-    )
-    objective: Literal["ppo_clip"] = setting(
-        "ppo_clip",
-        description="the loss of a token, from its ratio and advantage",
-        why="a bounded ratio needs no second model and no second forward pass",
-    )
-    clip_low: float = setting(
-        0.2, gt=0, lt=1, description="PPO clip: the ratio stays above 1 - clip_low", why="PPO's own"
-    )
-    clip_high: float = setting(
-        0.28,
-        gt=0,
-        le=1000,
-        description="PPO clip: the ratio stays below 1 + clip_high",
-        why="DAPO's: leaves rare tokens room to grow",
-    )
-    advantage_epsilon: float = setting(1e-4, gt=0, le=1, description="(reward - mean) / (std + epsilon)", why="TRL's")
     zero_variance: Literal["refill", "drop", "keep"] = setting(
         "refill",
         description="groups whose rewards are all equal: refill replaces them with others, drop shortens the "

@@ -1,0 +1,13 @@
+"""`correction = "none"`: the objective's ratio is to the policy that sampled."""
+
+from __future__ import annotations
+
+from learner.algorithm.corrections.base import Corrected, Correction
+from learner.algorithm.tokens import Tokens
+
+
+class NoCorrection(Correction):
+    """Nothing: p / p_behaviour is in the objective, which bounds it."""
+
+    def __call__(self, tokens: Tokens) -> Corrected:
+        return Corrected(tokens, {})

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from protocol import reasons
+from protocol.figures import NEW_SEGMENTS, SERVER_MOVES
 from protocol.messages import FinishReason, Rollout, Segment
 from rollout_worker import user_code
 from rollout_worker.budget import Limits
@@ -31,7 +32,6 @@ from rollout_worker.task.tools import ToolBox, ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
 
-NEW_SEGMENTS = "chat/new_segments"
 # As many as the queue takes.
 MOST_SEGMENTS = 1024
 # Longer turns are read in a thread.
@@ -136,7 +136,7 @@ class EpisodeRunner:
         finally:
             self.sampler.pool.release([affinity])
         if affinity.moves:
-            episode.rollout.metrics["servers/moves"] = float(affinity.moves)
+            episode.rollout.metrics[SERVER_MOVES] = float(affinity.moves)
         if affinity.waited_s:
             episode.rollout.timings["servers"] = affinity.waited_s
         return episode

@@ -44,7 +44,9 @@ async def test_every_ticket_becomes_a_group_of_its_row(stream):
         for rollout in group.rollouts:
             assert f"Multiply {number} by 7." in TOKENIZER.decode(rollout.segments[0].token_ids)
         assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
-        assert len({rollout.segments[0].version_spans[0].server for rollout in group.rollouts}) == 1, "one prompt, one server"
+        assert len({rollout.segments[0].version_spans[0].server for rollout in group.rollouts}) == 1, (
+            "one prompt, one server"
+        )
         assert group.versions() == [7]
         assert group.worker_id == "w0"
     assert {name for group in run.queue.groups for name in group.server_names} == {"vllm-0", "vllm-1"}

@@ -31,6 +31,7 @@ from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.tools import ToolBox, ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
+from rollout_worker.turnstile import Turnstile
 
 # As many as the queue takes.
 MOST_SEGMENTS = 1024
@@ -109,6 +110,7 @@ class EpisodeRunner:
     troubles: Troubles = field(default_factory=Troubles)
     code: user_code.UserCode = field(default_factory=user_code.UserCode)
     parse_timeout_s: float = 60.0
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     async def run(
         self,
@@ -161,6 +163,7 @@ class EpisodeRunner:
             with self._timed(episode, "generate"):
                 turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending)
             pending = None
+            await self.turnstile.passed()
             if following.prompt is not None:
                 episode.open_segment(following.prompt)
             episode.add_turn(following.suffix, turn)
@@ -178,6 +181,7 @@ class EpisodeRunner:
             with self._timed(episode, "tools"):
                 results = await tools.run(parsed.calls)
                 results = await for_policy(results, self.limits.tool_result_tokens, chat)
+                await self.turnstile.passed()
             self._count(results, rollout)
             answers = [result.message() for result in results]
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from protocol import reasons
+from protocol.figures import NEW_SEGMENTS, SERVER_MOVES
 from protocol.messages import FinishReason, Rollout, Segment
 from rollout_worker import user_code
 from rollout_worker.budget import Limits
@@ -30,8 +31,8 @@ from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.tools import ToolBox, ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
+from rollout_worker.turnstile import Turnstile
 
-NEW_SEGMENTS = "chat/new_segments"
 # As many as the queue takes.
 MOST_SEGMENTS = 1024
 # Longer turns are read in a thread.
@@ -109,6 +110,7 @@ class EpisodeRunner:
     troubles: Troubles = field(default_factory=Troubles)
     code: user_code.UserCode = field(default_factory=user_code.UserCode)
     parse_timeout_s: float = 60.0
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     async def run(
         self,
@@ -136,7 +138,7 @@ class EpisodeRunner:
         finally:
             self.sampler.pool.release([affinity])
         if affinity.moves:
-            episode.rollout.metrics["servers/moves"] = float(affinity.moves)
+            episode.rollout.metrics[SERVER_MOVES] = float(affinity.moves)
         if affinity.waited_s:
             episode.rollout.timings["servers"] = affinity.waited_s
         return episode
@@ -161,6 +163,7 @@ class EpisodeRunner:
             with self._timed(episode, "generate"):
                 turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending)
             pending = None
+            await self.turnstile.passed()
             if following.prompt is not None:
                 episode.open_segment(following.prompt)
             episode.add_turn(following.suffix, turn)
@@ -178,6 +181,7 @@ class EpisodeRunner:
             with self._timed(episode, "tools"):
                 results = await tools.run(parsed.calls)
                 results = await for_policy(results, self.limits.tool_result_tokens, chat)
+                await self.turnstile.passed()
             self._count(results, rollout)
             answers = [result.message() for result in results]
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)

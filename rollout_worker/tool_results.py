@@ -15,6 +15,7 @@ from rollout_worker.chat.base import ChatFormat
 from rollout_worker.markup import markup_of
 from rollout_worker.task.tools import ToolResult
 from rollout_worker.user_code import in_thread
+from rollout_worker.user_code.texts import without_middle
 
 # Of one token, in text as tools write it: spaces in long rows are a token for many.
 _MOST_CHARACTERS_PER_TOKEN = 8
@@ -32,7 +33,7 @@ async def cut(text: str, max_tokens: int, count: CountTokens) -> str:
         return text
     size = min(len(text), max_tokens * _MOST_CHARACTERS_PER_TOKEN)
     for _ in range(_TRIES):
-        shorter = _without_middle(text, size)
+        shorter = without_middle(text, size)
         tokens = await count(shorter)
         if tokens <= max_tokens:
             return shorter
@@ -46,8 +47,12 @@ async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatForma
     """Each as the policy may read it: cut, and without special tokens."""
     markup = markup_of(chat.tokenizer)
     short = await cut_results(results, max_tokens, chat)
-    # What is broken has more tokens than it had.
-    return await cut_results([markup.broken_in(result) for result in short], max_tokens, chat)
+    broken = [markup.broken_in(result) for result in short]
+    # What is broken has more tokens than it had; what was not is the same object.
+    return [
+        after if after is before else (await cut_results([after], max_tokens, chat))[0]
+        for before, after in zip(short, broken, strict=True)
+    ]
 
 
 async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
@@ -79,10 +84,3 @@ def token_counter(tokenizer: Any) -> CountTokens:
 
 def _is_short(text: str, max_tokens: int) -> bool:
     return len(text) <= max_tokens and len(text.encode()) <= max_tokens
-
-
-def _without_middle(text: str, size: int) -> str:
-    if size >= len(text):
-        return text
-    head, tail = text[: size - size // 2], text[len(text) - size // 2 :]
-    return f"{head}... ({len(text) - size} characters left out) ...{tail}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout_worker.chat.base import Message
+from rollout_worker.user_code.texts import without_middle
 
 MAX_BYTES = 64 * 1024
 # Of one text. A byte of a message may take six in JSON.
@@ -38,8 +39,7 @@ def _as_json(message: Mapping[str, Any]) -> bytes:
     try:
         content = message.get("content")
         if isinstance(content, str) and len(content) > MAX_TEXT:
-            left, half = len(content) - MAX_TEXT, MAX_TEXT // 2
-            message = {**message, "content": f"{content[:half]}... ({left} characters left out) ...{content[-half:]}"}
+            message = {**message, "content": without_middle(content, MAX_TEXT)}
         text = _encoder.encode({**message})
         if "NaN" in text or "Infinity" in text:
             text = _encoder.encode(json.loads(text, parse_constant=lambda name: None))

@@ -7,26 +7,13 @@ would look better or worse than they are. No rollout is kept: a step may drop an
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 
-from protocol import reasons
+from protocol.figures import NEW_SEGMENTS, TOOL_COUNT, WHY_FAILED
 from protocol.messages import Group, Rollout
 
 # The policy was cut off, and did not end by itself: TRL's "clipped" completions.
 CUT_OFF = ("length", "context")
-
-# A worker's counts of one tool, among the figures that a rollout carries; the other figures are the task's own.
-WHY_FAILED = (
-    reasons.TOOL_UNKNOWN,
-    reasons.TOOL_MALFORMED,
-    reasons.TOOL_ARGUMENTS,
-    reasons.TOOL_RAISED,
-    reasons.TIMEOUT,
-)
-TOOL_COUNT = re.compile(rf"tools/(?P<tool>.+?)/(?P<what>calls|coerced|failures(/({'|'.join(WHY_FAILED)}))?)")
-# A worker's count of the segments after a rollout's first.
-NEW_SEGMENTS = "chat/new_segments"
 
 
 class Running:

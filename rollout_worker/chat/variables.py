@@ -12,23 +12,17 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from protocol.config import ConfigError
+from protocol.config.chat import RESERVED
 
-# Rendering sets them: no run file may.
-_TAKEN = {
-    *("messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"),
-    *("conversation", "chat_template"),
-}
 # Functions that transformers gives to templates.
 _FUNCTIONS = {"raise_exception", "strftime_now"}
 
 
 def check_variables(variables: dict[str, Any], source: str | None, given: Iterable[str] = ()) -> None:
-    """Raises `ConfigError` for a variable that rendering sets, and for one that the template `source` does not read.
+    """Raises `ConfigError` for a variable that the template `source` does not read.
 
     given: what else rendering gives to a template, such as the special tokens, which need not be told of.
     """
-    if wrong := sorted(_TAKEN & set(variables)):
-        raise ConfigError(f"chat.chat_template_kwargs: {wrong[0]} is not the run file's to set; leave it out")
     if not variables or source is None:
         return
     try:
@@ -36,7 +30,7 @@ def check_variables(variables: dict[str, Any], source: str | None, given: Iterab
     except jinja2.TemplateSyntaxError:  # which is told where the template is used
         return
     if unread := sorted(set(variables) - read):
-        others = sorted(read - _TAKEN - _FUNCTIONS - {"documents"} - set(given))
+        others = sorted(read - RESERVED - _FUNCTIONS - {"documents"} - set(given))
         raise ConfigError(
             f"chat.chat_template_kwargs: the template reads no variable {unread[0]!r}, so that setting it changes "
             f"nothing; it reads {', '.join(others) or 'none'}: correct the name, or leave it out"

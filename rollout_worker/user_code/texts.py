@@ -17,12 +17,17 @@ def encodable(text: str) -> str:
 
 def bounded(text: str, most: int = MAX_CHARACTERS) -> str:
     """`text` as a plain str, encodable; of more than `most` characters the middle is left out, with a note."""
+    return encodable(without_middle(text, most))
+
+
+def without_middle(text: str, most: int) -> str:
+    """`text`, of which the characters in the middle are left out, with a note, where there are more than `most`."""
     size = str.__len__(text)
     if size <= most:
-        return encodable(text)
+        return text
     half = most // 2
-    head, tail = str.__getitem__(text, slice(half)), str.__getitem__(text, slice(size - half, size))
-    return encodable(f"{head}... ({size - 2 * half} characters left out) ...{tail}")
+    head, tail = str.__getitem__(text, slice(most - half)), str.__getitem__(text, slice(size - half, size))
+    return f"{head}... ({size - most} characters left out) ...{tail}"
 
 
 def type_name(value: object) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.feed.rollout_metrics import WHY_FAILED, RolloutMetrics
+from learner.feed.rollout_metrics import RolloutMetrics
+from protocol.figures import WHY_FAILED
 from tests.kit import group
 from tests.learner.test_summary import step_record
 

@@ -7,11 +7,11 @@ what was noted before `close` counts. Everything is bounded, and what goes beyon
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from protocol.figures import is_counted
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker.task.rewards.base import Values
 from rollout_worker.user_code.texts import encodable
@@ -23,9 +23,6 @@ MOST_REASONS = 4
 NAME_CHARACTERS = 128
 TEXT_CHARACTERS = 2000
 _SHOWN_CHARACTERS = 60
-
-# Figures of this form are a worker's own counts of tools.
-_TAKEN = re.compile(r"tools/.+/(calls|failures)")
 
 
 class Notes:
@@ -77,7 +74,7 @@ class Notes:
         with self._lock:
             if not self._open:
                 return
-            if _TAKEN.fullmatch(name):
+            if is_counted(name):
                 self._leave_out(f"log_metric({name!r}, ...): that name is Slipstream's own; choose another")
             elif not abs(value) <= LARGEST_FIGURE:
                 self._leave_out(f"log_metric({name!r}, {shown}): give a finite number below {LARGEST_FIGURE:g}")

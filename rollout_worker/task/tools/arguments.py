@@ -22,6 +22,7 @@ from rollout_worker.task.tools.plain_check import Check, plain_check
 from rollout_worker.task.tools.reading import short
 from rollout_worker.task.tools.schema_form import allows, checked_form, resolved, types_of
 from rollout_worker.task.tools.weight import Weight, weigh
+from rollout_worker.user_code.texts import encodable
 
 # Larger arguments are refused, and those larger than `SMALL` would hold up a loop.
 MOST = Weight(values=100_000, characters=1_000_000)
@@ -215,7 +216,7 @@ def _clean(value: Any, where: str, depth: int, repairs: list[str]) -> Any:
     """`value` as JSON could write it, in text that UTF-8 can: a lone surrogate is replaced, a tuple is a list. Raises
     `ArgumentsError` for all else that is not JSON."""
     if isinstance(value, str):
-        if value.isascii() or value == (plain := value.encode("utf-8", "replace").decode("utf-8")):
+        if value.isascii() or value == (plain := encodable(value)):
             return value
         repairs.append("surrogate")
         return plain

@@ -22,6 +22,7 @@ from protocol.config import ConfigError
 from rollout_worker.task.tools.base import NAME
 from rollout_worker.task.tools.mcp_server import McpFailed, McpServer, command_of, taken_note_of
 from rollout_worker.user_code import UserCodeError
+from rollout_worker.user_code.texts import encodable
 
 _log = logging.getLogger(__name__)
 
@@ -222,4 +223,4 @@ def _text_of(result: CallToolResult) -> str:
             notes.append(f"({part.type} left out)")
     if not texts and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    return "\n".join([*texts, *notes]).encode("utf-8", "replace").decode("utf-8")
+    return encodable("\n".join([*texts, *notes]))

@@ -1,0 +1,98 @@
+"""Algorithms on old data: the multiply task with every step of a publication at another staleness, 0 to 4.
+
+    python -m benchmarks.staleness [--algorithms grpo rloo ...] [--seeds 0 1] [--steps 80]
+
+A version is published every fifth step (`weight_sync.every = 5`, `queue.max_staleness = 4`, `queue.depth = 5`): a step
+trains on what is up to four versions old. Real vLLM, one run after the other; a way is a preset of `learner.algorithm`,
+or settings, as WAYS has them. Prints one JSON line a run: rewards as means over ten steps, the step from which they
+stay at 0.9, and what the metrics say of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "multiply"
+STALE = {"weight_sync.every": 5, "queue.max_staleness": 4, "queue.depth": 5, "learner.checkpoint_every": 0}
+# Settings of [learner].
+WAYS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": "grpo"},
+    "rloo": {"algorithm": "rloo"},
+    "decoupled_ppo": {"algorithm": "decoupled_ppo"},
+    "tis": {"algorithm": "tis"},
+    # Unclipped importance weighting.
+    "importance": {"objective": "importance"},
+}
+WINDOW = 10
+SHOWN = ("grad_norm", "entropy", "kl", "ess", "log_ratio_max", "staleness_mean", "staleness_max")
+
+
+def run(way: str, seed: int, steps: int, ports: tuple[int, int]) -> dict[str, Any]:
+    """The figures of one run; its output goes to stderr."""
+    name = f"{way}-{seed}"
+    settings = {**STALE, **{f"learner.{key}": value for key, value in WAYS[way].items()}}
+    with tempfile.TemporaryDirectory() as runs:
+        given = {
+            "run.name": name,
+            "run.dir": runs,
+            "run.seed": seed,
+            "model.path": EXAMPLE / "models" / f"seed-{seed}",
+            "learner.steps": steps,
+            "queue.port": ports[0],
+            "vllm.port": ports[1],
+            **settings,
+        }
+        options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "deploy", "up", str(EXAMPLE / "run.toml"), *options]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ}, stdout=sys.stderr, check=False)
+        journal = Path(runs) / name / "metrics.jsonl"
+        lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    return {"way": way, "seed": seed, "ended": done.returncode, **figures(lines)}
+
+
+def figures(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a run's `metrics.jsonl` says of it."""
+    rewards = [line["reward"] for line in lines]
+    means = [statistics.mean(rewards[i : i + WINDOW]) for i in range(0, len(rewards) - WINDOW + 1, WINDOW)]
+    below = [number for number, mean in enumerate(means) if mean < 0.9]
+    held = WINDOW * (below[-1] + 1 if below else 0)
+    shown = {
+        name: {"median": statistics.median(values), "max": max(values)}
+        for name in SHOWN
+        if (values := [line[name] for line in lines if line.get(name) is not None])
+    }
+    return {
+        "steps": len(lines),
+        "rewards": [round(mean, 3) for mean in means],
+        "at_0.9_from_step": held if held < WINDOW * len(means) else None,
+        **shown,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--ports", type=int, nargs=2, default=(8300, 8310), help="of the queue and of vLLM")
+    arguments = parser.parse_args()
+    for seed in arguments.seeds:
+        model = EXAMPLE / "models" / f"seed-{seed}"
+        build = [sys.executable, str(EXAMPLE / "build_model.py"), "--out", str(model), "--seed", str(seed)]
+        subprocess.run(build, stdout=sys.stderr, check=True)
+        for way in arguments.algorithms:
+            print(json.dumps(run(way, seed, arguments.steps, tuple(arguments.ports))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

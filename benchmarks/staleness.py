@@ -4,8 +4,8 @@
 
 A version is published every fifth step (`weight_sync.every = 5`, `queue.max_staleness = 4`, `queue.depth = 5`): a step
 trains on what is up to four versions old. Real vLLM, one run after the other; a way is a preset of `learner.algorithm`,
-or settings, as WAYS has them. Prints one JSON line a run: rewards as means over ten steps, the step from which they
-stay at 0.9, and what the metrics say of the ratios.
+or settings, as WAYS has them. Prints one JSON line a run: rewards as means over ten steps, after how many steps such a
+mean is 0.9, and what the metrics say of the ratios.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def figures(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What a run's `metrics.jsonl` says of it."""
     rewards = [line["reward"] for line in lines]
     means = [statistics.mean(rewards[i : i + WINDOW]) for i in range(0, len(rewards) - WINDOW + 1, WINDOW)]
-    below = [number for number, mean in enumerate(means) if mean < 0.9]
-    held = WINDOW * (below[-1] + 1 if below else 0)
+    reached = next((WINDOW * (number + 1) for number, mean in enumerate(means) if mean >= 0.9), None)
     shown = {
         name: {"median": statistics.median(values), "max": max(values)}
         for name in SHOWN
@@ -74,7 +73,7 @@ def figures(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "steps": len(lines),
         "rewards": [round(mean, 3) for mean in means],
-        "at_0.9_from_step": held if held < WINDOW * len(means) else None,
+        "at_0.9_after_steps": reached,
         **shown,
     }
 

@@ -32,7 +32,7 @@ class Dppo(RatioObjective):
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
         ratio, advantages = ratio.detach(), tokens.advantages
-        far = self._divergence(tokens.logprobs.detach(), tokens.old.clamp(max=0)) > self._threshold
+        far = self._divergence(tokens.logprobs.detach(), tokens.old) > self._threshold
         low, high = far & (ratio < 1) & (advantages < 0), far & (ratio > 1) & (advantages > 0)
         away = low | high
         kept = torch.where(away, 0.0, ratio.clamp(max=self.section.dppo_ratio_max))

@@ -19,5 +19,5 @@ class Gspo(ClipObjective):
 
     by_rollout = True
 
-    def ratio(self, tokens: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
+    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
         return with_own_gradient(tokens, tokens.rollout_log_ratio() / tokens.lengths)

@@ -32,23 +32,24 @@ class RatioObjective(Objective):
     def __call__(self, tokens: Tokens) -> TokenLosses:
         weighted = tokens.weights > 0
         log_ratio = bounded(tokens.log_ratio())
-        ratio = self.ratio(tokens, log_ratio)
+        own = log_ratio.exp()
+        ratio = self.ratio(tokens, own)
         terms = self.terms(tokens, ratio)
         # An infinite log-prob without weight would turn 0 * inf into NaN.
         losses = torch.where(weighted, terms.losses * tokens.weights, 0.0)
 
-        log_ratio, ratio = log_ratio.detach(), ratio.detach()
+        ratio = ratio.detach()
         shown = {"ratio": ratio, "ratio_squared": ratio.square(), **terms.shown}
         share = weighted / tokens.lengths if self.by_rollout else weighted
         sums = {name: (value * share).sum() for name, value in shown.items()}
-        sums["kl"] = (log_ratio.exp() - 1 - log_ratio).sum()
+        sums["kl"] = (own.detach() - 1 - log_ratio.detach()).sum()
         if self.by_rollout:
             sums["rollouts"] = share.sum()
         return TokenLosses(losses, sums)
 
-    def ratio(self, tokens: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
-        """What `terms` takes for r, [N], from the tokens' own log-ratios, which are bounded, and 0 without weight."""
-        return log_ratio.exp()
+    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
+        """What `terms` takes for r, [N], from the tokens' own ratios, which are bounded, and 1 without weight."""
+        return own
 
     @abstractmethod
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms: ...

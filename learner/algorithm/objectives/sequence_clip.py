@@ -21,7 +21,7 @@ class SequenceClip(ClipObjective):
 
     by_rollout = True
 
-    def ratio(self, tokens: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
+    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
         return with_own_gradient(tokens, tokens.rollout_log_ratio())
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:

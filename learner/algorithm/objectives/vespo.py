@@ -18,7 +18,7 @@ class Vespo(RatioObjective):
 
     by_rollout = True
 
-    def ratio(self, tokens: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
+    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
         return bounded(tokens.rollout_log_ratio()).exp()
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:

@@ -130,7 +130,7 @@ def test_the_servers_are_proven_before_the_first_lease(model_path: Path, tmp_pat
 
 def test_the_run_directory_holds_metrics_summary_and_curve(model_path: Path, tmp_path: Path) -> None:
     """The stand-in's log-probs are made up: a wide clip keeps a gradient in every step."""
-    train(config_for(model_path, tmp_path, clip_low=0.99, clip_high=100.0), FakeQueue(endless()))
+    train(config_for(model_path, tmp_path, clip_low=0.99, clip_high=100.0, delta="none"), FakeQueue(endless()))
     directory = tmp_path / "test"
     metrics = lines(directory / "metrics.jsonl")
     assert [(line["step"], line["version"]) for line in metrics] == [(1, 1), (2, 2), (3, 3), (4, 4)]

@@ -59,6 +59,18 @@ def test_a_token_without_weight_has_no_loss_no_gradient_and_no_part_in_the_sums(
     }
 
 
+@pytest.mark.parametrize("advantage", [-2.0, 2.0])
+def test_a_token_without_weight_may_be_impossible(objective: Objective, advantage: float) -> None:
+    apart = torch.arange(2)
+    impossible = torch.tensor([-1.0, -torch.inf])
+    row = tokens([1, 1], [advantage] * 2, [1.0, 0.0], behaviour=-torch.ones(2), logprobs=impossible, rollout=apart)
+    result = objective(row)
+    result.losses.sum().backward()
+    assert row.logprobs.grad is not None
+    assert (result.losses[1], row.logprobs.grad[1]) == (0, 0)
+    assert all(torch.isfinite(value) for value in [result.losses[0], *result.sums.values()])
+
+
 @pytest.mark.parametrize("log_ratio", [-1e9, -100.0, 100.0, 1e9])
 @pytest.mark.parametrize("advantage", [-2.0, 2.0])
 def test_a_wild_ratio_with_weight_stays_finite(objective: Objective, log_ratio: float, advantage: float) -> None:

@@ -100,6 +100,11 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
         ("learner.learning_rate = nan", "learner.learning_rate = nan: must be finite"),
         ("learner.weight_decay = inf", "learner.weight_decay = inf: must be finite"),
         ("learner.clip_low = 1.0", "learner.clip_low = 1.0: must be below 1"),
+        ("learner.delta = 0", "learner.delta = 0: must be 'none' or a number above 1 and at most 1e6"),
+        ("learner.delta = 1.2", "learner.delta = 1.2: must be above 1 + learner.clip_high = 1.28, or bad tokens would"),
+        ("learner.clip_high = 3.5", "learner.delta = 4.0: must be above 1 + learner.clip_high = 4.5"),
+        ("learner.dppo_threshold = true", "learner.dppo_threshold = true: must be 'auto' or a number above 0"),
+        ("learner.dppo_threshold = 1.0", "learner.dppo_threshold = 1.0: would mask no token, as probabilities differ"),
         ("learner.betas = [0.9, 1.0]", "learner.betas = [0.9, 1.0]: each must be at least 0 and below 1"),
         ("learner.betas = [0.9]", "[0.9]: has too few entries"),
         ("learner.betas = [0.9, 0.9, 0.9]", "learner.betas = [0.9, 0.9, 0.9]: has too many entries"),
@@ -529,3 +534,15 @@ def test_every_setting_is_described() -> None:
         assert table.annotation is not None
         for key, field in table.annotation.model_fields.items():
             assert field.description, f"{section}.{key} has no description"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'learner.objective = "cispo"\nlearner.clip_high = 4.0',
+        'learner.clip_high = 100\nlearner.delta = "none"',
+        'learner.dppo_divergence = "kl"\nlearner.dppo_threshold = 1.5',
+    ],
+)
+def test_bounds_of_one_objective_do_not_bind_another(folder: Path, lines: str) -> None:
+    load_text(folder, f"{lines}\n{MINIMAL}")

@@ -18,8 +18,8 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """losses: float32 [N], each times its weight; sums: by name, detached scalars over the tokens with weight, which
-    counts them and does not scale them.
+    """losses: float32 [N], each times its weight; sums: by name, detached scalars over the tokens with weight, or over
+    their rollouts; a weight counts a token and does not scale it.
 
     A step's loss is the sum of `losses` over all of its rows. The sums are added up over the rows likewise: a row must
     give the same names whatever is in it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from protocol.config.sections.base import Section, setting
 
@@ -13,6 +13,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": "dr_grpo", "normaliser": "constant"},
 }
+
+# The objectives that read clip_high and delta together.
+_CLIPS = ("ppo_clip", "gspo", "sequence_clip")
 
 
 class AlgorithmSection(Section):
@@ -29,20 +32,78 @@ class AlgorithmSection(Section):
         why="what most people mean by GRPO",
     )
     advantage_epsilon: float = setting(1e-4, gt=0, le=1, description="(reward - mean) / (std + epsilon)", why="TRL's")
-    objective: Literal["ppo_clip"] = setting(
+    objective: Literal[
+        "ppo_clip", "gspo", "sequence_clip", "cispo", "dppo", "sapo", "vespo", "importance", "reinforce"
+    ] = setting(
         "ppo_clip",
         description="the loss of a token, from its ratio and advantage",
         why="a bounded ratio needs no second model and no second forward pass",
     )
     clip_low: float = setting(
-        0.2, gt=0, lt=1, description="PPO clip: the ratio stays above 1 - clip_low", why="PPO's own"
+        0.2,
+        gt=0,
+        lt=1,
+        description="ppo_clip, gspo, sequence_clip: the ratio stays above 1 - clip_low",
+        why="PPO's own; gspo wants far less, 3e-4 in its paper",
     )
     clip_high: float = setting(
         0.28,
         gt=0,
         le=1000,
-        description="PPO clip: the ratio stays below 1 + clip_high",
-        why="DAPO's: leaves rare tokens room to grow",
+        description="ppo_clip, gspo, sequence_clip, cispo: the ratio stays below 1 + clip_high",
+        why="DAPO's: leaves rare tokens room to grow; cispo wants 4, gspo 4e-4",
+    )
+    delta: float | Literal["none"] = setting(
+        4.0,
+        validate_default=True,
+        description="ppo_clip, gspo, sequence_clip: most that the ratio counts for where the advantage is negative, "
+        "which the clip leaves unbounded, or none; beyond it a token has no gradient",
+        why="INTELLECT-2's, for asynchronous training; 3, the dual clip's, gives up bad tokens earlier",
+    )
+    dppo_divergence: Literal["tv", "kl"] = setting(
+        "tv",
+        description="dppo: how far a token has moved: tv, the difference of its probabilities; kl, KL(old, policy) of "
+        "the token and the rest",
+        why="a step of the same size for rare and for common tokens",
+    )
+    dppo_threshold: float | Literal["auto"] = setting(
+        "auto",
+        description="dppo: a token that has moved farther, the way that its advantage says, loses its gradient; auto "
+        "is 0.15 for tv, 0.05 for kl",
+        why="what its authors ran each with",
+    )
+    dppo_ratio_max: float = setting(
+        20.0, gt=1, le=10**6, description="dppo: most that a ratio counts for", why="its authors' code has it"
+    )
+    sapo_temperature_pos: float = setting(
+        1.0,
+        gt=0,
+        le=1000,
+        description="sapo: how fast the gate closes as the ratio leaves 1, where the advantage is positive",
+        why="the paper's, and TRL's",
+    )
+    sapo_temperature_neg: float = setting(
+        1.05,
+        gt=0,
+        le=1000,
+        description="sapo: the same where it is negative",
+        why="the paper's, and TRL's: bad tokens spread their gradient over all others",
+    )
+    vespo_k_pos: float = setting(
+        2.0,
+        ge=0,
+        le=100,
+        description="vespo: power of the ratio in the kernel, where the advantage is not negative",
+        why="TRL's",
+    )
+    vespo_lambda_pos: float = setting(
+        3.0, gt=0, le=100, description="vespo: decay of the kernel, where the advantage is not negative", why="TRL's"
+    )
+    vespo_k_neg: float = setting(
+        3.0, ge=0, le=100, description="vespo: power of the ratio, where the advantage is negative", why="TRL's"
+    )
+    vespo_lambda_neg: float = setting(
+        2.0, gt=0, le=100, description="vespo: decay of the kernel, where the advantage is negative", why="TRL's"
     )
     normaliser: Literal["tokens", "sequences", "constant", "rollouts"] = setting(
         "tokens",
@@ -64,3 +125,36 @@ class AlgorithmSection(Section):
             return values
         preset = PRESETS.get(str(values.get("algorithm", "grpo")), {})
         return {**preset, **values}
+
+    @field_validator("delta", mode="before")
+    @classmethod
+    def _delta_is_beyond_the_clip(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == "none":
+            return value
+        if not _is_number(value, 1, 1e6):
+            raise ValueError("must be 'none' or a number above 1 and at most 1e6")
+        highest = 1 + info.data.get("clip_high", 0.0)
+        if value <= highest and info.data.get("objective") in _CLIPS:
+            raise ValueError(
+                f"must be above 1 + learner.clip_high = {highest:g}, or bad tokens would lose their gradient before "
+                f"good ones are clipped: raise it, lower learner.clip_high, or write 'none'"
+            )
+        return value
+
+    @field_validator("dppo_threshold", mode="before")
+    @classmethod
+    def _some_token_is_beyond_the_threshold(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == "auto":
+            return value
+        if not _is_number(value, 0, 20):
+            raise ValueError("must be 'auto' or a number above 0 and at most 20")
+        if value >= 1 and info.data.get("dppo_divergence") == "tv":
+            raise ValueError(
+                "would mask no token, as probabilities differ by less than 1: lower it, or set "
+                "learner.dppo_divergence = 'kl'"
+            )
+        return value
+
+
+def _is_number(value: Any, above: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most

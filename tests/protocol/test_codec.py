@@ -90,6 +90,7 @@ groups = st.builds(
     started_at=numbers,
     finished_at=numbers,
     schema_version=integers,
+    reward_weights=values_of(dict[str, float]),
 )
 
 

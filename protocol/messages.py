@@ -102,7 +102,8 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     """The rollouts of one prompt: what advantages are computed over and what the queue stores.
 
     `server_names`: the servers that sampled it, in the order that version spans count them; `started_at`,
-    `finished_at`: seconds since the epoch, on the worker's clock.
+    `finished_at`: seconds since the epoch, on the worker's clock; `reward_weights`: of the reward functions, by the
+    names of `reward_components`, 1 for one that it does not name.
     """
 
     ticket_id: str
@@ -114,6 +115,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     started_at: float
     finished_at: float
     schema_version: int = SCHEMA_VERSION
+    reward_weights: dict[str, float] = {}
 
     def versions(self) -> list[int]:
         """Every policy version that sampled a token of this group."""

@@ -82,6 +82,7 @@ class GroupRunner:
             server_names=server_names,
             started_at=started_at,
             finished_at=self.wall_clock(),
+            reward_weights=self.rewards.weights,
         )
 
     async def _row(self, ticket: Ticket) -> Row:

@@ -18,7 +18,8 @@ class StepRollouts:
 
     rewards: float64 [S]; groups: int64 [S], the number of each one's group, ascending; tokens: int64 [S], how many of
     its tokens train, which may be none: its reward is in the group all the same. components: float64 [S, C], what each
-    reward function gave, NaN where it gave nothing; reward_weights: float64 [C].
+    reward function gave, NaN where it gave nothing; reward_weights: float64 [C]. A function whose weight is not the
+    same in all groups has a column for each of its weights.
     """
 
     rewards: Floats
@@ -40,6 +41,11 @@ class StepRollouts:
         starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
         for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
             yield np.arange(start, end)
+
+    def take(self, members: npt.NDArray[np.int64]) -> Self:
+        """Some of the rollouts."""
+        taken = {name: getattr(self, name)[members] for name in ("rewards", "groups", "tokens", "components")}
+        return replace(self, **taken)
 
     def with_rewards(self, rewards: Floats) -> Self:
         return replace(self, rewards=rewards)

@@ -6,7 +6,7 @@ and counted as such (I4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -104,12 +104,13 @@ class Draft:
                 continue
             queue, mask_truncated = self._config.queue, self._config.rollout.mask_truncated
             weights = loss_weights(group, self.version, queue.max_staleness, queue.overage, mask_truncated)
-            reason = self._reason_to_drop(group, weights)
+            standing = _Standing(group, weights)
+            reason = self._reason_to_drop(standing)
             if reason not in (reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE):
                 self._metrics.add(group)
             self._judged[group.ticket_id] = JudgedGroup.of(group, item.version_at_arrival, self.version, reason)
             if reason is None:
-                self._standing[group.ticket_id] = _Standing(group, weights)
+                self._standing[group.ticket_id] = standing
                 continue
             dropped[group.ticket_id] = reason
             if reason == reasons.ZERO_VARIANCE and len(self._flat) < self._samples_wanted:
@@ -126,14 +127,19 @@ class Draft:
         """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
         standing = list(self._standing.values())
-        rollouts = step_rollouts([of.group for of in standing], [of.tokens for of in standing])
+        rollouts = self._rollouts(standing)
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
         counts = tally(list(self._judged.values()), self._metrics, [of.weights for of in standing], rows, budget)
         shown = self._samples(self._advantage(rollouts))
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown)
 
-    def _reason_to_drop(self, group: Group, weights: LossWeights) -> str | None:
+    def _rollouts(self, standing: Sequence[_Standing]) -> StepRollouts:
+        clip = self._config.learner.reward_clip
+        return step_rollouts([of.group for of in standing], [of.tokens for of in standing], clip)
+
+    def _reason_to_drop(self, standing: _Standing) -> str | None:
+        group, weights = standing.group, standing.weights
         if (reason := _not_finite(group)) is not None:
             return reason
         if not weights.tokens_trained:
@@ -141,7 +147,7 @@ class Draft:
             return next(masked, reasons.NO_TOKENS)
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
             return reasons.SEGMENT_TOO_LONG
-        if self._config.learner.zero_variance != "keep" and self._advantage.is_flat(rewards_of(group)):
+        if self._config.learner.zero_variance != "keep" and self._advantage.is_flat(self._rollouts([standing])):
             return reasons.ZERO_VARIANCE
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
@@ -138,11 +138,36 @@ def rewards_of(group: Group) -> npt.NDArray[np.float64]:
     return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
 
 
-def step_rollouts(groups: Sequence[Group], tokens: Sequence[npt.NDArray[np.int64]]) -> StepRollouts:
-    """The rollouts of groups that stand, and how many tokens of each train."""
+def step_rollouts(
+    groups: Sequence[Group], tokens: Sequence[npt.NDArray[np.int64]], clip: tuple[float, float] | None = None
+) -> StepRollouts:
+    """The rollouts of groups, and how many tokens of each train. Rewards are held within `clip`; what single reward
+    functions gave is not, as in TRL."""
     rewards = np.concatenate([rewards_of(group) for group in groups])
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
-    return StepRollouts.of(rewards, numbers, np.concatenate(tokens))
+    by_column: dict[tuple[str, float], dict[int, float]] = {}
+    given = (pair for group in groups for pair in _components(group))
+    for number, (components, weights) in enumerate(given):
+        for name, value in components.items():
+            if value is not None:
+                by_column.setdefault((name, weights.get(name, 1.0)), {})[number] = value
+    columns = np.full((len(by_column), len(rewards)), np.nan)
+    for column, values in zip(columns, by_column.values(), strict=True):
+        column[list(values)] = list(values.values())
+    return StepRollouts(
+        rewards=rewards if clip is None else rewards.clip(*clip),
+        groups=numbers,
+        tokens=np.concatenate(tokens),
+        components=columns.T,
+        reward_weights=np.array([weight for _, weight in by_column]),
+    )
+
+
+def _components(group: Group) -> Iterator[tuple[Mapping[str, float | None], Mapping[str, float]]]:
+    """What the reward functions gave each rollout, and their weights. A worker that names none gave the reward."""
+    named = any(value is not None for rollout in group.rollouts for value in rollout.reward_components.values())
+    for rollout in group.rollouts:
+        yield (rollout.reward_components, group.reward_weights) if named else ({"": rollout.reward}, {})
 
 
 def _sums(counts: Iterable[tuple[str | None, int]]) -> dict[str, int]:

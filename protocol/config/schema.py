@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from protocol.config import chat, sampling
+from protocol.config import algorithm, chat, sampling
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
@@ -73,6 +73,7 @@ class RunConfig(Section):
         rollout, queue, learner = self.rollout, self.queue, self.learner
         chat.check(self.chat)
         sampling.check(rollout)
+        algorithm.check(learner)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "

@@ -131,7 +131,7 @@ def _explain_one(
     name = f"{section}.{key}" + "".join(f"[{index}]" for index in inner)
     field = find_field(schema, section, key)
     table = _section(schema, section)
-    if not section:
+    if not section or (not key and kind == "value_error"):
         return f"{source}: {_meaning(fault)}"
     if table is None:
         meant = nearest(section, schema.model_fields)

@@ -92,6 +92,11 @@ def check(group: Group, ticket: TicketRecord, rules: Rules) -> None:
         raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {rules.group_size}")
     _check_count(len(group.server_names), _MOST_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
+    _check_count(len(group.reward_weights), _MOST_FIGURES, "reward weights", "the group")
+    _check_names(*(("a reward weight's name", name) for name in group.reward_weights))
+    for name, weight in group.reward_weights.items():
+        if wrong := _wrong_figure(weight):
+            raise Refusal(reasons.REWARD_NOT_FINITE, f"the weight of reward {name} {wrong}")
     if group.worker_id != ticket.worker_id:
         raise Refusal(
             reasons.WORKER_MISMATCH, f"ticket {ticket.id} is worker {ticket.worker_id}'s, the group {group.worker_id}'s"

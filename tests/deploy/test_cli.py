@@ -19,6 +19,7 @@ import typer
 
 from deploy import cli
 from protocol.config import RunConfig, load
+from protocol.config.sections.presets import PRESETS
 from protocol.config.text import find_field, settings
 from protocol.status import Status
 from tests.kit import config
@@ -118,6 +119,14 @@ def test_config_prints_one_section_with_what_the_command_line_sets(slipstream: C
     assert code == 0
     (table,) = tomllib.loads(text).values()
     assert table["path"].endswith("mine.py:task")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_config_prints_what_a_preset_resolves_to(slipstream: Callable[..., tuple[int, str]], name: str) -> None:
+    code, text = slipstream("config", "--section", "learner", "--learner.algorithm", name)
+    assert code == 0
+    printed = tomllib.loads(text)["learner"]
+    assert {key: printed[key] for key in PRESETS[name]} == PRESETS[name]
 
 
 def test_hole_8_config_prints_a_run_file_whose_files_are_elsewhere(

@@ -68,6 +68,74 @@ def test_the_order_of_the_rollouts_does_not_matter(advantage: Advantage, rewards
     np.testing.assert_allclose(shuffled, straight, rtol=1e-4, atol=1e-6 * float(np.abs(straight).max()))
 
 
+STEPS = st.lists(st.lists(st.integers(-1000, 1000), min_size=2, max_size=8), min_size=1, max_size=5)
+
+
+def step(groups: list[list[int]], scale: float = 1.0, shift: float = 0.0) -> StepRollouts:
+    """Groups of different sizes: one may have lost rollouts, and two are left at least."""
+    rewards = np.array([reward for rewards in groups for reward in rewards]) / 100 * scale + shift
+    numbers = np.repeat(np.arange(len(groups)), [len(rewards) for rewards in groups])
+    return StepRollouts.of(rewards, numbers, np.full(len(rewards), 3))
+
+
+@settings(deadline=None)
+@given(groups=STEPS)
+def test_the_advantages_of_a_group_sum_to_zero(advantage: Advantage, groups: list[list[int]]) -> None:
+    rollouts = step(groups)
+    values = advantage(rollouts)
+    for members in rollouts.by_group():
+        assert abs(float(values[members].sum(dtype=np.float64))) <= 1e-5 * max(1.0, float(np.abs(values).max()))
+
+
+@settings(deadline=None)
+@given(groups=STEPS, shift=st.integers(-50, 50))
+def test_a_shift_of_all_rewards_does_not_matter(advantage: Advantage, groups: list[list[int]], shift: int) -> None:
+    """Not even one that each group has for itself; here all have one."""
+    straight, shifted = advantage(step(groups)), advantage(step(groups, shift=float(shift)))
+    np.testing.assert_allclose(shifted, straight, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(straight).max())))
+
+
+@settings(deadline=None)
+@given(groups=STEPS, scale=st.sampled_from([0.5, 3.0, 100.0]))
+def test_a_scale_of_all_rewards_divides_out_or_stays(
+    advantage: Advantage, groups: list[list[int]], scale: float
+) -> None:
+    """Up to the epsilon beside the deviation, which is 1e-8 here."""
+    kind = advantage.section.advantage
+    exact = advantages.build(LearnerSection(advantage=kind, advantage_epsilon=1e-8))
+    straight, scaled = exact(step(groups)), exact(step(groups, scale))
+    expected = straight * (scale if kind in ("dr_grpo", "rloo") else 1.0)
+    np.testing.assert_allclose(scaled, expected, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(expected).max())))
+
+
+@settings(deadline=None)
+@given(groups=STEPS, random=st.randoms(use_true_random=False))
+def test_the_order_of_the_groups_does_not_matter(advantage: Advantage, groups: list[list[int]], random: object) -> None:
+    """Nor, with it, in which row or micro-batch a rollout stands."""
+    order = list(range(len(groups)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    rollouts = step(groups)
+    straight = advantage(rollouts)
+    expected = np.concatenate([straight[rollouts.groups == number] for number in order])
+    shuffled = advantage(step([groups[number] for number in order]))
+    np.testing.assert_allclose(shuffled, expected, rtol=1e-4, atol=1e-6 * max(1.0, float(np.abs(expected).max())))
+
+
+@settings(deadline=None)
+@given(groups=STEPS)
+def test_normalised_advantages_have_mean_0_and_deviation_1(advantage: Advantage, groups: list[list[int]]) -> None:
+    """Where any rewards differ in a group; else all are 0."""
+    section = LearnerSection(advantage=advantage.section.advantage, normalise_advantages=True, advantage_epsilon=1e-8)
+    values = advantages.build(section)(step(groups)).astype(np.float64)
+    if not any(np.ptp(rewards) for rewards in groups):
+        assert not values.any()
+        return
+    assert float(values.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(values.std(ddof=1)) == pytest.approx(1, rel=1e-4)
+    for members, rewards in zip(step(groups).by_group(), groups, strict=True):
+        assert values[members].any() == bool(np.ptp(rewards))
+
+
 def test_rewards_that_differ_give_a_gradient(advantage: Advantage) -> None:
     values = advantage(group(np.array([0.0, 0.0, 1.0])))
     assert values[2] > 0 > values[0]

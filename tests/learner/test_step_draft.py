@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from learner.algorithm import advantages
 from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol.config import LearnerSection
-from protocol.messages import FinishReason
+from protocol.messages import FinishReason, Group
 from tests.kit import LEARNER, config, group, segment
 
 VERSIONS = st.lists(st.none() | st.integers(0, 6), min_size=2, max_size=10)
@@ -64,6 +64,60 @@ def test_keep_trains_groups_without_variance_at_advantage_zero() -> None:
     batch = draft.finish()
     assert batch.tally.tokens_trained == 2 * 3
     assert not advantages_of(batch).any()
+
+
+def scored(ticket: str, columns: dict[str, list[float | None]], weights: dict[str, float]) -> Group:
+    """A group whose rewards are the weighted sums of components."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    sums = [sum(weights.get(name, 1.0) * (value or 0.0) for name, value in row.items()) for row in rows]
+    made = group(ticket, sums, reward_weights=weights)
+    for rollout, row in zip(made.rollouts, rows, strict=True):
+        rollout.reward_components = row
+    return made
+
+
+def test_a_step_holds_what_each_reward_function_gave_and_its_weight() -> None:
+    """A group names its own weights, as a task file may change under a run; one without components is its reward's."""
+    draft = _draft(groups_per_step=4)
+    groups = [
+        scored("a", {"exact": [1.0, 0.0], "style": [None, 0.5]}, {"exact": 2.0}),
+        scored("b", {"exact": [0.0, 1.0]}, {"exact": 2.0}),
+        scored("c", {"exact": [0.0, 1.0]}, {"exact": 3.0}),
+        group("d", [0.0, 4.0]),
+    ]
+    draft.add([LeasedGroup(of, 0) for of in groups])
+    rollouts = draft.finish().rollouts
+    by_weight = {}
+    for weight, column in zip(rollouts.reward_weights, rollouts.components.T, strict=True):
+        by_weight.setdefault(weight, []).append([None if np.isnan(value) else value for value in column])
+    none = None
+    assert by_weight == {
+        2.0: [[1.0, 0.0, 0.0, 1.0, none, none, none, none]],
+        1.0: [[none, 0.5, *[none] * 6], [*[none] * 6, 0.0, 4.0]],
+        3.0: [[*[none] * 4, 0.0, 1.0, none, none]],
+    }
+    np.testing.assert_allclose(np.nansum(rollouts.components * rollouts.reward_weights, axis=1), rollouts.rewards)
+
+
+def test_equal_sums_of_rewards_that_differ_are_flat_for_grpo_and_not_for_gdpo() -> None:
+    arrived = scored("a", {"exact": [1.0, 0.0, 0.0], "style": [0.0, 1.0, 1.0]}, {})
+    assert _draft().add([LeasedGroup(arrived, 0)]) == {"a": "zero_variance"}
+    draft = _draft(groups_per_step=1, advantage="gdpo")
+    assert draft.add([LeasedGroup(arrived, 0)]) == {}
+    assert draft.add([LeasedGroup(scored("b", {"exact": [1.0, 1.0]}, {}), 0)]) == {"b": "zero_variance"}
+    assert draft.finish().ticket_ids == ["a"]
+
+
+def test_rewards_are_clipped_for_advantages_and_shown_as_they_came() -> None:
+    """Two that the clip makes equal are flat."""
+    draft = _draft(groups_per_step=1, advantage="dr_grpo", reward_clip=[-1.0, 1.0])
+    arrivals = [LeasedGroup(group("a", [5.0, -0.5]), 0), LeasedGroup(group("b", [5.0, 9.0]), 0)]
+    assert draft.add(arrivals) == {"b": "zero_variance"}
+    batch = draft.finish()
+    assert batch.rollouts.rewards.tolist() == [1.0, -0.5]
+    assert advantages_of(batch, "dr_grpo").tolist() == [0.75, -0.75]
+    assert sorted(view.reward for view in batch.samples if view.ticket_id == "a") == [-0.5, 5.0]
+    assert batch.tally.reward_mean == pytest.approx((5 - 0.5 + 5 + 9) / 4)
 
 
 def test_every_segment_of_a_rollout_gets_its_advantage() -> None:

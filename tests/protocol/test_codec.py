@@ -90,6 +90,7 @@ groups = st.builds(
     started_at=numbers,
     finished_at=numbers,
     schema_version=integers,
+    reward_weights=values_of(dict[str, float]),
 )
 
 
@@ -431,3 +432,10 @@ def test_first_groups_that_arrive_together_do_not_crash_the_process() -> None:
     """In a process of its own, ten times: without the lock most of them die of a segmentation fault."""
     runs = [subprocess.Popen([sys.executable, "-c", FIRST_DECODE_ON_EIGHT_THREADS]) for _ in range(10)]
     assert [run.wait() for run in runs] == [0] * 10
+
+
+def test_a_group_from_before_weights_were_sent_still_decodes() -> None:
+    """As a store may hold it: its reward functions weigh 1."""
+    sent = msgspec.msgpack.decode(codec.encode(a_group()))
+    del sent["reward_weights"]
+    assert codec.decode(msgspec.msgpack.encode(sent), Group).reward_weights == {}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import annotated_types
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError, model_validator
 
 from protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
+from protocol.config.sections import Section
+from protocol.config.text import explain
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
 FILES: tuple[Need, ...] = ("task", "model")
@@ -280,6 +283,28 @@ def test_settings_that_do_not_fit_together_are_told_with_the_symptom(folder: Pat
     message = fault_of(folder, f"{line}\n{MINIMAL}")
     assert says in message
     assert "\n" not in message
+
+
+class _Pair(Section):
+    low: int = 0
+    high: int = 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"pair.low = {self.low} is above pair.high = {self.high}: lower it")
+        return self
+
+
+class _WithPair(Section):
+    pair: _Pair = _Pair()
+
+
+def test_what_does_not_fit_within_a_section_is_told_in_the_section_s_own_words(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError) as error:
+        _WithPair.model_validate({"pair": {"low": 3}})
+    message = explain(tmp_path / "run.toml", error.value, [], "command line", _WithPair)
+    assert message == f"{tmp_path}/run.toml: pair.low = 3 is above pair.high = 1: lower it"
 
 
 def test_the_largest_settings_that_fit_together_load(folder: Path) -> None:

@@ -112,6 +112,10 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("reward_not_finite", in_rollout(reward=-1.1e30)),
         ("reward_not_finite", in_rollout(reward_components={"accuracy": 1e308})),
         ("metric_not_finite", in_rollout(metrics={"loss": 1e308})),
+        ("reward_not_finite", in_group(reward_weights={"accuracy": float("nan")})),
+        ("reward_not_finite", in_group(reward_weights={"accuracy": -1.1e30})),
+        ("too_many", in_group(reward_weights={str(number): 0.0 for number in range(257)})),
+        ("too_large", in_group(reward_weights={"m" * 257: 0.0})),
         ("segment_too_long", in_rollout(segments=[segment((None,) * 12 + (4,))])),
         ("worker_mismatch", in_group(worker_id="evil")),
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
@@ -135,6 +139,7 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
         in_rollout(reward=1e30),
         in_rollout(segments=[segment((None,) * 11 + (4,) + (None,) * 100)]),
         in_group(server_names=["vllm-0", "vllm-1"]),
+        in_group(reward_weights={"accuracy": -2.0, "style": 0.0}),
     ],
 )
 def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:

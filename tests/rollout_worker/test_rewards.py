@@ -138,7 +138,9 @@ async def test_f22_rewards_run_side_by_side():
         ([3], None, "3 is neither a function nor the name of a classifier"),
         ([exact, exact], None, "not all different"),
         ([exact, brevity], [1.0], r"reward_weights=\[1.0\]"),
-        ([exact], [math.inf], "finite"),
+        ([exact], [math.inf], r"at most 1e\+30"),
+        ([exact], [math.nan], r"at most 1e\+30"),
+        ([exact], [-1e31], r"at most 1e\+30"),
     ],
 )
 def test_rewards_that_do_not_fit_are_refused(functions, weights, message):

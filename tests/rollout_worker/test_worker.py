@@ -74,6 +74,19 @@ async def test_a_rollout_holds_what_the_server_sampled():
         assert rollout.metrics == {"tools/multiply/calls": 1.0, "tools/multiply/failures": 0.0}
 
 
+async def test_a_group_says_what_its_rewards_weigh():
+    run = await roll(task(rewards=[accuracy, brief], reward_weights=[2, 0.5]), fake())
+    for group in run.queue.groups:
+        assert group.reward_weights == {"accuracy": 2.0, "brief": 0.5}
+        for rollout in group.rollouts:
+            assert rollout.reward_components == {"accuracy": 1.0, "brief": None}
+            assert rollout.reward == 2.0
+
+
+def brief(completions, **columns):
+    return [None] * len(completions)
+
+
 async def test_a_refused_suffix_becomes_a_second_segment_of_the_rollout(monkeypatch):
     async def refused(chat, prompt_ids, turn_ids, messages):
         return None

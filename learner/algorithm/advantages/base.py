@@ -21,11 +21,17 @@ class Advantage(ABC):
         self.section = section
 
     def __call__(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
-        """float32 [S], of finite rewards. Groups of equal rewards, and lone rollouts, get exactly 0: rounding must not
-        make a gradient where nothing can be learnt."""
+        """float32 [S], of finite rewards. Flat groups get exactly 0: rounding must not make a gradient where nothing
+        can be learnt.
+
+        With `normalise_advantages` they are (A - mean) / (std + `advantage_epsilon`) over the step, as in TRL's
+        RLOOTrainer.
+        """
         advantages = self.compute(rollouts)
+        if self.section.normalise_advantages:
+            advantages = (advantages - advantages.mean()) / (sample_std(advantages) + self.section.advantage_epsilon)
         for members in rollouts.by_group():
-            if self.is_flat(rollouts.rewards[members]):
+            if self.is_flat(rollouts.take(members)):
                 advantages[members] = 0.0
         return advantages.astype(np.float32)
 
@@ -33,9 +39,10 @@ class Advantage(ABC):
     def compute(self, rollouts: StepRollouts) -> Floats:
         """The advantages, finite float64 [S]; whatever it gives the rollouts of a flat group."""
 
-    def is_flat(self, rewards: Floats) -> bool:
-        """Whether a group of these rewards, float64 [G], G >= 1, has nothing to be learnt from."""
-        return bool(np.ptp(rewards) == 0)
+    def is_flat(self, group: StepRollouts) -> bool:
+        """Whether the rollouts of one group, at least one, have nothing to be learnt from: here decides who drops them
+        (`learner.zero_variance`) and who gives them no gradient."""
+        return bool(np.ptp(group.rewards) == 0)
 
 
 class GroupAdvantage(Advantage):
@@ -51,3 +58,8 @@ class GroupAdvantage(Advantage):
     @abstractmethod
     def of_group(self, rewards: Floats) -> Floats:
         """The advantages, float64 [G], of a group's rewards, float64 [G], G >= 2."""
+
+
+def sample_std(values: Floats) -> float:
+    """The standard deviation of a sample (divided by n - 1), as `torch.std`; 0 of less than two values."""
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

@@ -7,12 +7,7 @@ from typing import Any, Literal
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from protocol.config.sections.base import Section, setting
-
-# What each preset sets; where nothing stands, a setting has its own default. A run file's own settings go first.
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "dr_grpo": {"advantage": "dr_grpo", "normaliser": "constant"},
-}
+from protocol.config.sections.presets import PRESETS
 
 # The objectives that read clip_high and delta together.
 _CLIPS = ("ppo_clip", "gspo", "sequence_clip")
@@ -21,17 +16,30 @@ _CLIPS = ("ppo_clip", "gspo", "sequence_clip")
 class AlgorithmSection(Section):
     """A part of [learner]."""
 
-    algorithm: Literal["grpo", "dr_grpo"] = setting(
+    algorithm: Literal["grpo", "async_grpo", "dr_grpo", "dapo", "bnpo", "gdpo"] = setting(
         "grpo",
         description="a preset of the settings of docs/algorithms.md, each of which may be set beside it",
         why="the one that most people know",
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = setting(
+    advantage: Literal["grpo", "async_grpo", "dr_grpo", "rloo", "batch", "gdpo"] = setting(
         "grpo",
-        description="of a reward r in its group: grpo (r - mean) / std, dr_grpo r - mean, rloo r - mean of the others",
+        description="of a reward r in its group: grpo (r - mean) / std; async_grpo as grpo, with the population's std; "
+        "dr_grpo r - mean; rloo r - mean of the others; batch (r - mean) / std of the step; gdpo as grpo for each "
+        "reward function, summed, and then normalised over the step",
         why="what most people mean by GRPO",
     )
     advantage_epsilon: float = setting(1e-4, gt=0, le=1, description="(reward - mean) / (std + epsilon)", why="TRL's")
+    reward_clip: tuple[float, float] | None = setting(
+        None,
+        strict=False,
+        description="rewards are held within [low, high] before advantages are computed",
+        why="a reward means what it says",
+    )
+    normalise_advantages: bool = setting(
+        False,
+        description="advantages are shifted and scaled to mean 0 and deviation 1 over the step",
+        why="the advantage has its own scale; TRL's",
+    )
     objective: Literal[
         "ppo_clip", "gspo", "sequence_clip", "cispo", "dppo", "sapo", "vespo", "importance", "reinforce"
     ] = setting(
@@ -117,6 +125,13 @@ class AlgorithmSection(Section):
         description="what is done about tokens that an older version sampled, beside the objective's own ratio",
         why="the clip bounds the ratio to the policy that sampled",
     )
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _clip_in_order(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("the first must be below the second, else all rewards are the same")
+        return value
 
     @model_validator(mode="before")
     @classmethod

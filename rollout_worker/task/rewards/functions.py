@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from protocol.config import ConfigError, RunConfig
+from protocol.messages import LARGEST_FIGURE
 from rollout_worker import user_code
 from rollout_worker.task.rewards.base import Reward, RewardBatch, RewardError, Score, Values
 from rollout_worker.task.rewards.classifier import ClassifierReward, how_to_serve
@@ -21,7 +22,7 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
 
 
 class RewardFunctions:
-    """A task's rewards and their weights. Raises `ConfigError` if they do not fit together.
+    """A task's rewards and their `weights`, by name. Raises `ConfigError` if they do not fit together.
 
     rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
     will be asked; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
@@ -49,11 +50,13 @@ class RewardFunctions:
         self.names = [_name(reward) for reward in self._rewards]
         if len(set(self.names)) < len(self.names):
             raise ConfigError(f"Task(rewards=...): the names {self.names} are not all different; rename one")
-        self._weights = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
-        if len(self._weights) != len(rewards) or not all(math.isfinite(weight) for weight in self._weights):
+        numbers = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
+        if len(numbers) != len(rewards) or not all(abs(weight) <= LARGEST_FIGURE for weight in numbers):
             raise ConfigError(
-                f"Task(reward_weights={weights!r}): give one finite number for each of the {len(rewards)} rewards"
+                f"Task(reward_weights={weights!r}): give one number for each of the {len(rewards)} rewards, of at "
+                f"most {LARGEST_FIGURE:g}"
             )
+        self.weights = dict(zip(self.names, numbers, strict=True))
         self.max_steps = max_steps
         self._timeout_s = timeout_s
         self._attempts = attempts
@@ -72,7 +75,7 @@ class RewardFunctions:
             runs = [tasks.create_task(self._tried(reward, batch, told)) for reward in self._rewards]
         scores = [Score() for _ in batch.completions]
         metrics: defaultdict[str, list[float]] = defaultdict(list)
-        for name, weight, run in zip(self.names, self._weights, runs, strict=True):
+        for (name, weight), run in zip(self.weights.items(), runs, strict=True):
             outcome = run.result()
             if isinstance(outcome, RewardError):
                 raise outcome

@@ -1,0 +1,23 @@
+"""`advantage = "batch"`: distance from the group's mean reward, in standard deviations of the step's rewards."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from learner.algorithm.advantages.base import Advantage, sample_std
+from learner.algorithm.rollouts import Floats, StepRollouts
+
+
+class Batch(Advantage):
+    """(r - mean of the group) / (std of the step + `advantage_epsilon`): arXiv:2508.08221, TRL's
+    `scale_rewards="batch"`.
+
+    The standard deviation is the sample's, over the rewards of all rollouts of the step: groups that
+    `learner.zero_variance` keeps out of it do not count.
+    """
+
+    def compute(self, rollouts: StepRollouts) -> Floats:
+        distances = np.zeros(len(rollouts))
+        for members in rollouts.by_group():
+            distances[members] = rollouts.rewards[members] - rollouts.rewards[members].mean()
+        return distances / (sample_std(rollouts.rewards) + self.section.advantage_epsilon)

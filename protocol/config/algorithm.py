@@ -1,0 +1,39 @@
+"""Which settings of [learner] the chosen algorithm reads: one that does nothing must not look as if it did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from protocol.config.sections import LearnerSection
+from protocol.config.sections.presets import PRESETS
+
+# By setting, where only some algorithms read it: each part of the algorithm that may, with its variants that do.
+READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "advantage_epsilon": {"advantage": ("grpo", "batch", "gdpo"), "normalise_advantages": (True,)},
+    "reward_clip": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
+    "clip_low": {"objective": ("ppo_clip",)},
+    "clip_high": {"objective": ("ppo_clip",)},
+}
+
+
+def check(learner: LearnerSection) -> None:
+    """Raises `ValueError` for a setting that nothing reads. At its default, or as the preset has it, it may stand
+    there: so does a run file that was printed whole."""
+    preset = PRESETS[learner.algorithm]
+    for name, readers in READERS.items():
+        value = getattr(learner, name)
+        if value in (preset.get(name), LearnerSection.model_fields[name].default):
+            continue
+        if not any(getattr(learner, part) in variants for part, variants in readers.items()):
+            chosen = ", ".join(f"{part} = {_toml(getattr(learner, part))}" for part in readers)
+            wanted = " or ".join(f"{part} = {_toml(v)}" for part, variants in readers.items() for v in variants)
+            raise ValueError(
+                f"learner.{name} = {_toml(value)} does nothing with {chosen}: leave it out, or set {wanted}"
+            )
+
+
+def _toml(value: object) -> str:
+    """Of settings that are numbers, texts, true or false, and pairs, which JSON writes as TOML does."""
+    return json.dumps(value)

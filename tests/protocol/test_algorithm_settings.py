@@ -1,0 +1,123 @@
+"""Presets of [learner], and settings that the chosen algorithm would not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
+from protocol.config.algorithm import READERS
+from protocol.config.sections.presets import PRESETS
+
+FIELDS = LearnerSection.model_fields
+
+
+def run_file(folder: Path, *lines: str) -> Path:
+    path = folder / "run.toml"
+    learner = "\n".join(lines)
+    path.write_text(f'[model]\npath = "org/model"\n[task]\npath = "task.py:task"\n[learner]\n{learner}\n')
+    return path
+
+
+def load_lines(folder: Path, *lines: str) -> RunConfig:
+    return load(run_file(folder, *lines))
+
+
+def refusal(folder: Path, *lines: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_lines(folder, *lines)
+    return str(error.value)
+
+
+def test_the_run_file_offers_every_preset() -> None:
+    assert set(PRESETS) == set(get_args(FIELDS["algorithm"].annotation))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_it_says_and_the_rest_is_the_default(tmp_path: Path, name: str) -> None:
+    learner = load_lines(tmp_path, f'algorithm = "{name}"').learner
+    assert learner.algorithm == name
+    expected = {key: PRESETS[name].get(key, field.default) for key, field in FIELDS.items()}
+    assert learner.model_dump() == expected | {"algorithm": name}
+
+
+def test_without_a_preset_it_is_grpo(tmp_path: Path) -> None:
+    assert load_lines(tmp_path).learner == load_lines(tmp_path, 'algorithm = "grpo"').learner
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if "advantage" in preset])
+def test_settings_of_the_run_file_and_of_the_command_line_go_before_the_preset_s(tmp_path: Path, name: str) -> None:
+    path = run_file(tmp_path, f'algorithm = "{name}"', 'advantage = "rloo"')
+    assert load(path).learner.advantage == "rloo"
+    assert load(path, ["--learner.advantage", "dr_grpo"]).learner.advantage == "dr_grpo"
+    path = run_file(tmp_path, 'advantage = "rloo"')
+    assert load(path, ["--learner.algorithm", name]).learner.advantage == "rloo"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_that_was_printed_loads_to_the_same_even_if_a_part_is_replaced(tmp_path: Path, name: str) -> None:
+    for lines in ([], ['advantage = "dr_grpo"']):
+        config = load_lines(tmp_path, f'algorithm = "{name}"', *lines)
+        printed = tmp_path / "printed.toml"
+        printed.write_text(to_toml(config), encoding="utf-8")
+        assert load(printed) == config
+
+
+def test_an_unknown_preset_is_told_with_the_ones_there_are(tmp_path: Path) -> None:
+    message = refusal(tmp_path, 'algorithm = "grop"')
+    assert 'learner.algorithm = "grop": must be ' in message
+    assert all(f"'{name}'" in message for name in PRESETS)
+    assert "\n" not in message
+    assert "learner.algorithm = 3: must be " in refusal(tmp_path, "algorithm = 3")
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (
+            ['advantage = "rloo"', "advantage_epsilon = 0.5"],
+            'learner.advantage_epsilon = 0.5 does nothing with advantage = "rloo", normalise_advantages = false: '
+            'leave it out, or set advantage = "grpo" or advantage = "batch" or advantage = "gdpo" or '
+            "normalise_advantages = true",
+        ),
+        (
+            ['algorithm = "gdpo"', "reward_clip = [-1, 1]"],
+            'learner.reward_clip = [-1.0, 1.0] does nothing with advantage = "gdpo": leave it out, or set',
+        ),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused_with_the_remedy(tmp_path: Path, lines: list[str], says: str) -> None:
+    message = refusal(tmp_path, *lines)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_a_setting_may_stand_there_at_its_default_and_where_something_reads_it(tmp_path: Path) -> None:
+    load_lines(tmp_path, 'advantage = "rloo"', f"advantage_epsilon = {FIELDS['advantage_epsilon'].default}")
+    load_lines(tmp_path, 'advantage = "rloo"', "advantage_epsilon = 0.5", "normalise_advantages = true")
+    load_lines(tmp_path, "advantage_epsilon = 0.5")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("reward_clip = [1, 1]", "learner.reward_clip = [1, 1]: the first must be below the second"),
+        ("reward_clip = [2, 1]", "learner.reward_clip = [2, 1]: the first must be below the second"),
+        ("reward_clip = [1]", "has too few entries"),
+        ("reward_clip = [0, 1, 2]", "has too many entries"),
+        ("reward_clip = [-inf, 1]", "must be finite"),
+        ("reward_clip = 1", "learner.reward_clip = 1: must be a list"),
+    ],
+)
+def test_a_wrong_reward_clip_is_told(tmp_path: Path, line: str, says: str) -> None:
+    assert says in refusal(tmp_path, line)
+
+
+def test_the_readers_of_a_setting_are_variants_that_there_are() -> None:
+    for name, readers in READERS.items():
+        assert name in FIELDS
+        for part, variants in readers.items():
+            known: tuple[Any, ...] = get_args(FIELDS[part].annotation) or (True, False)
+            assert set(variants) <= set(known), f"{name}: {part}"

@@ -20,11 +20,10 @@ class PreviousWeights:
 
     def keep(self) -> None:
         """Take the weights as they are; called right before each optimiser step."""
-        now = [parameter.detach() for parameter in self._parameters]
-        if self._copies:
-            torch._foreach_copy_(self._copies, now)
-        else:
-            self._copies = [weight.clone() for weight in now]
+        if not self._copies:
+            self._copies = [torch.empty_like(parameter.detach()) for parameter in self._parameters]
+        for copy, parameter in zip(self._copies, self._parameters, strict=True):
+            copy.copy_(parameter.detach())
 
     @property
     def known(self) -> bool:

@@ -97,8 +97,8 @@ class Trainer:
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(farthest)
         objective = self.algorithm.figures({name: float(value) for name, value in {**sums, **peaks}.items()})
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            known = {name: value for name, value in objective.items() if value is not None}
-            shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **known}
+            seen = {name: value for name, value in objective.items() if value is not None}
+            shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **seen}
             raise DivergedError(_why_diverged(loss, grad_norm, shown))
         fresh = int(own["fresh"])
         learning_rate = float(self.schedule.get_last_lr()[0])

@@ -151,6 +151,23 @@ def test_last_step_is_the_policy_that_made_the_step_before(
     assert means[2] != pytest.approx(expected, rel=1e-4)
 
 
+def test_a_rollout_s_ratio_is_that_of_the_proximal_policy(
+    make_policy: Callable[..., Policy], samples: list[Sample]
+) -> None:
+    """Interpolated, in one row and over several: exp of the sum of (1 - 1 / d) (log policy - log sampler)."""
+    policy = make_policy()
+    expected = np.zeros(6)
+    for item in samples:
+        logprobs = np.concatenate([[0.0], policy.score(item.token_ids.tolist())])
+        part = (1 - 1 / np.maximum(item.staleness, 1)) * (logprobs - item.behaviour)
+        expected[item.rollout] += part[item.weights > 0].sum()
+    settings = {"correction": "sequence_truncate", "correction_high": 1e6, "proximal": "interpolated"}
+    for budget in (400, 24):
+        (step,) = steps(policy, settings, samples, [budget])
+        mean = step.figures.objective["sampling/importance_sampling_ratio/mean"]
+        assert mean == pytest.approx(np.exp(expected).mean(), rel=1e-4)
+
+
 def test_what_top_entropy_keeps_is_the_share_of_the_step(
     make_policy: Callable[..., Policy], samples: list[Sample]
 ) -> None:

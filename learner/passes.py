@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.masks.top_entropy import lowest_kept
+from learner.algorithm.proximal import Between
 from learner.algorithm.rollouts import StepRollouts
 from learner.algorithm.tokens import Tokens
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
+from learner.previous import PreviousWeights
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,19 @@ class RolloutSums:
     """Sums over whole rollouts, of which a row may hold a part."""
 
     def __init__(self, rows: Sequence[PackedRow], count: int) -> None:
-        self._rows = rows
+        self.rows = rows
         self.count = count
 
     @property
     def split(self) -> bool:
         """Whether a rollout stands in several rows."""
-        seen = torch.cat([torch.unique(row.rollout) for row in self._rows])
+        seen = torch.cat([torch.unique(row.rollout) for row in self.rows])
         return len(seen) > len(torch.unique(seen))
 
     def drift(self, logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sums of logprobs - behaviour by rollout, float32 [S], from the rows' log-probs, each [N]."""
         sums = torch.zeros(self.count, device=logprobs[0].device)
-        for row, of in zip(self._rows, logprobs, strict=True):
+        for row, of in zip(self.rows, logprobs, strict=True):
             sums.index_add_(0, row.rollout, of - row.behaviour)
         return sums
 
@@ -61,23 +64,37 @@ class Preparation:
         device: torch.device,
     ) -> None:
         self.known = known
+        self._algorithm = algorithm
         self._sums = sums
         self._advantages = torch.from_numpy(algorithm.advantages(rollouts)).to(device)
         self._weights = torch.from_numpy(algorithm.weights(rollouts)).to(device)
         self._lengths = torch.from_numpy(rollouts.tokens).to(device, torch.float32)
         self._drift: torch.Tensor | None = None
+        self._proximal_drift: torch.Tensor | None = None
+        self._lowest_entropy: torch.Tensor | None = None
         if known[0].logprobs is not None:
             self._drift = sums.drift([of.logprobs for of in known if of.logprobs is not None])
+            proximal = [
+                self._proximal(row, of.logprobs, of)
+                for row, of in zip(sums.rows, known, strict=True)
+                if of.logprobs is not None
+            ]
+            self._proximal_drift = sums.drift(proximal)
+        if algorithm.top_entropy is not None and known[0].entropy is not None:
+            entropies = [of.entropy for of in known if of.entropy is not None]
+            self._lowest_entropy = lowest_kept(torch.cat(entropies), algorithm.top_entropy)
 
     def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
         """The row's tokens, with the policy's scores of them."""
         logprobs = scores.logprobs.detach()
         drift = self._of_rollout(row, logprobs, self._drift)
+        proximal = self._proximal(row, logprobs, known)
+        same = proximal is logprobs
         return Tokens(
             logprobs=scores.logprobs,
             behaviour=row.behaviour,
             old=row.behaviour,
-            proximal=logprobs,
+            proximal=proximal,
             entropy=scores.entropy,
             advantages=self._advantages[row.rollout],
             weights=self._weights[row.rollout],
@@ -86,9 +103,22 @@ class Preparation:
             lengths=self._lengths[row.rollout],
             drift=drift,
             old_drift=torch.zeros_like(drift),
-            proximal_drift=drift,
+            proximal_drift=drift if same else self._of_rollout(row, proximal, self._proximal_drift),
             reference=known.reference,
+            top_entropy=self._top_entropy(scores, known),
         )
+
+    def _proximal(self, row: PackedRow, logprobs: torch.Tensor, known: Known) -> torch.Tensor:
+        return self._algorithm.proximal(Between(row.behaviour, logprobs, known.previous, row.staleness))
+
+    def _top_entropy(self, scores: TokenScores, known: Known) -> torch.Tensor | None:
+        """Which tokens have the step's highest entropies; a row of which nothing is known is the step's only one."""
+        share = self._algorithm.top_entropy
+        if share is None:
+            return None
+        entropy = scores.entropy.detach() if known.entropy is None else known.entropy
+        lowest = lowest_kept(entropy, share) if self._lowest_entropy is None else self._lowest_entropy
+        return entropy >= lowest
 
     def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
         """The sum of logprobs - behaviour over each token's rollout, which stands in this row if `drift` is None."""
@@ -106,3 +136,14 @@ def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
             scores: TokenScores = policy(row)
             known.append(Known(scores.logprobs, scores.entropy))
     return known
+
+
+def with_previous(
+    known: Sequence[Known], policy: torch.nn.Module, rows: Sequence[PackedRow], previous: PreviousWeights
+) -> list[Known]:
+    """The same, with the log-probs under the policy before the last step, where there was one."""
+    if not previous.known:
+        return list(known)
+    with previous.in_place():
+        before = survey(policy, rows)
+    return [replace(of, previous=scored.logprobs) for of, scored in zip(known, before, strict=True)]

@@ -17,7 +17,8 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
-from learner.passes import Known, Preparation, RolloutSums, survey
+from learner.passes import Known, Preparation, RolloutSums, survey, with_previous
+from learner.previous import PreviousWeights
 from protocol.config import LearnerSection
 
 
@@ -56,6 +57,7 @@ class Trainer:
         self._max_grad_norm = section.max_grad_norm
         adamw, self.schedule = optimiser.build(policy, section)
         self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
+        self._previous = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
 
     @property
     def policy(self) -> Policy:
@@ -74,6 +76,7 @@ class Trainer:
         started = time.perf_counter()
         own: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
+        peaks: dict[str, torch.Tensor] = {}
         farthest = torch.zeros((), device=self.device)
         rows = [row.to(self.device) for row in rows]
         preparation = self._prepare(rows, rollouts)
@@ -86,17 +89,21 @@ class Trainer:
             _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
             _add(own, _sampler_kl(distance, row.staleness))
             _add(sums, result.sums)
+            _raise(peaks, result.peaks)
             farthest = torch.maximum(farthest, distance.abs().amax())
 
         tokens = int(rollouts.tokens.sum())
         grad_norm = float(self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(farthest)
-        objective = self.algorithm.figures({name: float(value) for name, value in sums.items()})
+        objective = self.algorithm.figures({name: float(value) for name, value in {**sums, **peaks}.items()})
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **objective}
+            seen = {name: value for name, value in objective.items() if value is not None}
+            shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **seen}
             raise DivergedError(_why_diverged(loss, grad_norm, shown))
         fresh = int(own["fresh"])
         learning_rate = float(self.schedule.get_last_lr()[0])
+        if self._previous is not None:
+            self._previous.keep()
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.schedule.step()
@@ -116,8 +123,11 @@ class Trainer:
         """Run the passes without a gradient that the algorithm needs."""
         sums = RolloutSums(rows, len(rollouts))
         known = [Known()] * len(rows)
-        if self.algorithm.by_rollout and sums.split:
+        of_step = self.algorithm.top_entropy is not None and len(rows) > 1
+        if of_step or (self.algorithm.by_rollout and sums.split):
             known = survey(self._policy, rows)
+        if self._previous is not None:
+            known = with_previous(known, self._policy, rows, self._previous)
         return Preparation(self.algorithm, rollouts, sums, known, self.device)
 
     def state(self) -> dict[str, Any]:
@@ -160,3 +170,9 @@ def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> No
     """Add scalars by name, on their device: no row waits for another's."""
     for name, value in more.items():
         total[name] = total[name] + value if name in total else value
+
+
+def _raise(peaks: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Keep the greatest by name, likewise."""
+    for name, value in more.items():
+        peaks[name] = torch.maximum(peaks[name], value) if name in peaks else value

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from learner.algorithm import advantages, corrections, objectives
+from learner.algorithm import advantages, corrections, masks, objectives
 from learner.algorithm.normalisers import NORMALISERS
 from learner.algorithm.objectives.base import TokenLosses
+from learner.algorithm.proximal import PROXIMALS
 from learner.algorithm.rollouts import StepRollouts
 from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
@@ -18,16 +20,26 @@ from protocol.config import LearnerSection
 class Algorithm:
     """What `[learner]` chose. `longest`: the most tokens that a rollout may sample.
 
-    by_rollout: whether losses depend on what `Tokens` has of whole rollouts.
+    by_rollout: whether losses depend on what `Tokens` has of whole rollouts; top_entropy: the share of the step's
+    tokens that are learnt from, those of highest entropy, or None; needs_previous: whether `proximal` is the policy
+    before the last step.
     """
 
     def __init__(self, section: LearnerSection, longest: int) -> None:
         self._advantage = advantages.build(section)
         self._correction = corrections.build(section)
+        self._masks = masks.build(section)
         self._objective = objectives.build(section)
         self._normaliser = NORMALISERS[section.normaliser]
         self._longest = longest
-        self.by_rollout = self._objective.by_rollout or self._correction.by_rollout
+        self.by_rollout = (
+            self._objective.by_rollout
+            or self._correction.by_rollout
+            or any(mask.by_rollout for mask in self._masks.values())
+        )
+        self.proximal = PROXIMALS[section.proximal]
+        self.needs_previous = section.proximal == "last_step"
+        self.top_entropy = section.top_entropy_quantile if section.top_entropy_quantile < 1 else None
 
     def advantages(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
         """float32 [S]"""
@@ -39,23 +51,39 @@ class Algorithm:
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
         corrected = self._correction(tokens)
-        result = self._objective(corrected.tokens)
-        counts = {"corrected": (tokens.weights > 0).sum(), "tokens": (corrected.tokens.weights > 0).sum()}
-        own = {f"{_OBJECTIVE}{name}": value for name, value in result.sums.items()}
-        before = {f"{_CORRECTION}{name}": value for name, value in corrected.sums.items()}
-        return TokenLosses(result.losses, {**counts, **own, **before})
+        seen, weighted = corrected.tokens, tokens.weights > 0
+        masked: dict[str, torch.Tensor] = {}
+        for name, mask in self._masks.items():
+            keep = mask(tokens)
+            seen = seen.masked(keep)
+            masked[f"{_MASKED}{name}"] = (weighted & ~keep).sum()
+        result = self._objective(seen)
+        counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
+        own, before = _named(_OBJECTIVE, result.sums), _named(_CORRECTION, corrected.sums)
+        peaks = {**_named(_OBJECTIVE, result.peaks), **_named(_CORRECTION, corrected.peaks)}
+        return TokenLosses(result.losses, {**counts, **own, **before, **masked}, peaks)
 
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """What `metrics.jsonl` shows, from a step's sums."""
+    def figures(self, sums: Mapping[str, float]) -> dict[str, float | None]:
+        """What `metrics.jsonl` shows, from a step's sums and peaks; the objective's are None where correction and masks
+        left it no token."""
+        corrected, tokens = max(1, int(sums["corrected"])), int(sums["tokens"])
         own = _under(_OBJECTIVE, sums)
-        before = _under(_CORRECTION, sums)
+        if tokens:
+            shown: dict[str, float | None] = {**self._objective.figures(own, tokens)}
+        else:
+            shown = dict.fromkeys(self._objective.figures(dict.fromkeys(own, 1.0), 1))
         return {
-            **self._correction.figures(before, max(1, int(sums["corrected"]))),
-            **self._objective.figures(own, max(1, int(sums["tokens"]))),
+            **self._correction.figures(_under(_CORRECTION, sums), corrected),
+            **{name: value / corrected for name, value in sums.items() if name.startswith(_MASKED)},
+            **shown,
         }
 
 
-_OBJECTIVE, _CORRECTION = "objective ", "correction "
+_OBJECTIVE, _CORRECTION, _MASKED = "objective ", "correction ", "masked/"
+
+
+def _named(prefix: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def _under(prefix: str, sums: Mapping[str, float]) -> dict[str, float]:

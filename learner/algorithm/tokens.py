@@ -18,7 +18,7 @@ class Tokens:
     reference: under the reference model, None where there is none; entropy: of the policy's distribution, in nats.
     advantages: of the token's rollout; weights: the token's part in the step's loss, the normaliser in it, 0 where a
     mask takes it out; staleness: versions between sampling and training; rollout: number of the token's rollout in the
-    step.
+    step; top_entropy: bool [N], whether `learner.top_entropy_quantile` keeps it, None where it keeps all.
 
     Of the token's whole rollout, in whatever rows its tokens stand, and without a gradient: lengths, how many of its
     tokens train; drift: the sum of logprobs - behaviour; old_drift, proximal_drift: those of old - behaviour and of
@@ -39,6 +39,7 @@ class Tokens:
     old_drift: torch.Tensor
     proximal_drift: torch.Tensor
     reference: torch.Tensor | None = None
+    top_entropy: torch.Tensor | None = None
 
     def but(self, **changes: Any) -> Self:
         return replace(self, **changes)

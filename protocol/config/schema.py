@@ -104,6 +104,13 @@ class RunConfig(Section):
                 f"replaced, and the run would stand still; lower weight_sync.every to at most "
                 f"{queue.max_staleness + 1}"
             )
+        if learner.proximal == "interpolated" and queue.max_staleness <= 1:
+            raise ValueError(
+                f"learner.proximal = interpolated with queue.max_staleness = {queue.max_staleness}: it takes the "
+                f"sampler itself for tokens of at most one version of age, so learner.correction = "
+                f"{learner.correction} would never do anything; set learner.proximal to recomputed, or raise "
+                f"queue.max_staleness"
+            )
         if learner.epochs is not None and "steps" in learner.model_fields_set:
             raise ValueError(
                 f"learner.steps = {learner.steps} and learner.epochs = {learner.epochs:g} both say when the run ends: "

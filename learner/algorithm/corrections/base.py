@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -15,11 +15,12 @@ from protocol.config import LearnerSection
 
 @dataclass(frozen=True)
 class Corrected:
-    """tokens: with the weights, and the `old` and `old_drift`, that an objective is to use; sums: as in `TokenLosses`,
-    over the tokens that had weight before."""
+    """tokens: with the weights, and the `old` and `old_drift`, that an objective is to use; sums and peaks: as in
+    `TokenLosses`, over the tokens that had weight before."""
 
     tokens: Tokens
     sums: dict[str, torch.Tensor]
+    peaks: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Correction(ABC):
@@ -37,5 +38,5 @@ class Correction(ABC):
     def __call__(self, tokens: Tokens) -> Corrected: ...
 
     def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """What `metrics.jsonl` shows, from a step's `sums` over the `tokens` that had weight before."""
+        """What `metrics.jsonl` shows, from a step's `sums` and peaks over the `tokens` that had weight before."""
         return {name: value / tokens for name, value in sums.items()}

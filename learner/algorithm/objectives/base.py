@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -21,12 +21,14 @@ class TokenLosses:
     """losses: float32 [N], each times its weight; sums: by name, detached scalars over the tokens with weight, or over
     their rollouts; a weight counts a token and does not scale it.
 
-    A step's loss is the sum of `losses` over all of its rows. The sums are added up over the rows likewise: a row must
-    give the same names whatever is in it.
+    A step's loss is the sum of `losses` over all of its rows. The sums are added up over the rows likewise, and of
+    `peaks` each name's greatest counts (a minimum is the peak of what is negated): a row must give the same names
+    whatever is in it.
     """
 
     losses: torch.Tensor
     sums: dict[str, torch.Tensor]
+    peaks: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Objective(ABC):

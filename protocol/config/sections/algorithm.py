@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
@@ -120,10 +120,58 @@ class AlgorithmSection(Section):
         "rollouts, the number of rollouts",
         why="every token counts alike, in long answers too (DAPO)",
     )
-    correction: Literal["none"] = setting(
+    correction: Literal[
         "none",
-        description="what is done about tokens that an older version sampled, beside the objective's own ratio",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_mask",
+        "decoupled",
+    ] = setting(
+        "none",
+        description="what is done about tokens that an older version sampled, from r = proximal / sampler: token_* "
+        "weight each token by its r, sequence_* by that of the whole rollout; *_truncate keep the weight within the "
+        "bounds, *_mask leave out what is outside; geometric_mask leaves out rollouts by the mean of log r and weights "
+        "nothing; decoupled is decoupled PPO",
         why="the clip bounds the ratio to the policy that sampled",
+    )
+    correction_low: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        description="the lower bound of the correction's ratio; without it, the correction's own",
+        why="each correction has a bound of its own: 0.5 for token_mask, 0.99 for geometric_mask, else 0",
+    )
+    correction_high: float | None = setting(
+        None,
+        ge=1,
+        le=1e6,
+        description="the upper bound of the correction's ratio; without it, the correction's own",
+        why="each correction has a bound of its own: 2 for token_truncate, 5 for token_mask and decoupled, 3 for "
+        "sequence_*, 1.01 for geometric_mask",
+    )
+    proximal: Literal["recomputed", "last_step", "interpolated"] = setting(
+        "recomputed",
+        description="the policy between sampler and learner, for a correction: recomputed, as the step begins; "
+        "last_step, before the last optimiser step (a copy of the weights and a forward pass); interpolated, "
+        "guessed from a token's age (A-3PO)",
+        why="needs neither a copy of the weights nor a pass",
+    )
+    off_policy_mask_threshold: float | None = setting(
+        None,
+        gt=0,
+        le=1000,
+        description="rollouts of negative advantage are left out where the mean of log sampler - log policy over their "
+        "tokens is above this",
+        why="off; DeepSeek-V3.2 and TRL have the same switch, and 0.5 is a usual value",
+    )
+    top_entropy_quantile: float = setting(
+        1.0,
+        ge=0,
+        le=1,
+        description="only this share of the step's tokens is learnt from: those where the policy's entropy is highest",
+        why="all; 0.2 in the paper on forking tokens, at the price of a forward pass for steps of several rows",
     )
 
     @field_validator("reward_clip")
@@ -169,6 +217,27 @@ class AlgorithmSection(Section):
                 "learner.dppo_divergence = 'kl'"
             )
         return value
+
+    @model_validator(mode="after")
+    def _correction_fits(self) -> Self:
+        if self.correction == "none":
+            unused = {
+                "correction_low": self.correction_low,
+                "correction_high": self.correction_high,
+                "proximal": None if self.proximal == "recomputed" else self.proximal,
+            }
+            for name, value in unused.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} = {value} has no effect with correction = none: set correction to one of those that "
+                        f"docs/algorithms.md lists, or leave {name} out"
+                    )
+        if self.correction_low == self.correction_high == 1:
+            raise ValueError(
+                "correction_low = 1 and correction_high = 1 leave no room for any ratio but 1: every token that an "
+                "older version sampled would be left out or lose its weight; lower the one or raise the other"
+            )
+        return self
 
 
 def _is_number(value: Any, above: float, most: float) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.rollouts import Floats, StepRollouts
 from learner.algorithm.tokens import Tokens
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
+from learner.model.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,11 @@ class Preparation:
     ) -> None:
         self.known = known
         self._sums = sums
-        self._advantages = torch.from_numpy(algorithm.advantages(rollouts)).to(device)
+        drift = _reference_drift(sums, known) if algorithm.kl_in_reward else None
+        self._advantages = torch.from_numpy(algorithm.advantages(rollouts, drift)).to(device)
         self._weights = torch.from_numpy(algorithm.weights(rollouts)).to(device)
         self._lengths = torch.from_numpy(rollouts.tokens).to(device, torch.float32)
+        self._entropy_weight = 1 / int(rollouts.tokens.sum()) if algorithm.needs_entropy else None
         self._drift: torch.Tensor | None = None
         if known[0].logprobs is not None:
             self._drift = sums.drift([of.logprobs for of in known if of.logprobs is not None])
@@ -73,6 +77,7 @@ class Preparation:
         """The row's tokens, with the policy's scores of them."""
         logprobs = scores.logprobs.detach()
         drift = self._of_rollout(row, logprobs, self._drift)
+        share = self._entropy_weight
         return Tokens(
             logprobs=scores.logprobs,
             behaviour=row.behaviour,
@@ -88,6 +93,7 @@ class Preparation:
             old_drift=torch.zeros_like(drift),
             proximal_drift=drift,
             reference=known.reference,
+            entropy_weights=None if share is None else torch.full_like(logprobs, share),
         )
 
     def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
@@ -106,3 +112,14 @@ def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
             scores: TokenScores = policy(row)
             known.append(Known(scores.logprobs, scores.entropy))
     return known
+
+
+def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Known]) -> list[Known]:
+    """What is known, and the log-probs of all rows under the reference model."""
+    return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
+
+
+def _reference_drift(sums: RolloutSums, known: Sequence[Known]) -> Floats:
+    """The sums of reference - behaviour by rollout, float64 [S]: the device is waited for once a step."""
+    drift = sums.drift([of.reference for of in known if of.reference is not None])
+    return drift.cpu().numpy().astype(np.float64)

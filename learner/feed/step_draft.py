@@ -141,7 +141,7 @@ class Draft:
             return next(masked, reasons.NO_TOKENS)
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
             return reasons.SEGMENT_TOO_LONG
-        if self._config.learner.zero_variance != "keep" and self._advantage.is_flat(rewards_of(group)):
+        if self._config.learner.zero_variance != "keep" and self._advantage.stays_flat(rewards_of(group)):
             return reasons.ZERO_VARIANCE
         return None
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import regularisers
+from learner.algorithm import advantages, regularisers
+from learner.algorithm.advantages import ADVANTAGES
+from learner.algorithm.advantages.base import Advantage
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.regularisers.base import Regulariser
 from learner.algorithm.rollouts import StepRollouts
 from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
-from tests.kit.trl import trl_loss
+from tests.kit.trl import trl_advantages, trl_loss
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "loss": {"kl_coef": 0.5, "kl_bias_correction": False},
@@ -112,10 +116,39 @@ def test_the_kl_in_the_reward_is_taken_off_before_the_advantage() -> None:
     assert float(result.sums["kl_reference"]) == pytest.approx(float(k1), abs=1e-5)
 
 
+def test_the_advantages_are_trl_s_rloo_with_its_kl() -> None:
+    random = torch.Generator().manual_seed(0)
+    rewards = torch.randn(6, 1, generator=random, dtype=torch.float64)
+    behaviour, reference = (torch.randn(6, 5, generator=random, dtype=torch.float64) for _ in range(2))
+    mask = (torch.rand(6, 5, generator=random) < 0.7).long()
+    batch = {"old_per_token_logps": behaviour, "ref_per_token_logps": reference, "completion_mask": mask}
+    accelerator = SimpleNamespace(process_index=0, reduce=lambda value, **_: value)
+    prompts: dict[str, Any] = {"prompts": range(6)}
+    own = {"beta": 0.5, "accelerator": accelerator, "_metrics": {"train": defaultdict(list)}}
+    theirs = trl_advantages("rloo", rewards, 3, {**batch, **prompts, "mode": "train"}, **own)
+
+    algorithm = Algorithm(LearnerSection(advantage="rloo", **SECTIONS["reward"]), 64)
+    rollouts = StepRollouts.of(rewards[:, 0].numpy(), np.arange(6) // 3, mask.sum(1).numpy())
+    ours = algorithm.advantages(rollouts, ((reference - behaviour) * mask).sum(1).numpy())
+    torch.testing.assert_close(torch.from_numpy(ours), theirs.float())
+
+
 def test_equal_rewards_are_worth_training_where_the_kl_makes_them_differ() -> None:
     rollouts = StepRollouts.of(np.ones(2), np.zeros(2, dtype=np.int64), np.array([3, 3]))
     algorithm = Algorithm(LearnerSection(advantage="rloo", **SECTIONS["reward"]), 64)
     assert algorithm.advantages(rollouts, np.array([-0.4, 0.2])) == pytest.approx([-0.3, 0.3])
+    assert not algorithm.advantages(rollouts, np.array([-0.4, -0.4])).any()
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_only_a_kl_in_the_reward_keeps_groups_of_equal_rewards(advantage: str) -> None:
+    def of(kind: str) -> Advantage:
+        return advantages.build(LearnerSection(advantage=advantage, **SECTIONS[kind]))
+
+    assert not of("reward").stays_flat(np.ones(2))
+    assert of("reward").stays_flat(np.ones(1))
+    assert of("loss").stays_flat(np.ones(2))
+    assert not of("loss").stays_flat(np.array([0.0, 1.0]))
 
 
 def test_the_bonus_is_a_mean_over_the_step_s_tokens_whatever_the_normaliser_is() -> None:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from protocol.config import LearnerSection
 from protocol.config.sections import algorithm
+from tests.kit import config
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,16 @@ def test_what_would_do_nothing_is_refused(settings: dict[str, Any], told: str) -
 def test_what_does_something_is_read_again_as_it_was_printed(settings: dict[str, Any]) -> None:
     section = LearnerSection(**settings)
     assert LearnerSection.model_validate(section.model_dump()) == section
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_reference_that_could_not_move_for_rounding_is_refused(dtype: str) -> None:
+    """Half-way to the next number is the least step that is not rounded back."""
+    settings = {"kl_coef": 0.1, "reference_sync_steps": 1, "reference_mixup": 0.1}
+    with pytest.raises(ValidationError, match=rf"reference_mixup = 0.1 with model.dtype = {dtype}: .*at least 0.5"):
+        config(learner=settings, model={"dtype": dtype})
+    config(learner=settings)
+    config(learner={**settings, "reference_mixup": 0.6}, model={"dtype": dtype})
 
 
 def test_a_preset_may_say_where_the_kl_goes_before_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,13 @@ class Advantage(ABC):
         """The advantages, finite float64 [S]; whatever it gives the rollouts of a flat group."""
 
     def is_flat(self, rewards: Floats) -> bool:
-        """Whether a group of these rewards, float64 [G], G >= 1, has nothing to be learnt from. With `kl_in_reward` the
-        KL, which is known later, makes rewards differ."""
-        return bool(np.ptp(rewards) == 0) and not (self.section.kl_coef and self.section.kl_in_reward)
+        """Whether a group of these rewards, float64 [G], G >= 1, has nothing to be learnt from."""
+        return bool(np.ptp(rewards) == 0)
+
+    def stays_flat(self, rewards: Floats) -> bool:
+        """Whether that is known before the step: with `kl_in_reward`, the KL will make equal rewards differ."""
+        penalised = self.section.kl_in_reward and self.section.kl_coef > 0
+        return self.is_flat(rewards) and (len(rewards) == 1 or not penalised)
 
 
 class GroupAdvantage(Advantage):

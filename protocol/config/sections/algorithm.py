@@ -66,7 +66,8 @@ class AlgorithmSection(Section):
     )
     kl_in_reward: bool = setting(
         False,
-        description="the KL is taken from each rollout's reward, summed over its tokens, in place of the loss",
+        description="the KL is taken from each rollout's reward, summed over its tokens, in place of the loss; "
+        "rollouts.jsonl shows rewards and advantages without it",
         why="in the loss, each token has its own",
     )
     kl_bias_correction: bool = setting(

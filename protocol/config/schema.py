@@ -112,7 +112,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"learner.reference_mixup = {learner.reference_mixup:g} with model.dtype = {self.model.dtype}: the "
                 f"reference would hardly follow, as changes this small are rounded away; set learner.reference_mixup "
-                f'to at least 0.5, with fewer learner.reference_sync_steps between, or model.dtype = "float32"'
+                f'to at least 0.5, with more learner.reference_sync_steps between, or model.dtype = "float32"'
             )
         if learner.token_budget < self.vllm.max_model_len:
             raise ValueError(

@@ -15,6 +15,8 @@ from learner.algorithm import advantages, regularisers
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.advantages.base import Advantage
 from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.corrections.base import Corrected, Correction
 from learner.algorithm.regularisers.base import Regulariser
 from learner.algorithm.rollouts import StepRollouts
 from learner.algorithm.tokens import Tokens
@@ -260,6 +262,20 @@ def test_packing_cannot_change_the_losses_or_the_sums(regulariser: Regulariser) 
         torch.testing.assert_close(value, apart[0].sums[name] + apart[1].sums[name], msg=name)
         assert value.shape == ()
         assert not value.requires_grad
+
+
+class NothingLeft(Correction):
+    """Masks all tokens."""
+
+    def __call__(self, tokens: Tokens) -> Corrected:
+        return Corrected(tokens.masked(torch.zeros_like(tokens.weights, dtype=torch.bool)), {})
+
+
+@pytest.mark.parametrize("kind", ["loss", "corrected", "entropy"])
+def test_a_correction_s_masks_and_weights_do_not_touch_it(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setitem(CORRECTIONS, "none", NothingLeft)
+    given = some_tokens(0)
+    torch.testing.assert_close(Algorithm(LearnerSection(**SECTIONS[kind]), 64)(given).losses, one(kind)(given).losses)
 
 
 @pytest.mark.parametrize("kind", ["loss", "corrected", "reward"])

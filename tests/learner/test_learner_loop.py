@@ -195,7 +195,12 @@ def test_the_default_run_has_no_reference(model_path: Path, tmp_path: Path) -> N
 
 
 def test_with_the_kl_in_the_reward_groups_of_equal_rewards_train(model_path: Path, tmp_path: Path) -> None:
+    asked = 0
+
     def flat(n: int, version: int) -> list[Group]:
+        nonlocal asked
+        asked += n
+        assert asked <= 8, "they are dropped, and others asked for"
         return [group(f"flat-{version}-{number}", [0.0, 0.0]) for number in range(n)]
 
     settings = {"kl_coef": 0.1, "kl_in_reward": True, "clip_low": 0.99, "clip_high": 100.0, "steps": 2}

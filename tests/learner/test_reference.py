@@ -119,6 +119,15 @@ def test_a_bonus_raises_the_entropy(make_policy: MakePolicy) -> None:
     assert (last[1] or 0) > (last[0] or 0) + 0.1
 
 
+def test_the_bonus_is_the_mean_entropy_of_the_step(make_policy: MakePolicy) -> None:
+    """Rewards that are all equal leave nothing else in the loss."""
+    trainer = trainer_of(make_policy, entropy_coef=0.3, normaliser="rollouts")
+    samples = samples_of_several_segments()
+    rollouts = step_rollouts(samples)
+    figures = trainer.step(pack(samples, 16), rollouts.with_rewards(np.ones(4)))
+    assert figures.loss == pytest.approx(-0.3 * (figures.entropy or 0.0), rel=1e-5)
+
+
 def test_log_probs_are_at_the_sampler_s_temperature(make_policy: MakePolicy) -> None:
     (row,) = pack([sample(12, 3, 0)], 32)
     warm = ReferenceModel(make_policy(temperature=2.0)).logprobs(row)

@@ -1,8 +1,8 @@
 """Checkpoints: complete or not there at all.
 
 `run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `trainer.pt`
-(optimiser, schedule, random states) and `state.json` (step, version, settings). The queue keeps the position in the
-data set.
+(optimiser, schedule, random states, a reference that has moved) and `state.json` (step, version, settings). The queue
+keeps the position in the data set.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from learner.blocking_client import BlockingQueueClient
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.feeder import Feeder
 from learner.model.policy import Scoring, load_policy
+from learner.model.reference import load_reference
 from learner.report import sampler_kl, summary
 from learner.report.curve import Curve, sparkline
 from learner.report.journal import Journal
@@ -92,7 +93,8 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     path = str(checkpoint.model_path) if checkpoint else config.model.path
     scoring = Scoring(config.rollout.temperature, config.learner.logprob_chunk_tokens)
     policy = load_policy(path, config.model, scoring)
-    trainer = Trainer(policy, config.learner, config.rollout.max_episode_tokens)
+    reference = load_reference(config, scoring)
+    trainer = Trainer(policy, config.learner, config.rollout.max_episode_tokens, reference)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)
     return trainer
@@ -283,4 +285,5 @@ class Loop:
         if self._checkpoint_s is not None:
             return CHECKPOINT_MARGIN * self._checkpoint_s
         weights = sum(weight.numel() * weight.element_size() for _, weight in self._trainer.policy.named_weights())
-        return 3 * weights / DISK_BYTES_PER_S  # AdamW has two figures for each weight
+        copies = 3 + (self._config.learner.reference_sync_steps > 0)  # AdamW has two figures for each weight
+        return copies * weights / DISK_BYTES_PER_S

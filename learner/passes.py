@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.masks.top_entropy import lowest_kept
 from learner.algorithm.proximal import Between
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.rollouts import Floats, StepRollouts
 from learner.algorithm.tokens import Tokens
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
+from learner.model.reference import Reference
 from learner.previous import PreviousWeights
 
 
@@ -66,12 +68,15 @@ class Preparation:
         self.known = known
         self._algorithm = algorithm
         self._sums = sums
-        self._advantages = torch.from_numpy(algorithm.advantages(rollouts)).to(device)
+        drift = _reference_drift(sums, known) if algorithm.kl_in_reward else None
+        self._advantages = torch.from_numpy(algorithm.advantages(rollouts, drift)).to(device)
         self._weights = torch.from_numpy(algorithm.weights(rollouts)).to(device)
         self._lengths = torch.from_numpy(rollouts.tokens).to(device, torch.float32)
+        self._trained = int(rollouts.tokens.sum())
         self._drift: torch.Tensor | None = None
         self._proximal_drift: torch.Tensor | None = None
         self._lowest_entropy: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None
         if known[0].logprobs is not None:
             self._drift = sums.drift([of.logprobs for of in known if of.logprobs is not None])
             proximal = [
@@ -83,6 +88,7 @@ class Preparation:
         if algorithm.top_entropy is not None and known[0].entropy is not None:
             entropies = [of.entropy for of in known if of.entropy is not None]
             self._lowest_entropy = lowest_kept(torch.cat(entropies), algorithm.top_entropy)
+            self._kept = (torch.cat(entropies) >= self._lowest_entropy).sum()
 
     def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
         """The row's tokens, with the policy's scores of them."""
@@ -90,6 +96,7 @@ class Preparation:
         drift = self._of_rollout(row, logprobs, self._drift)
         proximal = self._proximal(row, logprobs, known)
         same = proximal is logprobs
+        top = self._top_entropy(scores, known)
         return Tokens(
             logprobs=scores.logprobs,
             behaviour=row.behaviour,
@@ -105,7 +112,8 @@ class Preparation:
             old_drift=torch.zeros_like(drift),
             proximal_drift=drift if same else self._of_rollout(row, proximal, self._proximal_drift),
             reference=known.reference,
-            top_entropy=self._top_entropy(scores, known),
+            top_entropy=top,
+            entropy_weights=self._entropy_weights(logprobs, top) if self._algorithm.needs_entropy else None,
         )
 
     def _proximal(self, row: PackedRow, logprobs: torch.Tensor, known: Known) -> torch.Tensor:
@@ -119,6 +127,12 @@ class Preparation:
         entropy = scores.entropy.detach() if known.entropy is None else known.entropy
         lowest = lowest_kept(entropy, share) if self._lowest_entropy is None else self._lowest_entropy
         return entropy >= lowest
+
+    def _entropy_weights(self, logprobs: torch.Tensor, top: torch.Tensor | None) -> torch.Tensor:
+        """Of the mean over the step's tokens, or over those of highest entropy where these alone are learnt from."""
+        if top is None:
+            return torch.full_like(logprobs, 1 / self._trained)
+        return top / (top.sum() if self._kept is None else self._kept)
 
     def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
         """The sum of logprobs - behaviour over each token's rollout, which stands in this row if `drift` is None."""
@@ -147,3 +161,14 @@ def with_previous(
     with previous.in_place():
         before = survey(policy, rows)
     return [replace(of, previous=scored.logprobs) for of, scored in zip(known, before, strict=True)]
+
+
+def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Known]) -> list[Known]:
+    """What is known, and the log-probs of all rows under the reference model."""
+    return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
+
+
+def _reference_drift(sums: RolloutSums, known: Sequence[Known]) -> Floats:
+    """The sums of reference - behaviour by rollout, float64 [S]: the device is waited for once a step."""
+    drift = sums.drift([of.reference for of in known if of.reference is not None])
+    return drift.cpu().numpy().astype(np.float64)

@@ -17,7 +17,8 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
-from learner.passes import Known, Preparation, RolloutSums, survey, with_previous
+from learner.model.reference import Reference
+from learner.passes import Known, Preparation, RolloutSums, consult, survey, with_previous
 from learner.previous import PreviousWeights
 from protocol.config import LearnerSection
 
@@ -48,16 +49,24 @@ class StepFigures:
 
 
 class Trainer:
-    """Owns policy, optimiser and schedule; knows nothing of the queue or of versions. `longest`: the most tokens that a
-    rollout may sample."""
+    """Owns policy, reference, optimiser and schedule; knows nothing of the queue or of versions. `longest`: the most
+    tokens that a rollout may sample; `reference`: needed where `learner.kl_coef` is above 0."""
 
-    def __init__(self, policy: Policy, section: LearnerSection, longest: int) -> None:
+    def __init__(
+        self, policy: Policy, section: LearnerSection, longest: int, reference: Reference | None = None
+    ) -> None:
         self.accelerator = Accelerator()
         self.algorithm = Algorithm(section, longest)
+        if self.algorithm.needs_reference and reference is None:
+            raise ValueError(f"learner.kl_coef = {section.kl_coef:g} needs a reference: give one to the trainer")
+        self.reference = reference if self.algorithm.needs_reference else None
+        self._sync_steps, self._mixup = section.reference_sync_steps, section.reference_mixup
         self._max_grad_norm = section.max_grad_norm
         adamw, self.schedule = optimiser.build(policy, section)
         self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
         self._previous = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator)
 
     @property
     def policy(self) -> Policy:
@@ -107,6 +116,8 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.schedule.step()
+        if self.reference is not None and self._sync_steps and self.schedule.last_epoch % self._sync_steps == 0:
+            self.reference.follow(self.policy, self._mixup)
         return StepFigures(
             loss=loss,
             entropy=entropy,
@@ -128,15 +139,21 @@ class Trainer:
             known = survey(self._policy, rows)
         if self._previous is not None:
             known = with_previous(known, self._policy, rows, self._previous)
+        if self.reference is not None:
+            known = consult(self.reference, rows, known)
         return Preparation(self.algorithm, rollouts, sums, known, self.device)
 
     def state(self) -> dict[str, Any]:
-        """Optimiser and schedule, as tensors and plain values."""
-        return {"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
+        """Optimiser, schedule and what the reference has to keep, as tensors and plain values."""
+        state = {"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
+        kept = self.reference.state() if self.reference is not None else None
+        return state if kept is None else {**state, "reference": kept}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
+        if self.reference is not None and "reference" in state:
+            self.reference.restore(state["reference"])
 
 
 def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -> str:

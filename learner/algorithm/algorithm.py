@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm import advantages, corrections, masks, objectives
+from learner.algorithm import advantages, corrections, masks, objectives, regularisers
 from learner.algorithm.normalisers import NORMALISERS
 from learner.algorithm.objectives.base import TokenLosses
 from learner.algorithm.proximal import PROXIMALS
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.rollouts import Floats, StepRollouts
 from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
 
@@ -22,7 +22,8 @@ class Algorithm:
 
     by_rollout: whether losses depend on what `Tokens` has of whole rollouts; top_entropy: the share of the step's
     tokens that are learnt from, those of highest entropy, or None; needs_previous: whether `proximal` is the policy
-    before the last step.
+    before the last step; needs_reference: whether anything reads `Tokens.reference`; kl_in_reward: whether advantages
+    wait for the reference's log-probs; needs_entropy: whether the loss holds the step's mean entropy.
     """
 
     def __init__(self, section: LearnerSection, longest: int) -> None:
@@ -30,6 +31,7 @@ class Algorithm:
         self._correction = corrections.build(section)
         self._masks = masks.build(section)
         self._objective = objectives.build(section)
+        self._regularisers = regularisers.build(section)
         self._normaliser = NORMALISERS[section.normaliser]
         self._longest = longest
         self.by_rollout = (
@@ -40,9 +42,16 @@ class Algorithm:
         self.proximal = PROXIMALS[section.proximal]
         self.needs_previous = section.proximal == "last_step"
         self.top_entropy = section.top_entropy_quantile if section.top_entropy_quantile < 1 else None
+        self.needs_reference = any(of.needs_reference for of in self._regularisers)
+        self.kl_in_reward = any(of.in_reward for of in self._regularisers)
+        self.needs_entropy = section.entropy_coef > 0
 
-    def advantages(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
-        """float32 [S]"""
+    def advantages(self, rollouts: StepRollouts, reference_drift: Floats | None = None) -> npt.NDArray[np.float32]:
+        """float32 [S]. `reference_drift`: where `kl_in_reward`, float64 [S], the sum of reference - behaviour over each
+        rollout's tokens that train."""
+        for regulariser in self._regularisers:
+            if regulariser.in_reward and reference_drift is not None:
+                rollouts = rollouts.with_rewards(rollouts.rewards - regulariser.penalties(reference_drift))
         return self._advantage(rollouts)
 
     def weights(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
@@ -58,10 +67,15 @@ class Algorithm:
             seen = seen.masked(keep)
             masked[f"{_MASKED}{name}"] = (weighted & ~keep).sum()
         result = self._objective(seen)
+        losses, beside = result.losses, dict[str, torch.Tensor]()
+        for regulariser in self._regularisers:
+            added = regulariser(tokens)
+            losses = losses + added.losses
+            beside |= _named(_REGULARISER, added.sums)
         counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
         own, before = _named(_OBJECTIVE, result.sums), _named(_CORRECTION, corrected.sums)
         peaks = {**_named(_OBJECTIVE, result.peaks), **_named(_CORRECTION, corrected.peaks)}
-        return TokenLosses(result.losses, {**counts, **own, **before, **masked}, peaks)
+        return TokenLosses(losses, {**counts, **own, **before, **masked, **beside}, peaks)
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float | None]:
         """What `metrics.jsonl` shows, from a step's sums and peaks; the objective's are None where correction and masks
@@ -76,10 +90,11 @@ class Algorithm:
             **self._correction.figures(_under(_CORRECTION, sums), corrected),
             **{name: value / corrected for name, value in sums.items() if name.startswith(_MASKED)},
             **shown,
+            **{name: value / corrected for name, value in _under(_REGULARISER, sums).items()},
         }
 
 
-_OBJECTIVE, _CORRECTION, _MASKED = "objective ", "correction ", "masked/"
+_OBJECTIVE, _CORRECTION, _REGULARISER, _MASKED = "objective ", "correction ", "regulariser ", "masked/"
 
 
 def _named(prefix: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ class Tokens:
     logprobs: under the policy that trains, the only one with a gradient; behaviour: under the one that sampled, at the
     version that did; old: what an objective takes its ratio against, `behaviour` unless a correction moves it;
     proximal: under a policy between the two, `logprobs` without its gradient unless `learner.proximal` says otherwise;
-    reference: under the reference model, None where there is none; entropy: of the policy's distribution, in nats.
+    reference: under the reference model, None where there is none; entropy: of the policy's distribution, in nats,
+    with a gradient; entropy_weights: the token's part in the step's mean entropy, None where the loss has none.
     advantages: of the token's rollout; weights: the token's part in the step's loss, the normaliser in it, 0 where a
     mask takes it out; staleness: versions between sampling and training; rollout: number of the token's rollout in the
     step; top_entropy: bool [N], whether `learner.top_entropy_quantile` keeps it, None where it keeps all.
@@ -40,6 +41,7 @@ class Tokens:
     proximal_drift: torch.Tensor
     reference: torch.Tensor | None = None
     top_entropy: torch.Tensor | None = None
+    entropy_weights: torch.Tensor | None = None
 
     def but(self, **changes: Any) -> Self:
         return replace(self, **changes)

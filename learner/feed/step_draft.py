@@ -147,7 +147,7 @@ class Draft:
             return next(masked, reasons.NO_TOKENS)
         if max(_trained_length(of) for of in weights.weights) > self._config.learner.token_budget:
             return reasons.SEGMENT_TOO_LONG
-        if self._config.learner.zero_variance != "keep" and self._advantage.is_flat(self._rollouts([standing])):
+        if self._config.learner.zero_variance != "keep" and self._advantage.stays_flat(self._rollouts([standing])):
             return reasons.ZERO_VARIANCE
         return None
 

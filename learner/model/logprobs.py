@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 
 class TokenScores(NamedTuple):
-    """logprobs: float32 [N], differentiable; entropy: float32 [N] in nats, of the same distributions, detached."""
+    """logprobs: float32 [N]; entropy: float32 [N] in nats, of the same distributions. Both are differentiable; a
+    backward pass that does not come through the entropy takes no time for it."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -74,24 +75,29 @@ class _TokenScores(torch.autograd.Function):
             logprobs[chunk] = chosen - log_sum
             entropy[chunk] = log_sum - torch.linalg.vecdot(exponentials, logits) / sums
             log_sums[chunk] = log_sum + highest[:, 0]
-        ctx.save_for_backward(hidden, targets, log_sums)
+        ctx.save_for_backward(hidden, targets, log_sums, entropy)
         ctx.lm_head = lm_head
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, targets, log_sums = ctx.saved_tensors
-        lm_head, upstream = ctx.lm_head, gradients[0]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, targets, log_sums, entropy = ctx.saved_tensors
+        lm_head, (given, of_entropy) = ctx.lm_head, gradients
+        upstream = torch.zeros_like(log_sums) if given is None else given
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(lm_head.weight) if ctx.needs_input_grad[1] else None
         to_bias = torch.zeros_like(lm_head.bias) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(len(targets), lm_head.chunk_tokens):
             logits = lm_head.logits(hidden[chunk])
             slope = _softcap_slope(lm_head, logits)
-            # d logprob / d logits = onehot(target) - softmax
-            gradient = logits.sub_(log_sums[chunk, None]).exp_().mul_(-upstream[chunk, None])
+            logits.sub_(log_sums[chunk, None])
+            # p, the softmax: d logprob / d logits = onehot(target) - p, d entropy / d logits = -p (log p + entropy)
+            factor = -upstream[chunk, None]
+            if of_entropy is not None:
+                factor = (logits + entropy[chunk, None]).mul_(-of_entropy[chunk, None]).add_(factor)
+            gradient = logits.exp_().mul_(factor)
             gradient.scatter_add_(1, targets[chunk, None], upstream[chunk, None])
             gradient = (gradient if slope is None else gradient.mul_(slope)).div_(lm_head.temperature)
             gradient = gradient.to(lm_head.weight.dtype)

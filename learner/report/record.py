@@ -29,7 +29,7 @@ class StepTimes:
 # What the status page and `/metrics` show of a step, by its names in `metrics.jsonl`; the most important first.
 MAIN_METRICS = (
     *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
-    *("loss", "grad_norm", "learning_rate", "entropy", "kl", "sampler/kl_staleness_0", "clip_ratio/*"),
+    *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_0", "clip_ratio/*"),
     *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
 )
 MOST_REPORTED = 64

@@ -116,6 +116,12 @@ class RunConfig(Section):
                 f"learner.steps = {learner.steps} and learner.epochs = {learner.epochs:g} both say when the run ends: "
                 f"leave one of them out"
             )
+        if learner.reference_sync_steps and learner.reference_mixup < 0.5 and self.model.dtype != "float32":
+            raise ValueError(
+                f"learner.reference_mixup = {learner.reference_mixup:g} with model.dtype = {self.model.dtype}: the "
+                f"reference would hardly follow, as changes this small are rounded away; set learner.reference_mixup "
+                f'to at least 0.5, with more learner.reference_sync_steps between, or model.dtype = "float32"'
+            )
         if learner.token_budget < self.vllm.max_model_len:
             raise ValueError(
                 f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = "

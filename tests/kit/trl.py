@@ -33,10 +33,12 @@ def trl_function(path: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def trl_advantages(trainer: str, rewards: torch.Tensor, size: int, **settings: Any) -> torch.Tensor:
+def trl_advantages(
+    trainer: str, rewards: torch.Tensor, size: int, batch: Mapping[str, torch.Tensor] | None = None, **settings: Any
+) -> torch.Tensor:
     """What GRPOTrainer ("grpo") or RLOOTrainer ("rloo") makes of `rewards`, [S, C], NaN for None, in groups of `size`.
 
-    settings: attributes of the trainer.
+    batch: what it knows of the tokens beside, by its own names; settings: attributes of the trainer.
     """
     code = _code(f"trainer/{trainer}_trainer.py", "_generate_and_score_completions", "unscorable_mask", "advantages")
     given = {
@@ -55,6 +57,8 @@ def trl_advantages(trainer: str, rewards: torch.Tensor, size: int, **settings: A
         "rewards_per_func": rewards,
         "num_generations": size,
         "device": rewards.device,
+        "gather": lambda value: value,
+        **(batch or {}),
     }
     exec(code, names)
     found: torch.Tensor = names["advantages"]

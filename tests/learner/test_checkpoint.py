@@ -16,6 +16,7 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.reference import ReferenceModel
 from learner.trainer import DivergedError, Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
@@ -53,6 +54,48 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     expected = _weights(whole)
     for name, weight in _weights(resumed).items():
         assert torch.equal(weight, expected[name]), name
+
+
+def test_a_reference_that_follows_is_resumed_to_the_bit(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    """It moves at steps 3, 6 and 9; the checkpoint is of step 4."""
+    section = SECTION.model_copy(update={"kl_coef": 0.5, "reference_sync_steps": 3, "reference_mixup": 0.3})
+    whole = Trainer(make_policy(), section, 64, ReferenceModel(make_policy()))
+    _train(whole, range(9))
+    half = Trainer(make_policy(), section, 64, ReferenceModel(make_policy()))
+    _train(half, range(4))
+    saved = checkpoint.save(tmp_path, CheckpointInfo(4, 4), half, Sources(ModelSection(path=str(model_path))), keep=1)
+    path = str(saved.model_path)
+    policy = load_policy(path, ModelSection(path=path), Scoring(1.0, 16))
+    resumed = Trainer(policy, section, 64, ReferenceModel(make_policy()))
+    checkpoint.restore(saved, resumed)
+    _train(resumed, range(4, 9))
+    for one, other in (
+        (_weights(whole), _weights(resumed)),
+        (whole.state()["reference"], resumed.state()["reference"]),
+    ):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_reference_that_followed_stays_where_it_is_if_it_shall_follow_no_more(
+    make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
+) -> None:
+    """And is in the next checkpoint, too: `model.path` has another."""
+    section = SECTION.model_copy(update={"kl_coef": 0.5, "reference_sync_steps": 1})
+    before = Trainer(make_policy(), section, 64, ReferenceModel(make_policy()))
+    _train(before, range(2))
+    kept = {name: weight.clone() for name, weight in before.state()["reference"].items()}
+    saved = checkpoint.save(tmp_path, CheckpointInfo(2, 2), before, Sources(ModelSection(path=str(model_path))), keep=1)
+    still = section.model_copy(update={"reference_sync_steps": 0})
+    resumed = Trainer(make_policy(), still, 64, ReferenceModel(make_policy()))
+    checkpoint.restore(saved, resumed)
+    _train(resumed, range(2, 4))
+    again = resumed.state()["reference"]
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    none = Trainer(make_policy(), SECTION, 64)
+    checkpoint.restore(saved, none)
+    assert "reference" not in none.state()
 
 
 def test_random_states_come_back(make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.objectives.base import Objective, TokenLosses
 from learner.algorithm.tokens import Tokens
 from learner.blocking_client import BlockingQueueClient
+from learner.feed.packing import pack
 from learner.loop import Loop, build_trainer, run
 from learner.report import sampler_kl
 from learner.report.progress import Progress
@@ -34,7 +35,7 @@ from protocol.config import ConfigError, RunConfig, to_toml
 from protocol.messages import Group, Problem
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
-from tests.kit.learner import FakeQueue, endless, status
+from tests.kit.learner import FakeQueue, endless, sample, status
 from tests.kit.messages import VOCABULARY, group
 from tests.kit.model import save_tiny_model
 from weight_sync.probe import Probe
@@ -163,6 +164,50 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
     metrics = lines(tmp_path / "test" / "metrics.jsonl")
     assert [line["rows"] for line in metrics] == [2, 2], "or sums over several rows are not tried"
     assert [line["anything"] for line in metrics] == [1.0] * 2
+
+
+def test_the_reference_is_the_model_of_the_run_s_start_in_a_resumed_run_too(model_path: Path, tmp_path: Path) -> None:
+    """Not the checkpoint's, from which the policy goes on."""
+    settings = {"kl_coef": 0.1, "clip_low": 0.99, "clip_high": 100.0, "learning_rate": 1e-2, "checkpoint_every": 3}
+    config = config_for(model_path, tmp_path, **settings, steps=3)
+    train(config, FakeQueue(endless()))
+    found = starting_point(config_for(model_path, tmp_path, **settings), resume=True)
+    trainer = build_trainer(config_for(model_path, tmp_path, **settings), found)
+    assert trainer.reference is not None
+    (row,) = pack([sample(9, 2, 0)], 32)
+    begin = build_trainer(config_for(model_path, tmp_path / "new"), None).policy
+    torch.testing.assert_close(trainer.reference.logprobs(row), begin(row).logprobs.detach())
+    assert not torch.allclose(trainer.policy(row).logprobs, begin(row).logprobs, atol=1e-3)
+
+    queue = FakeQueue(endless(), version=3)
+    train(config_for(model_path, tmp_path, **settings, steps=5), queue, resume=True)
+    figures = [line["kl_reference"] for line in lines(tmp_path / "test" / "metrics.jsonl")]
+    assert figures[0] == pytest.approx(0, abs=1e-6)
+    assert all(figure > 1e-4 for figure in figures[1:])
+
+
+def test_the_default_run_has_no_reference(model_path: Path, tmp_path: Path) -> None:
+    config = config_for(model_path, tmp_path, steps=1)
+    assert build_trainer(config, None).reference is None
+    train(config, FakeQueue(endless()))
+    (line,) = lines(tmp_path / "test" / "metrics.jsonl")
+    assert "kl_reference" not in line
+
+
+def test_with_the_kl_in_the_reward_groups_of_equal_rewards_train(model_path: Path, tmp_path: Path) -> None:
+    asked = 0
+
+    def flat(n: int, version: int) -> list[Group]:
+        nonlocal asked
+        asked += n
+        assert asked <= 8, "they are dropped, and others asked for"
+        return [group(f"flat-{version}-{number}", [0.0, 0.0]) for number in range(n)]
+
+    settings = {"kl_coef": 0.1, "kl_in_reward": True, "clip_low": 0.99, "clip_high": 100.0, "steps": 2}
+    train(config_for(model_path, tmp_path, **settings), FakeQueue(flat))
+    metrics = lines(tmp_path / "test" / "metrics.jsonl")
+    assert [(line["groups_trained"], line["groups_dropped"]) for line in metrics] == [(2, {}), (2, {})]
+    assert all(line["grad_norm"] > 0 and line["kl_reference"] for line in metrics)
 
 
 def test_f14_steps_of_groups_without_variance_are_kept_and_change_no_weight(model_path: Path, tmp_path: Path) -> None:

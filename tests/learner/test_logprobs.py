@@ -37,9 +37,36 @@ def test_equals_log_softmax_of_the_full_logits(
     scores = token_scores(LmHead(weight, bias, softcap, temperature, chunk_tokens), hidden, targets)
     torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy, -(full.exp() * full).sum(-1), atol=1e-5, rtol=1e-5)
-    assert not scores.entropy.requires_grad
     for actual, wanted in zip(torch.autograd.grad(scores.logprobs, leaves, upstream), expected_gradients, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("of_logprobs", [1.0, 0.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_tokens", [10, 1024])
+def test_the_entropy_has_the_gradient_of_the_plain_formula(
+    of_logprobs: float, softcap: float | None, temperature: float, chunk_tokens: int
+) -> None:
+    """With that of the log-probs beside it, and alone."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((TOKENS, HIDDEN), (VOCABULARY, HIDDEN), VOCABULARY)]
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    upstream = [of_logprobs * torch.randn(TOKENS), torch.randn(TOKENS)]
+
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = torch.nn.functional.linear(*doubles)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    full = (logits / temperature).log_softmax(-1)
+    plain = [full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)]
+    expected = torch.autograd.grad(plain, doubles, [gradient.double() for gradient in upstream])
+
+    scores = token_scores(LmHead(leaves[1], leaves[2], softcap, temperature, chunk_tokens), leaves[0], targets)
+    asked = [(score, gradient) for score, gradient in zip(scores, upstream, strict=True) if gradient.any()]
+    actual = torch.autograd.grad([score for score, _ in asked], leaves, [gradient for _, gradient in asked])
+    for ours, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, atol=3e-6, rtol=1e-5)
 
 
 def test_bfloat16_weights_give_float32_scores() -> None:

@@ -44,6 +44,11 @@ class Advantage(ABC):
         (`learner.zero_variance`) and who gives them no gradient."""
         return bool(np.ptp(group.rewards) == 0)
 
+    def stays_flat(self, group: StepRollouts) -> bool:
+        """Whether that is known before the step: with `kl_in_reward`, the KL will make equal rewards differ."""
+        penalised = self.section.kl_in_reward and self.section.kl_coef > 0
+        return self.is_flat(group) and (len(group) == 1 or not penalised)
+
 
 class GroupAdvantage(Advantage):
     """An advantage that looks at one group at a time."""

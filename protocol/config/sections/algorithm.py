@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from protocol.config.sections.base import Section, setting
+from protocol.config.sections.base import CountOrZero, Section, setting
 from protocol.config.sections.presets import PRESETS
 
 # The objectives that read clip_high and delta together.
@@ -173,6 +173,45 @@ class AlgorithmSection(Section):
         description="only this share of the step's tokens is learnt from: those where the policy's entropy is highest",
         why="all; 0.2 in the paper on forking tokens, at the price of a forward pass for steps of several rows",
     )
+    kl_coef: float = setting(
+        0.0,
+        ge=0,
+        le=100,
+        description="KL(policy || reference) times this is added to the loss; above 0, the learner loads the model of "
+        "model.path once more, as the reference, and each step takes a forward pass more",
+        why="the clip keeps the policy near enough, and the reference needs the memory of one more copy of the weights",
+    )
+    kl_in_reward: bool = setting(
+        False,
+        description="the KL is taken from each rollout's reward, summed over its tokens, in place of the loss; "
+        "rollouts.jsonl shows rewards and advantages without it",
+        why="in the loss, each token has its own",
+    )
+    kl_bias_correction: bool = setting(
+        True,
+        description="each token's KL in the loss is multiplied by p / p of the sampler, as it was not the policy that "
+        "sampled it",
+        why="TRL's; without it the gradient is not that of the KL, the less so the staler a token is",
+    )
+    reference_sync_steps: CountOrZero = setting(
+        0,
+        description="steps after which the reference moves towards the policy, and is a part of checkpoints; 0: never",
+        why="the KL is to the model that the run began with",
+    )
+    reference_mixup: float = setting(
+        0.6,
+        gt=0,
+        le=1,
+        description="then the reference is this x policy + (1 - this) x reference",
+        why="TRL's; 1 would make the policy itself the reference",
+    )
+    entropy_coef: float = setting(
+        0.0,
+        ge=0,
+        le=10,
+        description="the mean entropy of the trained tokens, in nats, times this is taken from the loss",
+        why="without a bound it makes noise of a policy that has nothing to learn from",
+    )
 
     @field_validator("reward_clip")
     @classmethod
@@ -220,18 +259,6 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _correction_fits(self) -> Self:
-        if self.correction == "none":
-            unused = {
-                "correction_low": self.correction_low,
-                "correction_high": self.correction_high,
-                "proximal": None if self.proximal == "recomputed" else self.proximal,
-            }
-            for name, value in unused.items():
-                if value is not None:
-                    raise ValueError(
-                        f"{name} = {value} has no effect with correction = none: set correction to one of those that "
-                        f"docs/algorithms.md lists, or leave {name} out"
-                    )
         if self.correction_low == self.correction_high == 1:
             raise ValueError(
                 "correction_low = 1 and correction_high = 1 leave no room for any ratio but 1: every token that an "
@@ -239,6 +266,37 @@ class AlgorithmSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _reference_is_used(self) -> Self:
+        """The reference's settings do something; those of a preset wait for `kl_coef`."""
+        from_preset = PRESETS.get(self.algorithm, {})
+        defaults = {name: field.default for name, field in AlgorithmSection.model_fields.items()}
+        set_here = [
+            f"{name} = {_toml(getattr(self, name))}"
+            for name in ("kl_in_reward", "kl_bias_correction", "reference_sync_steps", "reference_mixup")
+            if getattr(self, name) not in (defaults[name], from_preset.get(name, defaults[name]))
+        ]
+        if set_here and not self.kl_coef:
+            raise ValueError(
+                f"learner.{set_here[0]} does nothing with learner.kl_coef = 0, which loads no reference model: set "
+                f"learner.kl_coef above 0, such as 0.04, or leave the other out"
+            )
+        if self.reference_mixup != defaults["reference_mixup"] and not self.reference_sync_steps:
+            raise ValueError(
+                f"learner.reference_mixup = {self.reference_mixup:g} does nothing with learner.reference_sync_steps = "
+                f"0, as the reference never moves: set learner.reference_sync_steps, such as 512, or leave it out"
+            )
+        if self.kl_in_reward and self.kl_coef and not self.kl_bias_correction:
+            raise ValueError(
+                "learner.kl_bias_correction = false does nothing with learner.kl_in_reward = true, as there is no KL "
+                "in the loss: leave one of them out"
+            )
+        return self
+
 
 def _is_number(value: Any, above: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"

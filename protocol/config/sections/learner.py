@@ -47,7 +47,7 @@ class LearnerSection(AlgorithmSection):
     zero_variance: Literal["refill", "drop", "keep"] = setting(
         "refill",
         description="groups whose rewards are all equal: refill replaces them with others, drop shortens the "
-        "step, keep trains them (they have no gradient)",
+        "step, keep trains them (their only gradient is that of kl_coef and entropy_coef)",
         why="a step keeps its size, so its gradient keeps its noise",
     )
     token_budget: Count = setting(

@@ -1,0 +1,79 @@
+"""The reference: the model that a run began with, from which the KL keeps the policy near."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from learner.feed.packing import PackedRow
+from learner.model.logprobs import TokenScores
+from learner.model.policy import Policy, Scoring, load_policy
+from protocol.config import RunConfig
+
+
+class Reference(ABC):
+    """Gives log-probs that no step trains."""
+
+    @abstractmethod
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Put it where the policy is, to compute in the types that the policy computes in."""
+
+    @abstractmethod
+    def logprobs(self, row: PackedRow) -> torch.Tensor:
+        """At the sampler's temperature, float32 [N], without a gradient, of the row's N tokens that train."""
+
+    @abstractmethod
+    def follow(self, policy: Policy, mixup: float) -> None:
+        """Take the share `mixup` of its weights from the policy (TR-DPO, arXiv:2404.09656, eq. 2)."""
+
+    @abstractmethod
+    def state(self) -> dict[str, torch.Tensor] | None:
+        """What a checkpoint must hold of it; None where it is as it was loaded."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Be as it was when `state` was taken."""
+
+
+class ReferenceModel(Reference):
+    """A model of its own beside the policy: one more copy of the weights."""
+
+    def __init__(self, model: Policy) -> None:
+        self._own = model.requires_grad_(False)
+        self._prepared: Any = model
+        self._moved = False
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        self._prepared = accelerator.prepare_model(self._own, evaluation_mode=True)
+
+    @torch.no_grad()
+    def logprobs(self, row: PackedRow) -> torch.Tensor:
+        scores: TokenScores = self._prepared(row)
+        return scores.logprobs
+
+    @torch.no_grad()
+    def follow(self, policy: Policy, mixup: float) -> None:
+        for ours, theirs in zip(self._own.parameters(), policy.parameters(), strict=True):
+            ours.lerp_(theirs.to(ours.dtype), mixup)
+        self._moved = True
+
+    def state(self) -> dict[str, torch.Tensor] | None:
+        return {name: weight.detach() for name, weight in self._own.named_parameters()} if self._moved else None
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, weight in self._own.named_parameters():
+            weight.copy_(state[name])
+        self._moved = True
+
+
+def load_reference(config: RunConfig, scoring: Scoring) -> Reference | None:
+    """The model of `model.path`, whatever checkpoint the policy is from; None where `learner.kl_coef` is 0. Raises
+    `ConfigError` as `load_policy` does."""
+    if not config.learner.kl_coef:
+        return None
+    return ReferenceModel(load_policy(config.model.path, config.model, scoring))

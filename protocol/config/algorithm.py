@@ -9,12 +9,31 @@ from typing import Any
 from protocol.config.sections import LearnerSection
 from protocol.config.sections.presets import PRESETS
 
+_CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
+_CORRECTED = (
+    *("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    *("geometric_mask", "decoupled"),
+)
 # By setting, where only some algorithms read it: each part of the algorithm that may, with its variants that do.
 READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "advantage_epsilon": {"advantage": ("grpo", "batch", "gdpo"), "normalise_advantages": (True,)},
     "reward_clip": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
-    "clip_low": {"objective": ("ppo_clip",)},
-    "clip_high": {"objective": ("ppo_clip",)},
+    "kl_in_reward": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
+    "clip_low": {"objective": _CLIPPED},
+    "clip_high": {"objective": (*_CLIPPED, "cispo")},
+    "delta": {"objective": _CLIPPED},
+    "dppo_divergence": {"objective": ("dppo",)},
+    "dppo_threshold": {"objective": ("dppo",)},
+    "dppo_ratio_max": {"objective": ("dppo",)},
+    "sapo_temperature_pos": {"objective": ("sapo",)},
+    "sapo_temperature_neg": {"objective": ("sapo",)},
+    "vespo_k_pos": {"objective": ("vespo",)},
+    "vespo_lambda_pos": {"objective": ("vespo",)},
+    "vespo_k_neg": {"objective": ("vespo",)},
+    "vespo_lambda_neg": {"objective": ("vespo",)},
+    "correction_low": {"correction": _CORRECTED},
+    "correction_high": {"correction": _CORRECTED},
+    "proximal": {"correction": _CORRECTED},
 }
 
 

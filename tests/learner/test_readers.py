@@ -16,7 +16,7 @@ from protocol.config import LearnerSection
 from protocol.config.algorithm import READERS
 
 # Settings that are applied where all variants of a part meet them.
-APPLIED_BEFORE = {"reward_clip"}
+APPLIED_BEFORE = {"reward_clip", "kl_in_reward", "proximal"}
 PARTS = {"advantage": ADVANTAGES, "objective": OBJECTIVES, "correction": CORRECTIONS}
 
 

@@ -153,3 +153,39 @@ def test_a_normaliser_is_trl_s(normaliser: str, loss_type: str, masks: list[str]
     torch.testing.assert_close(loss, expected, atol=1e-7, rtol=1e-5)
     torch.testing.assert_close(row.logprobs.grad, logprobs.grad[sampled], atol=1e-7, rtol=1e-5)
     assert not logprobs.grad[~sampled].any()
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_the_preset_rloo_is_trl_s_trainer(spread: float) -> None:
+    """Also where a rollout is clipped. TRL has no `delta`; here no ratio is beyond it."""
+    random = np.random.default_rng(1)
+    mask = torch.tensor([[cell != "." for cell in row] for row in ["11111...", "1.......", "11111111", "111....."]])
+    behaviour = torch.from_numpy(random.normal(-2, 0.5, mask.shape)).float()
+    logprobs = (behaviour + torch.from_numpy(random.normal(0, spread, mask.shape)).float()).requires_grad_()
+    rewards = torch.tensor([[0.0], [1.0], [1.0], [0.3]])
+    rloo = trl_advantages("rloo", rewards, SIZE)
+    inputs = {"completion_mask": mask.int(), "advantages": rloo, "old_logps": (behaviour * mask).sum(1)}
+    expected = trl_loss("rloo", inputs, logprobs)
+    expected.backward()
+    assert logprobs.grad is not None
+
+    algorithm = Algorithm(LearnerSection(algorithm="rloo"), longest=64)
+    step = StepRollouts.of(rewards[:, 0].double().numpy(), np.zeros(SIZE, dtype=np.int64), mask.sum(1).numpy())
+    of_rollouts = algorithm.advantages(step)
+    np.testing.assert_allclose(of_rollouts, rloo, rtol=1e-6)
+    rows, _ = mask.nonzero(as_tuple=True)
+    row = tokens(
+        np.ones(len(rows)),
+        of_rollouts[rows.numpy()],
+        algorithm.weights(step)[rows.numpy()],
+        behaviour=behaviour[mask],
+        logprobs=logprobs.detach()[mask],
+        rollout=rows,
+    )
+    loss = algorithm(row).losses.sum()
+    loss.backward()
+    assert row.logprobs.grad is not None
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(row.logprobs.grad, logprobs.grad[mask], atol=1e-7, rtol=1e-5)
+    clipped = int((logprobs.grad[mask] == 0).sum())
+    assert (clipped > 0) == (spread > 0.1)

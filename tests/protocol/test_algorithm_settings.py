@@ -58,7 +58,7 @@ def test_settings_of_the_run_file_and_of_the_command_line_go_before_the_preset_s
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_that_was_printed_loads_to_the_same_even_if_a_part_is_replaced(tmp_path: Path, name: str) -> None:
-    for lines in ([], ['advantage = "dr_grpo"']):
+    for lines in ([], ['advantage = "dr_grpo"'], ['objective = "importance"'], ['correction = "none"']):
         config = load_lines(tmp_path, f'algorithm = "{name}"', *lines)
         printed = tmp_path / "printed.toml"
         printed.write_text(to_toml(config), encoding="utf-8")
@@ -85,6 +85,16 @@ def test_an_unknown_preset_is_told_with_the_ones_there_are(tmp_path: Path) -> No
         (
             ['algorithm = "gdpo"', "reward_clip = [-1, 1]"],
             'learner.reward_clip = [-1.0, 1.0] does nothing with advantage = "gdpo": leave it out, or set',
+        ),
+        (
+            ["sapo_temperature_pos = 2.0"],
+            'learner.sapo_temperature_pos = 2.0 does nothing with objective = "ppo_clip": leave it out, or set '
+            'objective = "sapo"',
+        ),
+        (["clip_low = 0.1", 'algorithm = "cispo"'], 'learner.clip_low = 0.1 does nothing with objective = "cispo"'),
+        (
+            ['algorithm = "gdpo"', "kl_coef = 0.1", "kl_in_reward = true"],
+            'learner.kl_in_reward = true does nothing with advantage = "gdpo": leave it out, or set',
         ),
     ],
 )

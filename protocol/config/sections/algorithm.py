@@ -16,7 +16,25 @@ _CLIPS = ("ppo_clip", "gspo", "sequence_clip")
 class AlgorithmSection(Section):
     """A part of [learner]."""
 
-    algorithm: Literal["grpo", "async_grpo", "dr_grpo", "dapo", "bnpo", "gdpo"] = setting(
+    algorithm: Literal[
+        "grpo",
+        "trl_grpo",
+        "async_grpo",
+        "dr_grpo",
+        "dapo",
+        "bnpo",
+        "rloo",
+        "gdpo",
+        "gspo",
+        "luspo",
+        "cispo",
+        "dppo",
+        "sapo",
+        "vespo",
+        "tis",
+        "icepop",
+        "decoupled_ppo",
+    ] = setting(
         "grpo",
         description="a preset of the settings of docs/algorithms.md, each of which may be set beside it",
         why="the one that most people know",

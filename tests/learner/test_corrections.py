@@ -178,9 +178,9 @@ def test_a_step_whose_every_token_is_masked_has_figures_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"correction_low": 0.5}, r"correction_low = 0.5 has no effect with correction = none: set correction"),
+        ({"correction_low": 0.5}, r"learner.correction_low = 0.5 does nothing with correction = \"none\": leave it out, or set correction"),
         ({"correction_high": 3.0}, r"correction_high = 3.0 has no effect"),
-        ({"proximal": "interpolated"}, r"proximal = interpolated has no effect with correction = none"),
+        ({"proximal": "interpolated"}, r"learner.proximal = \"interpolated\" does nothing with correction = \"none\""),
         ({"correction": "token_mask", "correction_low": 1.0, "correction_high": 1.0}, r"no room for any ratio but 1"),
         ({"correction": "token_mask", "correction_low": 1.5}, r"less than or equal to 1"),
         ({"correction": "token_mask", "correction_high": 0.5}, r"greater than or equal to 1"),

@@ -91,7 +91,7 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     set_seed(config.run.seed)
     path = str(checkpoint.model_path) if checkpoint else config.model.path
     scoring = Scoring(config.rollout.temperature, config.learner.logprob_chunk_tokens)
-    policy = load_policy(path, config.model, scoring)
+    policy = load_policy(path, config.model, scoring, config.vllm.max_model_len)
     trainer = Trainer(policy, config.learner, config.rollout.max_episode_tokens)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)

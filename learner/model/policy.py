@@ -9,14 +9,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from accelerate import PartialState
 
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import attention
+from learner.model import attention, checks, export
+from learner.model.loading import load_network, text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
 from protocol.config import ConfigError, ModelSection
-
-ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -36,26 +35,35 @@ class Policy(torch.nn.Module):
     def __init__(self, model: Any, implementation: str, scoring: Scoring) -> None:
         super().__init__()
         self.model = model.eval()
-        self._implementation = implementation
+        self.implementation = implementation
         self._scoring = scoring
 
     def forward(self, row: PackedRow) -> TokenScores:
         """Log-probs and entropies at the sampler's temperature, each float32 [N], of the row's N tokens that train."""
+        return self.at(row, self._scoring.temperature)
+
+    def at(self, row: PackedRow, temperature: float) -> TokenScores:
+        """As `forward`, at another temperature."""
         hidden = self._hidden(row)[row.positions]
-        scores = token_scores(self._lm_head(self._scoring.temperature), hidden, row.targets)
+        scores = token_scores(self.lm_head(temperature), hidden, row.targets)
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored])
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
         row = _plain_row(token_ids).to(self.device)
-        scores = token_scores(self._lm_head(1.0), self._hidden(row)[row.positions], row.targets)
+        scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their Hugging Face names; a tied output layer appears once, as the embedding."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """Weights that train, with the names and shapes of the model's checkpoint; a tied output layer appears once, as
+        the embedding."""
+        return export.published(self.model)
+
+    @property
+    def text(self) -> Any:
+        """What turns tokens into hidden states: of a model that sees, its text tower."""
+        return text_tower(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +82,7 @@ class Policy(torch.nn.Module):
         on wrong log-probs, silently.
         """
         row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
-        ours = self._lm_head(1.0).logits(self._hidden(row))
+        ours = self.lm_head(1.0).logits(self._hidden(row))
         theirs = self.model(**self._model_inputs(row)).logits[0].float()
         if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
             raise ConfigError(
@@ -85,7 +93,7 @@ class Policy(torch.nn.Module):
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """[T, h]"""
-        output = self.model.base_model(**self._model_inputs(row))
+        output = self.text(**self._model_inputs(row))
         return cast(torch.Tensor, output.last_hidden_state[0])
 
     def _model_inputs(self, row: PackedRow) -> dict[str, Any]:
@@ -93,41 +101,32 @@ class Policy(torch.nn.Module):
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
             "use_cache": False,
-            **attention.model_arguments(self._implementation, row),
+            **attention.model_arguments(self.implementation, row),
         }
 
-    def _lm_head(self, temperature: float) -> LmHead:
+    def lm_head(self, temperature: float) -> LmHead:
+        """The output layer, at a sampler's temperature."""
         output = self.model.get_output_embeddings()
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return LmHead(output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.chunk_tokens)
 
 
-def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
+def load_policy(path: str, model: ModelSection, scoring: Scoring, longest: int | None = None) -> Policy:
     """The policy with the weights at `path`, the model's own or a checkpoint's; raises `ConfigError` if this learner
-    cannot train the model."""
-    revision = model.revision if path == model.path else None
-    try:
-        network = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, model.dtype),
-            attn_implementation=model.attention,
-            revision=revision or "main",
-            trust_remote_code=model.trust_remote_code,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "
-            f"model.trust_remote_code = {model.trust_remote_code}: the model cannot be loaded: {error}"
-        ) from error
-    layer_types = getattr(network.config, "layer_types", None) or []
-    unknown = sorted(set(layer_types) - set(ATTENTION_LAYERS))
-    if unknown:
-        raise ConfigError(
-            f"model.path = {path}: layers of type {', '.join(unknown)} would mix the sequences of a packed row; "
-            f"choose a model with attention layers only"
-        )
+    cannot train the model. longest: tokens of the longest sequence that servers take, `vllm.max_model_len`."""
+    network = load_network(path, model, longest).to(PartialState().device)
     policy = Policy(network, model.attention, scoring)
-    policy.check_logits()
+    try:
+        policy.check_logits()
+        checks.check_packing(policy, longest)
+    except ConfigError:
+        raise
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path = {path}: {type(network).__name__} cannot score a row with model.attention = "
+            f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
+        ) from error
+    export.check_export(network, path, model.revision if path == model.path else None)
     return policy
 
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from learner import optimiser
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.router_loss import RouterLoss
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
@@ -54,6 +55,7 @@ class Trainer:
         self.accelerator = Accelerator()
         self.algorithm = Algorithm(section, longest)
         self._max_grad_norm = section.max_grad_norm
+        self._router_coef = section.router_aux_loss_coef
         adamw, self.schedule = optimiser.build(policy, section)
         self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
 
@@ -77,10 +79,17 @@ class Trainer:
         farthest = torch.zeros((), device=self.device)
         rows = [row.to(self.device) for row in rows]
         preparation = self._prepare(rows, rollouts)
+        routers: RouterLoss | None = None
         for row, known in zip(rows, preparation.known, strict=True):
             scores: TokenScores = self._policy(row)
             result = self.algorithm(preparation.tokens(row, scores, known))
             row_loss = result.losses.sum()
+            if scores.routing is not None:
+                routers = routers or RouterLoss(
+                    self._router_coef, [of.routing or scores.routing for of in preparation.known]
+                )
+                _add(own, {"router": routers.share(scores.routing).detach()})
+                row_loss = row_loss + routers(scores.routing)
             self.accelerator.backward(row_loss)
             distance = scores.logprobs.detach() - row.behaviour
             _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
@@ -92,6 +101,8 @@ class Trainer:
         grad_norm = float(self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(farthest)
         objective = self.algorithm.figures({name: float(value) for name, value in sums.items()})
+        if "router" in own:
+            objective["aux_loss"] = float(own["router"])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **objective}
             raise DivergedError(_why_diverged(loss, grad_norm, shown))
@@ -116,7 +127,7 @@ class Trainer:
         """Run the passes without a gradient that the algorithm needs."""
         sums = RolloutSums(rows, len(rollouts))
         known = [Known()] * len(rows)
-        if self.algorithm.by_rollout and sums.split:
+        if (self.algorithm.by_rollout and sums.split) or (self._router_coef and len(rows) > 1):
             known = survey(self._policy, rows)
         return Preparation(self.algorithm, rollouts, sums, known, self.device)
 

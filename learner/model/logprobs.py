@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from learner.algorithm.router_loss import Routing
+
 
 class TokenScores(NamedTuple):
-    """logprobs: float32 [N], differentiable; entropy: float32 [N] in nats, of the same distributions, detached."""
+    """logprobs: float32 [N], differentiable; entropy: float32 [N] in nats, of the same distributions, detached;
+    routing: how the row's tokens were routed to experts, where it was asked for."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)

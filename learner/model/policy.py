@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from accelerate import PartialState
 
+from learner.algorithm.router_loss import Routing
 from learner.feed.packing import PackedRow, Sample, pack_row
 from learner.model import attention, checks, export
 from learner.model.loading import load_network, text_tower
@@ -20,10 +21,12 @@ from protocol.config import ConfigError, ModelSection
 
 @dataclass(frozen=True)
 class Scoring:
-    """temperature: that of the sampler; chunk_tokens: tokens whose logits exist at one time."""
+    """temperature: that of the sampler; chunk_tokens: tokens whose logits exist at one time; routing: whether scores of
+    a row tell how its tokens were routed to experts."""
 
     temperature: float
     chunk_tokens: int
+    routing: bool = False
 
 
 class Policy(torch.nn.Module):
@@ -44,9 +47,11 @@ class Policy(torch.nn.Module):
 
     def at(self, row: PackedRow, temperature: float) -> TokenScores:
         """As `forward`, at another temperature."""
-        hidden = self._hidden(row)[row.positions]
+        output = self._output(row)
+        hidden = output.last_hidden_state[0, row.positions]
         scores = token_scores(self.lm_head(temperature), hidden, row.targets)
-        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored])
+        routing = self._routing(row, output) if self._scoring.routing else None
+        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
@@ -91,10 +96,29 @@ class Policy(torch.nn.Module):
                 f"lm_head(hidden), with or without final_logit_softcapping"
             )
 
+    def check_routing(self) -> None:
+        """Raise `ConfigError` if the routers' decisions are asked for and the model does not tell them."""
+        if not self._scoring.routing:
+            return
+        config, row = self.model.config.get_text_config(), _plain_row([0, 1]).to(self.device)
+        told = getattr(self._output(row), "router_logits", None) or ()
+        if not told or not _choices(config) or not hasattr(config, "router_aux_loss_coef"):
+            raise ConfigError(
+                f"learner.router_aux_loss_coef: {type(self.model).__name__} is not a mixture of experts whose routers "
+                f"transformers shows: set it to 0"
+            )
+
+    def _output(self, row: PackedRow) -> Any:
+        more = {"output_router_logits": True} if self._scoring.routing else {}
+        return self.text(**self._model_inputs(row), **more)
+
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """[T, h]"""
-        output = self.text(**self._model_inputs(row))
-        return cast(torch.Tensor, output.last_hidden_state[0])
+        return cast(torch.Tensor, self._output(row).last_hidden_state[0])
+
+    def _routing(self, row: PackedRow, output: Any) -> Routing:
+        top_k = _choices(self.model.config.get_text_config())
+        return Routing.of([layer.flatten(0, -2) for layer in output.router_logits], top_k, row.copies)
 
     def _model_inputs(self, row: PackedRow) -> dict[str, Any]:
         return {
@@ -118,6 +142,7 @@ def load_policy(path: str, model: ModelSection, scoring: Scoring, longest: int |
     policy = Policy(network, model.attention, scoring)
     try:
         policy.check_logits()
+        policy.check_routing()
         checks.check_packing(policy, longest)
     except ConfigError:
         raise
@@ -128,6 +153,11 @@ def load_policy(path: str, model: ModelSection, scoring: Scoring, longest: int |
         ) from error
     export.check_export(network, path, model.revision if path == model.path else None)
     return policy
+
+
+def _choices(config: Any) -> int:
+    """Experts that each token goes to; 0: not said."""
+    return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 0)
 
 
 def _plain_row(token_ids: list[int]) -> PackedRow:

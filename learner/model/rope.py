@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ def settle(network: torch.nn.Module, longest: int) -> None:
     is packed with. vLLM takes them for all sequences if `longest` is above that bound, and for none otherwise; so
     does the network after this.
     """
-    for module in network.modules():
+    modules: Iterable[Any] = network.modules()
+    for module in modules:
         kinds = getattr(module, "rope_type", None)
         if kinds == LONGROPE:
             if longest > module.config.rope_parameters["original_max_position_embeddings"]:

@@ -37,7 +37,8 @@ def check_packing(policy: Policy, longest: int | None) -> None:
     network's own eager attention. longest: the servers' `max_model_len`, None to leave out what only far positions
     show. Costs forward passes over about 100 tokens."""
     row, sequences = _made_up(policy)
-    alone = [_alone(policy, ids) for ids in sequences]
+    with _eager(policy) as eager:
+        alone = [_alone(policy, ids, eager) for ids in sequences]
     _compare(policy, row, alone, "")
     if longest is not None and longest > max(LENGTHS):
         _compare(policy, _with_far_position(row, longest - 1), alone[:-1], f" at position {longest - 1}")
@@ -67,13 +68,12 @@ def _with_far_position(row: PackedRow, position: int) -> PackedRow:
     return replace(row, position_ids=positions)
 
 
-def _alone(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs of a sequence by itself, float32 [T - 1]."""
-    with _eager(policy) as eager:
-        if eager:
-            hidden = policy.text(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
-            return token_scores(policy.lm_head(1.0), hidden, ids[1:]).logprobs
-    return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
+def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
+    """Log-probs of a sequence by itself, float32 [T - 1]; `eager` false: through the learner's own attention."""
+    if not eager:
+        return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
+    hidden = policy.text(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
+    return token_scores(policy.lm_head(1.0), hidden, ids[1:]).logprobs
 
 
 @contextmanager

@@ -30,7 +30,8 @@ def published(network: Any) -> Iterator[tuple[str, torch.Tensor]]:
     Tensors are views of the parameters, but for those that the conversion has to copy (halves of a fused tensor).
     """
     state = remove_tied_weights_from_state_dict(_trained_state(network), network)
-    yield from revert_weight_conversion(network, state).items()
+    converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
+    yield from (state if converted == [] else revert_weight_conversion(network, state)).items()
 
 
 def check_export(network: Any, path: str, revision: str | None) -> None:

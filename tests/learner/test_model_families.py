@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from learner.feed.packing import Sample, pack_row
+from learner.model.checks import check_packing
 from learner.model.loading import text_tower
 from learner.model.policy import Policy, Scoring, load_policy
 from protocol.config import ConfigError, ModelSection
@@ -143,3 +144,22 @@ def test_weights_that_a_checkpoint_does_not_hold_are_named(tmp_path: Path) -> No
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight \[48, 32\] \(not there\)"):
         load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING)
+
+
+def test_whatever_mixes_the_sequences_of_a_row_is_found(tmp_path: Path) -> None:
+    """As a capacity of experts does, or a norm over the row; no type of layer tells of it."""
+    policy = loaded(TEXT["Llama"], tmp_path)
+    check_packing(policy, LONGEST)
+    handle = policy.model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out - out.mean(1, keepdim=True))
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM scores a sequence of \d+ tokens .* in a packed row"):
+        check_packing(policy, LONGEST)
+    handle.remove()
+    check_packing(policy, LONGEST)
+    assert policy.model.config._attn_implementation == "varlen_sdpa"
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Gemma 3"])
+def test_rounding_to_16_bits_is_not_taken_for_mixing(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    {**TEXT, **MIXTURES}[name]().save_pretrained(tmp_path)
+    load_policy(str(tmp_path), ModelSection(path=str(tmp_path), dtype="bfloat16"), SCORING, LONGEST)

@@ -91,10 +91,11 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     set_seed(config.run.seed)
     path = str(checkpoint.model_path) if checkpoint else config.model.path
-    scoring = Scoring(config.rollout.temperature, config.learner.logprob_chunk_tokens)
-    policy = load_policy(path, config.model, scoring)
+    learner = config.learner
+    scoring = Scoring(config.rollout.temperature, learner.logprob_chunk_tokens, learner.router_aux_loss_coef > 0)
+    policy = load_policy(path, config.model, scoring, config.vllm.max_model_len)
     reference = load_reference(config, scoring)
-    trainer = Trainer(policy, config.learner, config.rollout.max_episode_tokens, reference)
+    trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)
     return trainer

@@ -12,6 +12,7 @@ from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.masks.top_entropy import lowest_kept
 from learner.algorithm.proximal import Between
 from learner.algorithm.rollouts import Floats, StepRollouts
+from learner.algorithm.router_loss import Routing
 from learner.algorithm.tokens import Tokens
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
@@ -24,13 +25,14 @@ class Known:
     """What is known of a row's N tokens before it trains, each float32 [N], or None where nobody asked.
 
     logprobs, entropy: under the policy, before the step; reference: log-probs under the reference model; previous:
-    log-probs under the policy before the last step.
+    log-probs under the policy before the last step; routing: of the row's tokens to experts.
     """
 
     logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     previous: torch.Tensor | None = None
+    routing: Routing | None = None
 
 
 class RolloutSums:
@@ -148,7 +150,7 @@ def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
     with torch.no_grad():
         for row in rows:
             scores: TokenScores = policy(row)
-            known.append(Known(scores.logprobs, scores.entropy))
+            known.append(Known(scores.logprobs, scores.entropy, routing=scores.routing))
     return known
 
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from learner import optimiser
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.router_loss import RouterLoss
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
@@ -62,6 +63,7 @@ class Trainer:
         self.reference = reference if self.algorithm.needs_reference else None
         self._sync_steps, self._mixup = section.reference_sync_steps, section.reference_mixup
         self._max_grad_norm = section.max_grad_norm
+        self._router_coef = section.router_aux_loss_coef
         adamw, self.schedule = optimiser.build(policy, section)
         self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
         self._previous = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
@@ -89,10 +91,17 @@ class Trainer:
         farthest = torch.zeros((), device=self.device)
         rows = [row.to(self.device) for row in rows]
         preparation = self._prepare(rows, rollouts)
+        routers: RouterLoss | None = None
         for row, known in zip(rows, preparation.known, strict=True):
             scores: TokenScores = self._policy(row)
             result = self.algorithm(preparation.tokens(row, scores, known))
             row_loss = result.losses.sum()
+            if scores.routing is not None:
+                routers = routers or RouterLoss(
+                    self._router_coef, [of.routing or scores.routing for of in preparation.known]
+                )
+                _add(own, {"router": routers.share(scores.routing).detach()})
+                row_loss = row_loss + routers(scores.routing)
             self.accelerator.backward(row_loss)
             distance = scores.logprobs.detach() - row.behaviour
             _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
@@ -105,6 +114,8 @@ class Trainer:
         grad_norm = float(self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(farthest)
         objective = self.algorithm.figures({name: float(value) for name, value in {**sums, **peaks}.items()})
+        if "router" in own:
+            objective["aux_loss"] = float(own["router"])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             seen = {name: value for name, value in objective.items() if value is not None}
             shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **seen}
@@ -134,8 +145,8 @@ class Trainer:
         """Run the passes without a gradient that the algorithm needs."""
         sums = RolloutSums(rows, len(rollouts))
         known = [Known()] * len(rows)
-        of_step = self.algorithm.top_entropy is not None and len(rows) > 1
-        if of_step or (self.algorithm.by_rollout and sums.split):
+        of_step = self.algorithm.top_entropy is not None or self._router_coef > 0
+        if (of_step and len(rows) > 1) or (self.algorithm.by_rollout and sums.split):
             known = survey(self._policy, rows)
         if self._previous is not None:
             known = with_previous(known, self._policy, rows, self._previous)

@@ -49,7 +49,8 @@ class PackedRow:
     """Several sequences as a trie in depth-first order, and the tokens with weight in them.
 
     input_ids, position_ids: int64 [1, T]; starts: n + 1 places, where each of the trie's nodes begins, and T; reach: n
-    places, where what descends from each ends; longest: tokens of the longest sequence. positions, targets: int64 [U],
+    places, where what descends from each ends; copies: int64 [T], how many of the sequences have the token; longest:
+    tokens of the longest sequence. positions, targets: int64 [U],
     the pairs to be scored, each once: index in the row of the token before, whose output predicts, and the id that is
     predicted. For each of the N tokens that train: scored, int64 [N], its pair; behaviour, float32 [N]; staleness,
     int32 [N]; rollout, int64 [N], the number of its rollout in the step. raw_tokens: T, if nothing were shared.
@@ -59,6 +60,7 @@ class PackedRow:
     position_ids: torch.Tensor
     starts: list[int]
     reach: list[int]
+    copies: torch.Tensor
     longest: int
     raw_tokens: int
     positions: torch.Tensor
@@ -143,6 +145,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         position_ids=torch.from_numpy(paths.depths)[None],
         starts=paths.starts.tolist(),
         reach=paths.reach.tolist(),
+        copies=torch.from_numpy(np.bincount(np.concatenate(paths.places), minlength=paths.tokens)),
         longest=int(paths.depths.max()) + 1,
         raw_tokens=sum(len(places) for places in paths.places),
         positions=torch.from_numpy(pairs >> 32),

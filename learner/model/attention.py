@@ -113,11 +113,14 @@ def varlen_sdpa(
             raise ConfigError(
                 f"model.attention = {NAME} does not support {name}, which this model uses: choose another"
             )
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # latent attention (DeepSeek): the kernels want values as wide as keys
+        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if row_layout.trie is not None:
-        return trie_attention.trie_attention(q, k, v, row_layout.trie, scaling)[None], None
+        return trie_attention.trie_attention(q, k, v, row_layout.trie, scaling)[None, ..., :width], None
     assert row_layout.paths is not None
-    return along_paths(q, k, v, row_layout.paths, scaling)[None], None
+    return along_paths(q, k, v, row_layout.paths, scaling)[None, ..., :width], None
 
 
 def along_paths(

@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from learner.algorithm.router_loss import Routing
+
 
 class TokenScores(NamedTuple):
     """logprobs: float32 [N]; entropy: float32 [N] in nats, of the same distributions. Both are differentiable; a
-    backward pass that does not come through the entropy takes no time for it."""
+    backward pass that does not come through the entropy takes no time for it. routing: how the row's tokens were routed
+    to experts, where it was asked for."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,24 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from accelerate import PartialState
 
+from learner.algorithm.router_loss import Routing
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import attention
+from learner.model import attention, checks, export
+from learner.model.loading import load_network, text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
 from protocol.config import ConfigError, ModelSection
-
-ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """temperature: that of the sampler; chunk_tokens: tokens whose logits exist at one time."""
+    """temperature: that of the sampler; chunk_tokens: tokens whose logits exist at one time; routing: whether scores of
+    a row tell how its tokens were routed to experts."""
 
     temperature: float
     chunk_tokens: int
+    routing: bool = False
 
 
 class Policy(torch.nn.Module):
@@ -36,26 +38,37 @@ class Policy(torch.nn.Module):
     def __init__(self, model: Any, implementation: str, scoring: Scoring) -> None:
         super().__init__()
         self.model = model.eval()
-        self._implementation = implementation
+        self.implementation = implementation
         self._scoring = scoring
 
     def forward(self, row: PackedRow) -> TokenScores:
         """Log-probs and entropies at the sampler's temperature, each float32 [N], of the row's N tokens that train."""
-        hidden = self._hidden(row)[row.positions]
-        scores = token_scores(self._lm_head(self._scoring.temperature), hidden, row.targets)
-        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored])
+        return self.at(row, self._scoring.temperature)
+
+    def at(self, row: PackedRow, temperature: float) -> TokenScores:
+        """As `forward`, at another temperature."""
+        output = self._output(row)
+        hidden = output.last_hidden_state[0, row.positions]
+        scores = token_scores(self.lm_head(temperature), hidden, row.targets)
+        routing = self._routing(row, output) if self._scoring.routing else None
+        return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
         row = _plain_row(token_ids).to(self.device)
-        scores = token_scores(self._lm_head(1.0), self._hidden(row)[row.positions], row.targets)
+        scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their Hugging Face names; a tied output layer appears once, as the embedding."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """Weights that train, with the names and shapes of the model's checkpoint; a tied output layer appears once, as
+        the embedding."""
+        return export.published(self.model)
+
+    @property
+    def text(self) -> Any:
+        """What turns tokens into hidden states: of a model that sees, its text tower."""
+        return text_tower(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +87,7 @@ class Policy(torch.nn.Module):
         on wrong log-probs, silently.
         """
         row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
-        ours = self._lm_head(1.0).logits(self._hidden(row))
+        ours = self.lm_head(1.0).logits(self._hidden(row))
         theirs = self.model(**self._model_inputs(row)).logits[0].float()
         if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
             raise ConfigError(
@@ -83,52 +96,68 @@ class Policy(torch.nn.Module):
                 f"lm_head(hidden), with or without final_logit_softcapping"
             )
 
+    def check_routing(self) -> None:
+        """Raise `ConfigError` if the routers' decisions are asked for and the model does not tell them."""
+        if not self._scoring.routing:
+            return
+        config, row = self.model.config.get_text_config(), _plain_row([0, 1]).to(self.device)
+        told = getattr(self._output(row), "router_logits", None) or ()
+        if not told or not _choices(config) or not hasattr(config, "router_aux_loss_coef"):
+            raise ConfigError(
+                f"learner.router_aux_loss_coef: {type(self.model).__name__} is not a mixture of experts whose routers "
+                f"transformers shows: set it to 0"
+            )
+
+    def _output(self, row: PackedRow) -> Any:
+        more = {"output_router_logits": True} if self._scoring.routing else {}
+        return self.text(**self._model_inputs(row), **more)
+
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """[T, h]"""
-        output = self.model.base_model(**self._model_inputs(row))
-        return cast(torch.Tensor, output.last_hidden_state[0])
+        return cast(torch.Tensor, self._output(row).last_hidden_state[0])
+
+    def _routing(self, row: PackedRow, output: Any) -> Routing:
+        top_k = _choices(self.model.config.get_text_config())
+        return Routing.of([layer.flatten(0, -2) for layer in output.router_logits], top_k, row.copies)
 
     def _model_inputs(self, row: PackedRow) -> dict[str, Any]:
         return {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
             "use_cache": False,
-            **attention.model_arguments(self._implementation, row),
+            **attention.model_arguments(self.implementation, row),
         }
 
-    def _lm_head(self, temperature: float) -> LmHead:
+    def lm_head(self, temperature: float) -> LmHead:
+        """The output layer, at a sampler's temperature."""
         output = self.model.get_output_embeddings()
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return LmHead(output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.chunk_tokens)
 
 
-def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
+def load_policy(path: str, model: ModelSection, scoring: Scoring, longest: int | None = None) -> Policy:
     """The policy with the weights at `path`, the model's own or a checkpoint's; raises `ConfigError` if this learner
-    cannot train the model."""
-    revision = model.revision if path == model.path else None
-    try:
-        network = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, model.dtype),
-            attn_implementation=model.attention,
-            revision=revision or "main",
-            trust_remote_code=model.trust_remote_code,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "
-            f"model.trust_remote_code = {model.trust_remote_code}: the model cannot be loaded: {error}"
-        ) from error
-    layer_types = getattr(network.config, "layer_types", None) or []
-    unknown = sorted(set(layer_types) - set(ATTENTION_LAYERS))
-    if unknown:
-        raise ConfigError(
-            f"model.path = {path}: layers of type {', '.join(unknown)} would mix the sequences of a packed row; "
-            f"choose a model with attention layers only"
-        )
+    cannot train the model. longest: tokens of the longest sequence that servers take, `vllm.max_model_len`."""
+    network = load_network(path, model, longest).to(PartialState().device)
     policy = Policy(network, model.attention, scoring)
-    policy.check_logits()
+    try:
+        policy.check_logits()
+        policy.check_routing()
+        checks.check_packing(policy, longest)
+    except ConfigError:
+        raise
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path = {path}: {type(network).__name__} cannot score a row with model.attention = "
+            f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
+        ) from error
+    export.check_export(network, path, model.revision if path == model.path else None)
     return policy
+
+
+def _choices(config: Any) -> int:
+    """Experts that each token goes to; 0: not said."""
+    return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 0)
 
 
 def _plain_row(token_ids: list[int]) -> PackedRow:

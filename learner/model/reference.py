@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,4 +77,5 @@ def load_reference(config: RunConfig, scoring: Scoring) -> Reference | None:
     `ConfigError` as `load_policy` does."""
     if not config.learner.kl_coef:
         return None
-    return ReferenceModel(load_policy(config.model.path, config.model, scoring))
+    of_logprobs = replace(scoring, routing=False)
+    return ReferenceModel(load_policy(config.model.path, config.model, of_logprobs, config.vllm.max_model_len))

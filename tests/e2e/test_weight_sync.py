@@ -168,29 +168,36 @@ async def test_i6_a_learner_that_died_in_mid_publication_is_cleared_up_by_the_ne
     await successor.disconnect()
 
 
-TIED_HEAD = """
+RELOADED = """
 import os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1",
                "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
+from learner.model.export import published
 from weight_sync.transports.gloo.engine import load_staged
 
-folder = sys.argv[1]
+folder, kind = sys.argv[1:]
 torch.manual_seed(0)
-model = Qwen3ForCausalLM(Qwen3Config(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-    num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True))
+sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True)
+experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, initializer_range=0.1)
+if kind == "tied head":
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+else:
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
 model.save_pretrained(folder)
 llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
           max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=8_000_000, block_size=32)
-with torch.no_grad():
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.1)
-assert "lm_head.weight" not in dict(model.named_parameters())
-weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 config = llm.llm_engine.model_config
-llm.apply_model(lambda served: load_staged(served, config, weights))
+for update in range(2):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    weights = {name: tensor.clone() for name, tensor in published(model)}
+    assert "lm_head.weight" not in weights
+    llm.apply_model(lambda served: load_staged(served, config, weights))
 ids = list(range(40, 100))
 reply = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
 served = [entry[token].logprob for entry, token in zip(reply[0].prompt_logprobs[1:], ids[1:])]
@@ -200,9 +207,10 @@ print("difference", (ours - torch.tensor(served)).abs().max().item())
 """
 
 
-def test_a_tied_output_head_is_refreshed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tied head", "experts"])
+def test_what_a_server_packs_when_it_loads_is_packed_again(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", TIED_HEAD, str(tmp_path / "tied")], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", RELOADED, str(tmp_path / "model"), kind], capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr[-3000:]
     difference = float(done.stdout.split("difference")[1])

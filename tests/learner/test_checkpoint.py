@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from learner import checkpoint
 from learner.algorithm.rollouts import StepRollouts
@@ -300,12 +300,17 @@ def test_a_revision_is_the_model_s_and_not_a_checkpoint_s(
 ) -> None:
     asked: list[tuple[str, str, bool]] = []
 
-    def from_pretrained(path: str, revision: str, trust_remote_code: bool, **_: object) -> None:
+    def config(path: str, revision: str, trust_remote_code: bool) -> Qwen3Config:
+        asked.append((path, revision, trust_remote_code))
+        return Qwen3Config()
+
+    def weights(path: str, revision: str, trust_remote_code: bool, **_: object) -> None:
         asked.append((path, revision, trust_remote_code))
         raise OSError("no")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", config)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", weights)
     path = str(tmp_path) if of_a_checkpoint else "org/model"
     with pytest.raises(ConfigError):
         load_policy(path, ModelSection(path="org/model", revision="abc", trust_remote_code=True), Scoring(1.0, 16))
-    assert asked == [(path, "main" if of_a_checkpoint else "abc", True)]
+    assert asked == 2 * [(path, "main" if of_a_checkpoint else "abc", True)]

@@ -238,6 +238,15 @@ class AlgorithmSection(Section):
             raise ValueError("the first must be below the second, else all rewards are the same")
         return value
 
+    router_aux_loss_coef: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        description="for mixtures of experts: weight of the loss that keeps experts evenly used, over all tokens of "
+        "the step; 0: none",
+        why="a short run moves the routers little; the model's own config names what it was trained with",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: Any) -> Any:

@@ -73,8 +73,9 @@ class GlooEngine(WeightTransferEngine):
 def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
     """Reload `model` from `weights`, names and tensors as in a checkpoint; generation must be paused.
 
-    On a CPU, vLLM packs linear weights when it loads them. No tensor of the checkpoint reaches a tied output head,
-    which is a module of its own, so its packed copy is made again here.
+    On a CPU, vLLM packs weights when it loads them, and not all of them again when it reloads. No tensor of the
+    checkpoint reaches a tied output head, which is a module of its own; experts are packed at their first load only,
+    and would be read as packed when they are not. Both are packed here.
     """
     with _without_false_alarms(model):
         initialize_layerwise_reload(model)
@@ -83,6 +84,9 @@ def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor])
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w13_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 @contextmanager

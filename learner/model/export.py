@@ -1,0 +1,106 @@
+"""A network's weights as its checkpoint has them, which are the names that servers know.
+
+transformers fuses and renames weights when it loads some architectures (the experts of a mixture become two tensors),
+and undoes it when it saves. The same conversion, reversed, names what is published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from learner.model.loading import text_tower
+from protocol.config import ConfigError
+
+# How many names an error shows.
+SHOWN = 4
+
+
+def published(network: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors, detached, as `save_pretrained` writes them, without what is frozen; tied weights once.
+
+    Tensors are views of the parameters, but for those that the conversion has to copy (halves of a fused tensor).
+    """
+    state = remove_tied_weights_from_state_dict(_trained_state(network), network)
+    converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
+    yield from (state if converted == [] else revert_weight_conversion(network, state)).items()
+
+
+def check_export(network: Any, path: str, revision: str | None) -> None:
+    """Raise `ConfigError` if what is published does not have the names and shapes of the checkpoint at `path`, or not
+    every trained weight once. Checkpoints other than safetensors are not looked into."""
+    weights = dict(published(network))
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    buffers = sum(tensor.numel() for name, tensor in _trained_state(network).items() if _is_buffer(network, name))
+    exported = sum(tensor.numel() for tensor in weights.values())
+    if exported != trained + buffers:
+        raise ConfigError(
+            f"model.path = {path}: {type(network).__name__} has {trained + buffers} weights to publish, and its "
+            f"conversion to a checkpoint gives {exported}: the servers would serve something else; choose another model"
+        )
+    held = _checkpoint_shapes(path, revision)
+    if held is None:
+        return
+    prefix = f"{network.base_model_prefix}."
+    wrong = []
+    for name, tensor in weights.items():
+        shape = next((held[key] for key in (name, name.removeprefix(prefix), prefix + name) if key in held), None)
+        if shape is None or shape != list(tensor.shape):
+            wrong.append(f"{name} {list(tensor.shape)} ({f'there {shape}' if shape else 'not there'})")
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ConfigError(
+            f"model.path = {path}: weights that train are not in its checkpoint under the name and shape with which "
+            f"they would be published: {', '.join(wrong[:SHOWN])}{more}. Servers would not take them: choose another "
+            f"model, or load it with transformers' {type(network).__name__}, save it and serve what was saved"
+        )
+
+
+def _trained_state(network: Any) -> dict[str, torch.Tensor]:
+    """Trained parameters and the buffers of the text tower that a checkpoint holds."""
+    named = dict(network.named_parameters(remove_duplicate=False))
+    ignored = set(network._keys_to_ignore_on_save or [])
+    tower = text_tower(network)
+    prefix = next((f"{name}." for name, module in network.named_modules() if module is tower and name), "")
+    return {
+        name: tensor.detach()
+        for name, tensor in network.state_dict().items()
+        if name not in ignored and (named[name].requires_grad if name in named else name.startswith(prefix))
+    }
+
+
+def _is_buffer(network: Any, name: str) -> bool:
+    module, _, own = name.rpartition(".")
+    return own in network.get_submodule(module)._buffers
+
+
+def _checkpoint_shapes(path: str, revision: str | None) -> dict[str, list[int]] | None:
+    """Shapes by name; None where the checkpoint is of another kind. It was loaded before, so nothing is fetched."""
+    index = _file(path, SAFE_WEIGHTS_INDEX_NAME, revision)
+    if index is not None:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = [SAFE_WEIGHTS_NAME]
+    shapes: dict[str, list[int]] = {}
+    for name in names:
+        file = _file(path, name, revision)
+        if file is None:
+            return None
+        with safe_open(file, "pt") as held:
+            shapes |= {key: held.get_slice(key).get_shape() for key in held.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _file(path: str, name: str, revision: str | None) -> Path | None:
+    found = cached_file(
+        path, name, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
+    return None if found is None else Path(found)

@@ -1,0 +1,165 @@
+"""What is trained of each family of models, what is published of it, and what is refused at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from learner.feed.packing import Sample, pack_row
+from learner.model.checks import check_packing
+from learner.model.loading import text_tower
+from learner.model.policy import Policy, Scoring, load_policy
+from protocol.config import ConfigError, ModelSection
+from tests.learner.families import LONGEST, MIXTURES, REFUSED, TEXT, VISION, VOCABULARY
+
+SCORING = Scoring(1.0, 16)
+LENGTHS = (70, 12, 45, 20)
+
+
+def loaded(make: Callable[[], Any], folder: Path, longest: int | None = LONGEST) -> Policy:
+    torch.manual_seed(0)
+    make().save_pretrained(folder)
+    return load_policy(str(folder), ModelSection(path=str(folder)), SCORING, longest)
+
+
+def samples() -> list[Sample]:
+    """Sequences of several lengths; the first two share their first ten tokens."""
+    random = np.random.default_rng(1)
+    ids = [random.integers(0, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
+    ids[1][:10] = ids[0][:10]
+    return [
+        Sample(each, np.zeros(len(each), np.float32), (np.arange(len(each)) > 0).astype(np.float32), 0 * each, i)
+        for i, each in enumerate(ids)
+    ]
+
+
+def alone(network: Any, ids: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Log-probs of a sequence by itself, in float64, through eager attention."""
+    exact = deepcopy(network).double()
+    exact.set_attn_implementation("eager")
+    exact.set_experts_implementation("eager")  # the grouped product has no float64
+    inputs = torch.from_numpy(ids).long()[None]
+    with torch.no_grad():
+        hidden = text_tower(exact)(input_ids=inputs, use_cache=False).last_hidden_state
+        logits = exact.get_output_embeddings()(hidden)[0, :-1]
+    return logits.log_softmax(-1).gather(1, inputs[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", [*TEXT, *MIXTURES, *VISION])
+def test_a_packed_row_has_the_log_probs_of_each_sequence_alone(name: str, tmp_path: Path) -> None:
+    policy = loaded({**TEXT, **MIXTURES, **VISION}[name], tmp_path)
+    items = samples()
+    row = pack_row(items)
+    with torch.no_grad():
+        scores = policy(row).logprobs
+    for i, item in enumerate(items):
+        expected = alone(policy.model, item.token_ids)
+        torch.testing.assert_close(scores[row.rollout == i].double(), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", [*TEXT, *MIXTURES])
+def test_what_is_published_is_what_a_checkpoint_holds(name: str, tmp_path: Path) -> None:
+    policy = loaded({**TEXT, **MIXTURES}[name], tmp_path)
+    published = list(policy.named_weights())
+    held = load_file(tmp_path / "model.safetensors")
+    assert sorted(name for name, _ in published) == sorted(held)
+    for name, tensor in published:
+        assert torch.equal(tensor, held[name])
+        assert not tensor.requires_grad
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_is_published_follows_the_weights(name: str, tmp_path: Path) -> None:
+    policy = loaded(MIXTURES[name], tmp_path)
+    before = {name: tensor.clone() for name, tensor in policy.named_weights()}
+    names = {name for name, _ in policy.model.named_parameters()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    after = dict(policy.named_weights())
+    experts = [name for name in before if "experts." in name and name not in names]
+    assert len(experts) >= 12
+    assert all(torch.equal(after[name], before[name] + 1.0) for name in experts)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_of_a_model_that_sees_the_text_tower_trains_and_is_published(name: str, tmp_path: Path) -> None:
+    policy = loaded(VISION[name], tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    published = dict(policy.named_weights())
+    assert set(published) < set(held)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in published.items())
+    assert not any("vis" in name or "multi_modal" in name for name in published)
+    left = [name for name in held if name not in published]
+    assert all("vis" in name or "multi_modal" in name for name in left)
+    policy(pack_row(samples())).logprobs.sum().backward()
+    trained = {name for name, parameter in policy.model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_learner_would_get_wrong_is_refused(name: str, tmp_path: Path) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        loaded(make, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Phi-MoE, LongRoPE above its bound", "Llama, dynamic RoPE above its bound"])
+def test_the_remedy_of_a_length_works(name: str, tmp_path: Path) -> None:
+    loaded(REFUSED[name][0], tmp_path, longest=32)
+
+
+def test_longrope_takes_the_factors_that_servers_take(tmp_path: Path) -> None:
+    """vLLM takes the long ones for every sequence if its context is longer than the original, and else none."""
+    policy = loaded(TEXT["Phi-3, LongRoPE"], tmp_path)
+    facts = policy.model.config.to_dict()
+    rope = facts["rope_parameters"]
+    facts["rope_parameters"] = {**rope, "short_factor": rope["long_factor"]}
+    always = Phi3ForCausalLM(Phi3Config.from_dict(facts))
+    always.load_state_dict(policy.model.state_dict())
+    short, long = samples()[1], samples()[0]
+    for item in (short, long):
+        ours = torch.from_numpy(policy.score(item.token_ids.tolist())).double()
+        torch.testing.assert_close(ours, alone(always, item.token_ids), atol=2e-4, rtol=0)
+
+    within = load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING, 32)
+    expected = alone(Phi3ForCausalLM.from_pretrained(tmp_path), short.token_ids)
+    ours = torch.from_numpy(within.score(short.token_ids.tolist())).double()
+    torch.testing.assert_close(ours, expected, atol=2e-4, rtol=0)
+    assert (expected - alone(always, short.token_ids)).abs().max() > 0.01
+
+
+def test_weights_that_a_checkpoint_does_not_hold_are_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TEXT["Llama"]()
+    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight \[48, 32\] \(not there\)"):
+        load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING)
+
+
+def test_whatever_mixes_the_sequences_of_a_row_is_found(tmp_path: Path) -> None:
+    """As a capacity of experts does, or a norm over the row; no type of layer tells of it."""
+    policy = loaded(TEXT["Llama"], tmp_path)
+    check_packing(policy, LONGEST)
+    handle = policy.model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out - out.mean(1, keepdim=True))
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM scores a sequence of \d+ tokens .* in a packed row"):
+        check_packing(policy, LONGEST)
+    handle.remove()
+    check_packing(policy, LONGEST)
+    assert policy.model.config._attn_implementation == "varlen_sdpa"
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Gemma 3"])
+def test_rounding_to_16_bits_is_not_taken_for_mixing(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    {**TEXT, **MIXTURES}[name]().save_pretrained(tmp_path)
+    load_policy(str(tmp_path), ModelSection(path=str(tmp_path), dtype="bfloat16"), SCORING, LONGEST)

@@ -21,6 +21,7 @@ from learner.blocking_client import BlockingQueueClient
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.feeder import Feeder
 from learner.model.policy import Scoring, load_policy
+from learner.model.precision import warning
 from learner.report import sampler_kl, summary
 from learner.report.curve import Curve, sparkline
 from learner.report.journal import Journal
@@ -80,6 +81,9 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                     progress.say(line)
             with progress.phase(f"loading the model {config.model.path}"):
                 trainer = build_trainer(config, checkpoint)
+            policy = trainer.policy
+            if text := warning(policy.precision, policy.named_weights(), config.learner.learning_rate):
+                progress.warn(text)
         except Stopped:
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
             raise
@@ -90,8 +94,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     set_seed(config.run.seed)
     path = str(checkpoint.model_path) if checkpoint else config.model.path
-    scoring = Scoring(config.rollout.temperature, config.learner.logprob_chunk_tokens)
-    policy = load_policy(path, config.model, scoring)
+    scoring = Scoring(config.rollout.temperature, config.learner.logits_mib)
+    policy = load_policy(path, config.model, scoring, config.learner)
     trainer = Trainer(policy, config.learner, config.rollout.max_episode_tokens)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)
@@ -146,7 +150,8 @@ class Loop:
         with self._progress.phase(what), self._client.waiting(self._position.session, f"loading: {what}"):
             self._publish()
             self._finish_publication()
-        with Feeder(self._config, self._client, self._position) as feeder:
+        pin = self._trainer.device.type == "cuda"
+        with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
             self._publisher.on_failure = feeder.fail
             self._train(feeder)
         with self._progress.phase(f"publishing version {self._position.version}"):

@@ -51,7 +51,8 @@ class Trainer:
     rollout may sample."""
 
     def __init__(self, policy: Policy, section: LearnerSection, longest: int) -> None:
-        self.accelerator = Accelerator()
+        # Precision is the policy's own: what `accelerate config` says of it would miss the probe.
+        self.accelerator = Accelerator(mixed_precision="no")
         self.algorithm = Algorithm(section, longest)
         self._max_grad_norm = section.max_grad_norm
         adamw, self.schedule = optimiser.build(policy, section)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -12,19 +14,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import attention
+from learner.model import attention, layers
 from learner.model.logprobs import LmHead, TokenScores, token_scores
-from protocol.config import ConfigError, ModelSection
+from learner.model.precision import Precision
+from protocol.config import ConfigError, LearnerSection, ModelSection
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """temperature: that of the sampler; chunk_tokens: tokens whose logits exist at one time."""
+    """temperature: that of the sampler; logits_mib: MiB that logits, and all that is computed from them, may take."""
 
     temperature: float
-    chunk_tokens: int
+    logits_mib: int
 
 
 class Policy(torch.nn.Module):
@@ -33,29 +36,41 @@ class Policy(torch.nn.Module):
     Stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
     """
 
-    def __init__(self, model: Any, implementation: str, scoring: Scoring) -> None:
+    def __init__(self, model: Any, implementation: str, scoring: Scoring, precision: Precision | None = None) -> None:
         super().__init__()
         self.model = model.eval()
+        self.precision = precision or Precision()
         self._implementation = implementation
         self._scoring = scoring
 
     def forward(self, row: PackedRow) -> TokenScores:
         """Log-probs and entropies at the sampler's temperature, each float32 [N], of the row's N tokens that train."""
-        hidden = self._hidden(row)[row.positions]
-        scores = token_scores(self._lm_head(self._scoring.temperature), hidden, row.targets)
+        scores = self._scores(row, self._scoring.temperature)
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored])
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
-        row = _plain_row(token_ids).to(self.device)
-        scores = token_scores(self._lm_head(1.0), self._hidden(row)[row.positions], row.targets)
+        scores = self._scores(_plain_row(token_ids).to(self.device), 1.0)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights under their Hugging Face names; a tied output layer appears once, as the embedding."""
+        """Weights under their Hugging Face names, in the learner's type: who publishes them casts each as it is copied,
+        so that there is no second copy. A tied output layer appears once, as the embedding."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    def save(self, folder: Path) -> None:
+        """Write a model folder with the weights as they are. Its config.json names the servers' type: vLLM and
+        `from_pretrained` take that one unless they are told another."""
+        self.model.save_pretrained(folder)
+        path = folder / "config.json"
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        served = str(self.precision.servers).removeprefix("torch.")
+        for part in (facts, *(value for value in facts.values() if isinstance(value, dict))):
+            if "dtype" in part:
+                part["dtype"] = served
+        path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @property
     def device(self) -> torch.device:
@@ -74,14 +89,32 @@ class Policy(torch.nn.Module):
         on wrong log-probs, silently.
         """
         row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
-        ours = self._lm_head(1.0).logits(self._hidden(row))
-        theirs = self.model(**self._model_inputs(row)).logits[0].float()
+        with self.precision.autocast(self.device):
+            ours = self._lm_head(1.0).logits(self._hidden(row))
+            theirs = self.model(**self._model_inputs(row)).logits[0].float()
         if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
             raise ConfigError(
                 f"model.path: {type(self.model).__name__} computes its logits in a way that the learner does not know "
                 f"(they differ by {float((ours - theirs).abs().max()):.3g}): choose a model whose logits are "
                 f"lm_head(hidden), with or without final_logit_softcapping"
             )
+
+    def check_compiled(self) -> None:
+        """Compile what a step runs, by a step without consequences; raise `ConfigError` where that cannot be done."""
+        row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
+        try:
+            self._scores(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # dynamo's and inductor's are such, of many types
+            raise ConfigError(
+                f"learner.compile = true: the model's layers cannot be compiled ({type(error).__name__}: "
+                f"{str(error).strip().partition(chr(10))[0]}); install a C++ compiler such as g++, or set "
+                f"learner.compile = false"
+            ) from error
+        self.zero_grad()
+
+    def _scores(self, row: PackedRow, temperature: float) -> TokenScores:
+        with self.precision.autocast(self.device):
+            return token_scores(self._lm_head(temperature), self._hidden(row)[row.positions], row.targets)
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """[T, h]"""
@@ -99,17 +132,21 @@ class Policy(torch.nn.Module):
     def _lm_head(self, temperature: float) -> LmHead:
         output = self.model.get_output_embeddings()
         softcap = getattr(self.model.config, "final_logit_softcapping", None)
-        return LmHead(output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.chunk_tokens)
+        return LmHead(
+            output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.logits_mib << 20
+        )
 
 
-def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
-    """The policy with the weights at `path`, the model's own or a checkpoint's; raises `ConfigError` if this learner
-    cannot train the model."""
+def load_policy(path: str, model: ModelSection, scoring: Scoring, learner: LearnerSection | None = None) -> Policy:
+    """The policy with the weights at `path`, the model's own or a checkpoint's, as `learner` says how it is run; raises
+    `ConfigError` if this learner cannot train the model."""
+    learner = learner or LearnerSection()
+    precision = Precision.of(model, learner)
     revision = model.revision if path == model.path else None
     try:
         network = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=getattr(torch, model.dtype),
+            dtype=precision.weights,
             attn_implementation=model.attention,
             revision=revision or "main",
             trust_remote_code=model.trust_remote_code,
@@ -126,8 +163,13 @@ def load_policy(path: str, model: ModelSection, scoring: Scoring) -> Policy:
             f"model.path = {path}: layers of type {', '.join(unknown)} would mix the sequences of a packed row; "
             f"choose a model with attention layers only"
         )
-    policy = Policy(network, model.attention, scoring)
+    policy = Policy(network, model.attention, scoring, precision)
     policy.check_logits()
+    if learner.compile:
+        layers.compile_layers(network)
+        policy.check_compiled()
+    if learner.gradient_checkpointing:
+        layers.checkpoint_layers(network)
     return policy
 
 

@@ -28,8 +28,8 @@ class PpoClip(Objective):
 
         log_ratio, ratio = log_ratio.detach(), ratio.detach()
         sums = {
-            "ratio": ratio[weighted].sum(),
-            "ratio_squared": ratio[weighted].square().sum(),
+            "ratio": torch.where(weighted, ratio, 0.0).sum(),
+            "ratio_squared": torch.where(weighted, ratio.square(), 0.0).sum(),
             "clip_ratio/low_mean": (weighted & (ratio < lowest) & (tokens.advantages < 0)).sum(),
             "clip_ratio/high_mean": (weighted & (ratio > highest) & (tokens.advantages > 0)).sum(),
             "kl": (ratio - 1 - log_ratio).sum(),

@@ -78,7 +78,7 @@ def tiny_policy() -> Policy:
         initializer_range=0.02,
         attn_implementation=attention.NAME,
     )
-    return Policy(model, attention.NAME, Scoring(temperature=1.0, chunk_tokens=1024))
+    return Policy(model, attention.NAME, Scoring(temperature=1.0, logits_mib=512))
 
 
 def episodes(random: np.random.Generator) -> list[Sample]:

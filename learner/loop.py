@@ -21,6 +21,7 @@ from learner.blocking_client import BlockingQueueClient
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.feeder import Feeder
 from learner.model.policy import Scoring, load_policy
+from learner.model.precision import warning
 from learner.model.reference import load_reference
 from learner.report import sampler_kl, summary
 from learner.report.curve import Curve, sparkline
@@ -81,6 +82,9 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                     progress.say(line)
             with progress.phase(f"loading the model {config.model.path}"):
                 trainer = build_trainer(config, checkpoint)
+            policy = trainer.policy
+            if text := warning(policy.precision, policy.named_weights(), config.learner.learning_rate):
+                progress.warn(text)
         except Stopped:
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
             raise
@@ -92,8 +96,8 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     set_seed(config.run.seed)
     path = str(checkpoint.model_path) if checkpoint else config.model.path
     learner = config.learner
-    scoring = Scoring(config.rollout.temperature, learner.logprob_chunk_tokens, learner.router_aux_loss_coef > 0)
-    policy = load_policy(path, config.model, scoring, config.vllm.max_model_len)
+    scoring = Scoring(config.rollout.temperature, learner.logits_mib, learner.router_aux_loss_coef > 0)
+    policy = load_policy(path, config.model, scoring, learner, longest=config.vllm.max_model_len)
     reference = load_reference(config, scoring)
     trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference)
     if checkpoint is not None:
@@ -149,7 +153,8 @@ class Loop:
         with self._progress.phase(what), self._client.waiting(self._position.session, f"loading: {what}"):
             self._publish()
             self._finish_publication()
-        with Feeder(self._config, self._client, self._position) as feeder:
+        pin = self._trainer.device.type == "cuda"
+        with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
             self._publisher.on_failure = feeder.fail
             self._train(feeder)
         with self._progress.phase(f"publishing version {self._position.version}"):

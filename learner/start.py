@@ -46,11 +46,20 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
         return [f"{checkpoints.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
     said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
-    now, then = settings(config), info.settings or {}
+    now, then = settings(config), _then(config, info)
     changed = [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
     if changed:
         said.append(f"changed since that checkpoint, as the run file says: {', '.join(changed)}")
     return said
+
+
+def _then(config: RunConfig, info: CheckpointInfo) -> dict[str, str]:
+    """The settings that the checkpoint was made with. One that names no learner.weights_dtype stepped on weights in
+    model.dtype, which were rounded at each step."""
+    then = dict(info.settings or {})
+    if then and then.get("model.dtype") != "float32" and config.model.dtype != "float32":
+        then.setdefault("learner.weights_dtype", "model")
+    return then
 
 
 def settings(config: RunConfig) -> dict[str, str]:

@@ -56,7 +56,8 @@ class Trainer:
     def __init__(
         self, policy: Policy, section: LearnerSection, longest: int, reference: Reference | None = None
     ) -> None:
-        self.accelerator = Accelerator()
+        # Precision is the policy's own: what `accelerate config` says of it would miss the probe.
+        self.accelerator = Accelerator(mixed_precision="no")
         self.algorithm = Algorithm(section, longest)
         if self.algorithm.needs_reference and reference is None:
             raise ValueError(f"learner.kl_coef = {section.kl_coef:g} needs a reference: give one to the trainer")

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -53,11 +53,14 @@ class Feeder:
         client: BlockingQueueClient,
         start: RunPosition,
         clock: Callable[[], float] = time.monotonic,
+        pin: bool = False,
     ) -> None:
+        """pin: leave rows in page-locked memory, for a learner on a GPU."""
         self._config = config
         self._client = client
         self._start = start
         self._clock = clock
+        self._pin = pin
         self._ready: SimpleQueue[_Prepared | BaseException] = SimpleQueue()
         self._permits = asyncio.Semaphore(config.learner.prefetch_steps)
         self._leases: set[str] = set()
@@ -130,7 +133,11 @@ class Feeder:
             await self._permits.acquire()
             draft = Draft(self._config, step, start.version + step - start.step - 1, f"{start.session}-{step}")
             await self._fill(draft)
-            self._ready.put(_Prepared(draft, draft.finish()))
+            self._ready.put(_Prepared(draft, self._finished(draft)))
+
+    def _finished(self, draft: Draft) -> Batch:
+        batch = draft.finish()
+        return replace(batch, rows=[row.pinned() for row in batch.rows]) if self._pin else batch
 
     async def _without_revoked(self, prepared: _Prepared) -> Batch:
         """The batch as the queue lets it be trained: groups that it revoked since they were leased are replaced."""
@@ -138,7 +145,7 @@ class Feeder:
         while revoked := await self._renew(batch.lease_id, batch.ticket_ids):
             await self._revoke(prepared.draft, revoked)
             await self._fill(prepared.draft)
-            batch = prepared.draft.finish()
+            batch = self._finished(prepared.draft)
         return batch
 
     async def _revoke(self, draft: Draft, revoked: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ and the loss is a sum over tokens with one normaliser for the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any, Self
@@ -75,13 +75,19 @@ class PackedRow:
         return self.input_ids.shape[1]
 
     def to(self, device: torch.device) -> Self:
+        """On a GPU without waiting for it, if the row is pinned."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        """In page-locked memory, from which a GPU copies by itself."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in values.items()
-            if isinstance(value, torch.Tensor)
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **changed)
 
 
 def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True) -> list[PackedRow]:

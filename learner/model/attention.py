@@ -68,15 +68,20 @@ def paths(row: PackedRow, device: torch.device) -> Paths:
     first[tokens.flip(0)] = torch.arange(len(tokens)).flip(0)
     starts = [0, *torch.tensor([len(path) for path in found]).cumsum(0).tolist()]
     apart = trie_attention.layout(starts, starts[1:])
-    buckets = [replace(b, tokens=b.tokens.to(device), slots=b.slots.to(device)) for b in apart.buckets]
-    return Paths(tokens.to(device), first.to(device), buckets)
+    buckets = [replace(b, tokens=_sent(b.tokens, device), slots=_sent(b.slots, device)) for b in apart.buckets]
+    return Paths(_sent(tokens, device), _sent(first, device), buckets)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On `device`; a GPU fetches it by itself, so that nobody waits for what the GPU still computes."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
     """What a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
     if implementation == NAME:
         return {"row_layout": layout(row, row.input_ids.device)}
-    bounds = torch.tensor(row.starts, dtype=torch.int32, device=row.input_ids.device)
+    bounds = _sent(torch.tensor(row.starts, dtype=torch.int32), row.input_ids.device)
     return {
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
@@ -116,7 +121,8 @@ def varlen_sdpa(
     width = value.shape[-1]
     if width < key.shape[-1]:  # latent attention (DeepSeek): the kernels want values as wide as keys
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # Under autocast a norm leaves queries and keys in float32, and `value` is as its layer computed it.
+    q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     if row_layout.trie is not None:
         return trie_attention.trie_attention(q, k, v, row_layout.trie, scaling)[None, ..., :width], None
     assert row_layout.paths is not None

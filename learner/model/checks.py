@@ -72,8 +72,9 @@ def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
     """Log-probs of a sequence by itself, float32 [T - 1]; `eager` false: through the learner's own attention."""
     if not eager:
         return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
-    hidden = policy.text(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
-    return token_scores(policy.lm_head(1.0), hidden, ids[1:]).logprobs
+    with policy.precision.autocast(policy.device):
+        hidden = policy.text(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
+        return token_scores(policy.lm_head(1.0), hidden, ids[1:]).logprobs
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def _compare(policy: Policy, row: PackedRow, alone: list[torch.Tensor], far: str
     scores = policy.at(row, 1.0).logprobs
     apart = [float((scores[row.rollout == i] - expected).abs().mean()) for i, expected in enumerate(alone)]
     worst = max(apart)
-    if worst <= TOLERANCE.get(policy.lm_head(1.0).weight.dtype, TOLERANCE_OF_16_BITS):
+    if worst <= TOLERANCE.get(policy.precision.compute, TOLERANCE_OF_16_BITS):
         return
     which = apart.index(worst)
     name = type(policy.model).__name__

@@ -21,9 +21,9 @@ LIMITS = {
 }
 
 
-def load_network(path: str, model: ModelSection, longest: int | None = None) -> Any:
-    """The network with the weights at `path`, ready to score rows of sequences of up to `longest` tokens, the servers'
-    `max_model_len`.
+def load_network(path: str, model: ModelSection, dtype: torch.dtype, longest: int | None = None) -> Any:
+    """The network with the weights at `path`, in `dtype`, ready to score rows of sequences of up to `longest` tokens,
+    the servers' `max_model_len`.
 
     Of a model that sees, the text tower and the output layer train; the rest is frozen, and no row passes through it.
     Raises `ConfigError` if it cannot be loaded, or if a sequence can be longer than the learner is right for.
@@ -34,9 +34,7 @@ def load_network(path: str, model: ModelSection, longest: int | None = None) -> 
         config = AutoConfig.from_pretrained(path, **hub)
         sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        network = kind.from_pretrained(
-            path, dtype=getattr(torch, model.dtype), attn_implementation=model.attention, **hub
-        )
+        network = kind.from_pretrained(path, dtype=dtype, attn_implementation=model.attention, **hub)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
             f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "

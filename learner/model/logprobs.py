@@ -1,4 +1,9 @@
-"""Log-probs of given tokens from hidden states, without ever holding the logits of all tokens."""
+"""Log-probs of given tokens from hidden states, without ever holding the logits of all tokens.
+
+The forward takes a few tokens at a time, over the whole vocabulary. The backward takes all tokens over a part of the
+vocabulary, which the saved log of each softmax's sum makes possible (arXiv:2411.09009, section 4.3): the weight's
+gradient is then written once and never added up in a low precision.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from learner.algorithm.router_loss import Routing
+
+# A CPU is fastest with a chunk that stays in its cache, if that is not too few rows for the matrix product.
+CPU_LOGITS = 2**19
+CPU_ROWS = 256
 
 
 class TokenScores(NamedTuple):
@@ -26,21 +35,19 @@ class LmHead:
     """The output layer: logits = softcap(hidden @ weight.T + bias) / temperature.
 
     weight: [V, h]; bias: [V] or None; softcap: `final_logit_softcapping`, c * tanh(x / c), or None;
-    chunk_tokens: tokens whose logits exist at one time.
+    logits_bytes: what logits, and all that is made from them, may take at one time.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     softcap: float | None
     temperature: float
-    chunk_tokens: int
+    logits_bytes: int
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, V]. The product is in the model's type, as in vLLM; the rest is in float32."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+        """float32 [n, V]"""
+        whole = _Chunks(self, _compute_type(self, hidden), len(hidden) * len(self.weight), spares=0)
+        return whole.logits(hidden.to(whole.type), slice(0, len(self.weight)))
 
 
 def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
@@ -52,10 +59,8 @@ def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -
 
 
 class _TokenScores(torch.autograd.Function):
-    """Forward keeps one float a token, the log of the softmax's sum; backward computes each chunk's logits again.
-
-    On a CPU, a quarter faster than `torch.utils.checkpoint` around log_softmax, with half the buffers.
-    """
+    """Forward keeps one float a token, the log of the softmax's sum; backward computes the logits again, in the type
+    that the forward had, under autocast or not."""
 
     @staticmethod
     def forward(
@@ -68,19 +73,23 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for chunk in _chunks(len(targets), lm_head.chunk_tokens):
-            logits = lm_head.logits(hidden[chunk])
+        compute = _compute_type(lm_head, hidden)
+        words = slice(0, len(weight))
+        size = _chunk(lm_head, compute, len(targets), len(weight), spares=1)
+        chunks = _Chunks(lm_head, compute, size * len(weight), spares=1)
+        for chunk in _slices(len(targets), size):
+            logits = chunks.logits(hidden[chunk].to(compute), words)
             highest = logits.amax(-1, keepdim=True)
             logits -= highest
             chosen = logits.gather(1, targets[chunk, None])[:, 0]
-            exponentials = logits.exp()
+            exponentials = torch.exp(logits, out=chunks.spare(0, logits))
             sums = exponentials.sum(-1)
             log_sum = sums.log()
             logprobs[chunk] = chosen - log_sum
-            entropy[chunk] = log_sum - torch.linalg.vecdot(exponentials, logits) / sums
+            entropy[chunk] = log_sum - exponentials.mul_(logits).sum(-1) / sums
             log_sums[chunk] = log_sum + highest[:, 0]
         ctx.save_for_backward(hidden, targets, log_sums, entropy)
-        ctx.lm_head = lm_head
+        ctx.lm_head, ctx.compute = lm_head, compute
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -88,37 +97,119 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, targets, log_sums, entropy = ctx.saved_tensors
-        lm_head, (given, of_entropy) = ctx.lm_head, gradients
+        lm_head, compute, vocabulary = ctx.lm_head, ctx.compute, len(ctx.lm_head.weight)
+        given, of_entropy = (None if each is None else each / lm_head.temperature for each in gradients)
         upstream = torch.zeros_like(log_sums) if given is None else given
-        to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros_like(lm_head.weight) if ctx.needs_input_grad[1] else None
-        to_bias = torch.zeros_like(lm_head.bias) if ctx.needs_input_grad[2] else None
-        for chunk in _chunks(len(targets), lm_head.chunk_tokens):
-            logits = lm_head.logits(hidden[chunk])
-            slope = _softcap_slope(lm_head, logits)
-            logits.sub_(log_sums[chunk, None])
+        inputs = hidden.to(compute)
+        to_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        to_weight = torch.empty_like(lm_head.weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.empty_like(lm_head.bias) if ctx.needs_input_grad[2] else None
+        spares = (lm_head.softcap is not None) + (of_entropy is not None)
+        size = _chunk(lm_head, compute, vocabulary, len(targets), spares)
+        chunks = _Chunks(lm_head, compute, size * len(targets), spares)
+        for words in _slices(vocabulary, size):
+            logits = chunks.logits(inputs, words)
+            slope = chunks.softcap_slope(logits)
+            logits.sub_(log_sums[:, None])
             # p, the softmax: d logprob / d logits = onehot(target) - p, d entropy / d logits = -p (log p + entropy)
-            factor = -upstream[chunk, None]
+            factor = -upstream[:, None]
             if of_entropy is not None:
-                factor = (logits + entropy[chunk, None]).mul_(-of_entropy[chunk, None]).add_(factor)
+                factor = torch.add(logits, entropy[:, None], out=chunks.spare(spares - 1, logits))
+                factor.mul_(-of_entropy[:, None]).sub_(upstream[:, None])
             gradient = logits.exp_().mul_(factor)
-            gradient.scatter_add_(1, targets[chunk, None], upstream[chunk, None])
-            gradient = (gradient if slope is None else gradient.mul_(slope)).div_(lm_head.temperature)
-            gradient = gradient.to(lm_head.weight.dtype)
-            torch.mm(gradient, lm_head.weight, out=to_hidden[chunk])
+            place = targets - words.start
+            own = torch.where((place >= 0) & (place < gradient.shape[1]), upstream, 0.0)
+            gradient.scatter_add_(1, place.clamp_(0, gradient.shape[1] - 1)[:, None], own[:, None])
+            gradient = chunks.computed(gradient if slope is None else gradient.mul_(slope))
+            _add_product(to_hidden, gradient, chunks.weight[words])
             if to_weight is not None:
-                to_weight.addmm_(gradient.T, hidden[chunk])
+                _set_product(to_weight[words], gradient.T, inputs)
             if to_bias is not None:
-                to_bias += gradient.sum(0)
-        return to_hidden, to_weight, to_bias, None, None
+                to_bias[words] = gradient.sum(0, dtype=torch.float32)
+        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
 
 
-def _softcap_slope(lm_head: LmHead, logits: torch.Tensor) -> torch.Tensor | None:
-    """Derivative of c * tanh(x / c), from its value: 1 - tanh(x / c)^2."""
-    if lm_head.softcap is None:
-        return None
-    return 1 - (logits * (lm_head.temperature / lm_head.softcap)).square_()
+class _Chunks:
+    """The head in the type that computes, and buffers that one chunk after another uses, of `elements` logits each.
+
+    The product is in that type, as in vLLM; what follows is in float32.
+    """
+
+    def __init__(self, lm_head: LmHead, compute: torch.dtype, elements: int, spares: int) -> None:
+        self.type = compute
+        self.weight = lm_head.weight.to(compute)
+        self._bias = None if lm_head.bias is None else lm_head.bias.to(compute)
+        self._lm_head = lm_head
+        self._logits = self.weight.new_empty(elements, dtype=torch.float32)
+        self._product = self._logits if compute is torch.float32 else self.weight.new_empty(elements)
+        self._spares = [torch.empty_like(self._logits) for _ in range(spares)]
+
+    def logits(self, hidden: torch.Tensor, words: slice) -> torch.Tensor:
+        """float32 [n, v], of v words, from `hidden` [n, h] in the type that computes."""
+        weight, head = self.weight[words], self._lm_head
+        shape = len(hidden), len(weight)
+        product, logits = _shaped(self._product, shape), _shaped(self._logits, shape)
+        if self._bias is None:
+            torch.mm(hidden, weight.T, out=product)
+        else:
+            torch.addmm(self._bias[words], hidden, weight.T, out=product)
+        if self._product is not self._logits:
+            logits.copy_(product)
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_().mul_(head.softcap)
+        return logits if head.temperature == 1.0 else logits.div_(head.temperature)
+
+    def spare(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """A float32 buffer of that shape."""
+        return _shaped(self._spares[number], tuple(like.shape))
+
+    def computed(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 `values` in the type that computes."""
+        return values if self.type is torch.float32 else _shaped(self._product, tuple(values.shape)).copy_(values)
+
+    def softcap_slope(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Derivative of c * tanh(x / c), from its value: 1 - tanh(x / c)^2."""
+        head = self._lm_head
+        if head.softcap is None:
+            return None
+        slope = torch.mul(logits, head.temperature / head.softcap, out=self.spare(0, logits))
+        return slope.square_().neg_().add_(1)
 
 
-def _chunks(total: int, size: int) -> list[slice]:
+def _compute_type(lm_head: LmHead, hidden: torch.Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return lm_head.weight.dtype
+
+
+def _chunk(lm_head: LmHead, compute: torch.dtype, count: int, width: int, spares: int) -> int:
+    """How many of `count` rows of `width` logits, one at least, fit `logits_bytes` with all buffers of `_Chunks`."""
+    bytes_each = 4 + 4 * spares + (0 if compute is torch.float32 else compute.itemsize)
+    width = max(1, width)
+    fitting = min(count, lm_head.logits_bytes // (bytes_each * width))
+    if lm_head.weight.device.type == "cpu":
+        fitting = min(fitting, max(CPU_ROWS, CPU_LOGITS // width))
+    return max(1, fitting)
+
+
+def _slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _shaped(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return buffer[: shape[0] * shape[1]].view(shape)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _set_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if left.dtype is into.dtype:
+        torch.mm(left, right, out=into)
+    else:
+        into.copy_(left @ right)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -13,19 +15,20 @@ from accelerate import PartialState
 
 from learner.algorithm.router_loss import Routing
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import attention, checks, export
+from learner.model import attention, checks, export, layers
 from learner.model.loading import load_network, text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
-from protocol.config import ConfigError, ModelSection
+from learner.model.precision import Precision
+from protocol.config import ConfigError, LearnerSection, ModelSection
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """temperature: that of the sampler; chunk_tokens: tokens whose logits exist at one time; routing: whether scores of
-    a row tell how its tokens were routed to experts."""
+    """temperature: that of the sampler; logits_mib: MiB that logits, and all that is computed from them, may take;
+    routing: whether scores of a row tell how its tokens were routed to experts."""
 
     temperature: float
-    chunk_tokens: int
+    logits_mib: int
     routing: bool = False
 
 
@@ -35,9 +38,10 @@ class Policy(torch.nn.Module):
     Stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
     """
 
-    def __init__(self, model: Any, implementation: str, scoring: Scoring) -> None:
+    def __init__(self, model: Any, implementation: str, scoring: Scoring, precision: Precision | None = None) -> None:
         super().__init__()
         self.model = model.eval()
+        self.precision = precision or Precision()
         self.implementation = implementation
         self._scoring = scoring
 
@@ -47,28 +51,43 @@ class Policy(torch.nn.Module):
 
     def at(self, row: PackedRow, temperature: float) -> TokenScores:
         """As `forward`, at another temperature."""
-        output = self._output(row)
-        hidden = output.last_hidden_state[0, row.positions]
-        scores = token_scores(self.lm_head(temperature), hidden, row.targets)
-        routing = self._routing(row, output) if self._scoring.routing else None
+        with self.precision.autocast(self.device):
+            output = self._output(row)
+            hidden = output.last_hidden_state[0, row.positions]
+            scores = token_scores(self.lm_head(temperature), hidden, row.targets)
+            routing = self._routing(row, output) if self._scoring.routing else None
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
         row = _plain_row(token_ids).to(self.device)
-        scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
+        with self.precision.autocast(self.device):
+            scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights that train, with the names and shapes of the model's checkpoint; a tied output layer appears once, as
-        the embedding."""
+        """Weights that train, with the names and shapes of the model's checkpoint, in the learner's type: who publishes
+        them casts each as it is copied, so that there is no second copy. A tied output layer appears once, as the
+        embedding."""
         return export.published(self.model)
 
     @property
     def text(self) -> Any:
         """What turns tokens into hidden states: of a model that sees, its text tower."""
         return text_tower(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write a model folder with the weights as they are. Its config.json names the servers' type: vLLM and
+        `from_pretrained` take that one unless they are told another."""
+        self.model.save_pretrained(folder)
+        path = folder / "config.json"
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        served = str(self.precision.servers).removeprefix("torch.")
+        for part in (facts, *(value for value in facts.values() if isinstance(value, dict))):
+            if "dtype" in part:
+                part["dtype"] = served
+        path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @property
     def device(self) -> torch.device:
@@ -87,8 +106,9 @@ class Policy(torch.nn.Module):
         on wrong log-probs, silently.
         """
         row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
-        ours = self.lm_head(1.0).logits(self._hidden(row))
-        theirs = self.model(**self._model_inputs(row)).logits[0].float()
+        with self.precision.autocast(self.device):
+            ours = self.lm_head(1.0).logits(self._hidden(row))
+            theirs = self.model(**self._model_inputs(row)).logits[0].float()
         if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
             raise ConfigError(
                 f"model.path: {type(self.model).__name__} computes its logits in a way that the learner does not know "
@@ -107,6 +127,19 @@ class Policy(torch.nn.Module):
                 f"learner.router_aux_loss_coef: {type(self.model).__name__} is not a mixture of experts whose routers "
                 f"transformers shows: set it to 0"
             )
+
+    def check_compiled(self) -> None:
+        """Compile what a step runs, by a step without consequences; raise `ConfigError` where that cannot be done."""
+        row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
+        try:
+            self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # dynamo's and inductor's are such, of many types
+            raise ConfigError(
+                f"learner.compile = true: the model's layers cannot be compiled ({type(error).__name__}: "
+                f"{str(error).strip().partition(chr(10))[0]}); install a C++ compiler such as g++, or set "
+                f"learner.compile = false"
+            ) from error
+        self.zero_grad()
 
     def _output(self, row: PackedRow) -> Any:
         more = {"output_router_logits": True} if self._scoring.routing else {}
@@ -132,14 +165,25 @@ class Policy(torch.nn.Module):
         """The output layer, at a sampler's temperature."""
         output = self.model.get_output_embeddings()
         softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        return LmHead(output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.chunk_tokens)
+        return LmHead(
+            output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.logits_mib << 20
+        )
 
 
-def load_policy(path: str, model: ModelSection, scoring: Scoring, longest: int | None = None) -> Policy:
-    """The policy with the weights at `path`, the model's own or a checkpoint's; raises `ConfigError` if this learner
-    cannot train the model. longest: tokens of the longest sequence that servers take, `vllm.max_model_len`."""
-    network = load_network(path, model, longest).to(PartialState().device)
-    policy = Policy(network, model.attention, scoring)
+def load_policy(
+    path: str,
+    model: ModelSection,
+    scoring: Scoring,
+    learner: LearnerSection | None = None,
+    longest: int | None = None,
+) -> Policy:
+    """The policy with the weights at `path`, the model's own or a checkpoint's, as `learner` says how it is run; raises
+    `ConfigError` if this learner cannot train the model. longest: tokens of the longest sequence that servers take,
+    `vllm.max_model_len`."""
+    learner = learner or LearnerSection()
+    precision = Precision.of(model, learner)
+    network = load_network(path, model, precision.weights, longest).to(PartialState().device)
+    policy = Policy(network, model.attention, scoring, precision)
     try:
         policy.check_logits()
         policy.check_routing()
@@ -152,6 +196,11 @@ def load_policy(path: str, model: ModelSection, scoring: Scoring, longest: int |
             f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
         ) from error
     export.check_export(network, path, model.revision if path == model.path else None)
+    if learner.compile:
+        layers.compile_layers(network)
+        policy.check_compiled()
+    if learner.gradient_checkpointing:
+        layers.checkpoint_layers(network)
     return policy
 
 

@@ -77,5 +77,8 @@ def load_reference(config: RunConfig, scoring: Scoring) -> Reference | None:
     `ConfigError` as `load_policy` does."""
     if not config.learner.kl_coef:
         return None
+    # It is never stepped on: in the servers' type it is as they would have it, and takes the least memory.
+    plain = {"weights_dtype": "model", "compile": False, "gradient_checkpointing": False}
+    learner, longest = config.learner.model_copy(update=plain), config.vllm.max_model_len
     of_logprobs = replace(scoring, routing=False)
-    return ReferenceModel(load_policy(config.model.path, config.model, of_logprobs, config.vllm.max_model_len))
+    return ReferenceModel(load_policy(config.model.path, config.model, of_logprobs, learner, longest=longest))

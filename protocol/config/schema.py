@@ -27,7 +27,9 @@ from protocol.config.sections import (
 )
 
 # Settings of earlier releases that a run file may still hold, and what to write instead.
-REMOVED: dict[tuple[str, str], str] = {}
+REMOVED: dict[tuple[str, str], str] = {
+    ("learner", "logprob_chunk_tokens"): "write learner.logits_mib, in MiB, or leave it out",
+}
 # Values of earlier releases, likewise.
 REMOVED_VALUES = {
     ("learner", "objective", "grpo"): 'write advantage = "grpo" and objective = "ppo_clip", or leave it out',
@@ -121,6 +123,11 @@ class RunConfig(Section):
                 f"learner.reference_mixup = {learner.reference_mixup:g} with model.dtype = {self.model.dtype}: the "
                 f"reference would hardly follow, as changes this small are rounded away; set learner.reference_mixup "
                 f'to at least 0.5, with more learner.reference_sync_steps between, or model.dtype = "float32"'
+            )
+        if learner.weights_dtype == "model" and self.model.dtype == "float16":
+            raise ValueError(
+                "learner.weights_dtype = model with model.dtype = float16: gradients would underflow to 0, as there is "
+                "no loss scaler; leave learner.weights_dtype at float32, or take model.dtype = bfloat16"
             )
         if learner.token_budget < self.vllm.max_model_len:
             raise ValueError(

@@ -64,13 +64,13 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "`model.dtype`, `model.attention`, `model.revision`, `model.trust_remote_code`",
             "`dtype`, `attn_implementation`, `revision` and `trust_remote_code` of it; others are refused",
         ),
-        _worked("dtype", "A", "`model.dtype`", "type of the learner's weights and of the servers'"),
-        _worked("bf16", "GRAT", "`model.dtype`", '`"bfloat16"`; mixed precision: not yet'),
+        _worked("dtype", "A", "`model.dtype`", "type of the servers' weights and of the learner's arithmetic"),
+        _worked("bf16", "GRAT", "`model.dtype`", '`"bfloat16"`; the learner keeps its weights in float32'),
         _only(
             "fp16",
             "T",
-            "not yet",
-            'mixed precision; `model_init_kwargs={"dtype": "float16"}` is all in float16',
+            "no",
+            'gradients in float16 need a loss scaler; `model_init_kwargs={"dtype": "float16"}` is for the servers',
             None,
             False,
         ),
@@ -78,10 +78,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _only("router_aux_loss_coef", "GRA", "not yet", "no mixture-of-experts model was tried", None, 0.0),
         _idle("disable_dropout", "GR", "the learner's log-probs must be the server's", "always"),
         _idle("cast_lm_head_to_fp32", "G", "log-probs are computed in float32, in chunks", "always"),
-        _told(
-            "gradient_checkpointing", "GRAT", "not yet", "activations are kept, which takes more memory", None, False
-        ),
-        _idle("use_liger_kernel", "GRAT", "logits are never held whole: `learner.logprob_chunk_tokens`"),
+        _set("gradient_checkpointing", "GRAT", "learner.gradient_checkpointing", "TRL's default is True, ours False"),
+        _set("torch_compile", "T", "learner.compile", "the model's layers"),
+        _idle("use_liger_kernel", "GRAT", "logits are never held whole: `learner.logits_mib`"),
         _idle("torch_empty_cache_steps", "GRAT", "rows have one token budget, so memory does not creep"),
     ),
     "Data and episodes": (
@@ -312,7 +311,7 @@ _REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("optim_target_modules", "AdamW trains all weights", (None,)),
     ("debug", "TRL's debugging does not reach the processes of the run", ("", [], None)),
 )
-_REST_TOLD = ("torch_compile", "tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
+_REST_TOLD = ("tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
 _REST_IDLE = (
     *("average_tokens_across_devices", "bf16_full_eval", "fp16_full_eval", "gradient_checkpointing_kwargs"),
     *("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache", "logging_strategy"),

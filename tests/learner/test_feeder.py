@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder, LeaseLost, Starved
+from learner.feed.packing import PackedRow
 from protocol import reasons
 from protocol.client import GaveUp, QueueClient, QueueError, RunFinished, Unreachable
 from protocol.messages import (
@@ -50,6 +52,23 @@ def test_i1_batches_come_in_order_and_each_group_once() -> None:
     assert len(trained) == len(set(trained)) == 6
     assert queue.trained == trained
     assert not any(queue.leases.values())
+
+
+def test_rows_for_a_gpu_are_pinned_in_the_feeder_s_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's thread would wait for it."""
+    threads = []
+
+    def pinned(row: PackedRow) -> PackedRow:
+        threads.append(threading.current_thread().name)
+        return replace(row, longest=-1)
+
+    monkeypatch.setattr(PackedRow, "pinned", pinned)
+    with BlockingQueueClient(cast(QueueClient, FakeQueue(endless()))) as client:
+        start = client.call(lambda queue: queue.begin_session(BeginSession(0, 0, 1, resume=False)))
+        with Feeder(config(LEARNER), client, start, pin=True) as feeder:
+            batch = feeder.next_batch()
+    assert [row.longest for row in batch.rows] == [-1] * len(batch.rows)
+    assert set(threads) == {"queue-client"}
 
 
 def test_no_group_is_leased_past_the_last_step() -> None:

@@ -27,7 +27,7 @@ LENGTHS = (70, 12, 45, 20)
 def loaded(make: Callable[[], Any], folder: Path, longest: int | None = LONGEST) -> Policy:
     torch.manual_seed(0)
     make().save_pretrained(folder)
-    return load_policy(str(folder), ModelSection(path=str(folder)), SCORING, longest)
+    return load_policy(str(folder), ModelSection(path=str(folder)), SCORING, longest=longest)
 
 
 def samples() -> list[Sample]:
@@ -130,7 +130,7 @@ def test_longrope_takes_the_factors_that_servers_take(tmp_path: Path) -> None:
         ours = torch.from_numpy(policy.score(item.token_ids.tolist())).double()
         torch.testing.assert_close(ours, alone(always, item.token_ids), atol=2e-4, rtol=0)
 
-    within = load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING, 32)
+    within = load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING, longest=32)
     expected = alone(Phi3ForCausalLM.from_pretrained(tmp_path), short.token_ids)
     ours = torch.from_numpy(within.score(short.token_ids.tolist())).double()
     torch.testing.assert_close(ours, expected, atol=2e-4, rtol=0)
@@ -162,4 +162,4 @@ def test_whatever_mixes_the_sequences_of_a_row_is_found(tmp_path: Path) -> None:
 def test_rounding_to_16_bits_is_not_taken_for_mixing(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     {**TEXT, **MIXTURES}[name]().save_pretrained(tmp_path)
-    load_policy(str(tmp_path), ModelSection(path=str(tmp_path), dtype="bfloat16"), SCORING, LONGEST)
+    load_policy(str(tmp_path), ModelSection(path=str(tmp_path), dtype="bfloat16"), SCORING, longest=LONGEST)

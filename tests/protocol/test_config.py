@@ -155,6 +155,10 @@ def test_a_wrong_shape_is_told_with_what_belongs_there(folder: Path, text: str, 
             'learner.objective = "grpo"',
             'learner.objective = "grpo" is no longer accepted: write advantage = "grpo" and objective = "ppo_clip", or',
         ),
+        (
+            "learner.logprob_chunk_tokens = 256",
+            "learner.logprob_chunk_tokens is no longer a setting: write learner.logits_mib, in MiB, or leave it out",
+        ),
     ],
 )
 def test_a_removed_or_renamed_setting_is_told_with_its_remedy(folder: Path, line: str, says: str) -> None:

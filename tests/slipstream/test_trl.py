@@ -250,10 +250,12 @@ def test_f19_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:
 
 
 def test_what_has_no_effect_is_said() -> None:
-    made = translate(GRPOConfig(report_to="wandb", gradient_checkpointing=True, tf32=True), "org/model", None)
+    made = translate(GRPOConfig(report_to="wandb", full_determinism=True, tf32=True), "org/model", None)
     assert [note for note in made.notes if note.startswith("report_to='wandb' has no effect here: `metrics.jsonl`")]
-    assert [note for note in made.notes if note.startswith("gradient_checkpointing=True has no effect")]
-    quiet = translate(GRPOConfig(report_to="none", gradient_checkpointing=False), "org/model", None)
+    assert [note for note in made.notes if note.startswith("full_determinism=True has no effect")]
+    quiet = translate(GRPOConfig(report_to="none", gradient_checkpointing=True, torch_compile=False), "org/model", None)
+    assert quiet.sections["learner"]["gradient_checkpointing"] is True
+    assert quiet.sections["learner"]["compile"] is False
     assert len(quiet.notes) == len(made.notes) - 3
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.base import Count, CountOrZero, Seconds, setting
@@ -53,8 +53,25 @@ class LearnerSection(AlgorithmSection):
     token_budget: Count = setting(
         8192, description="tokens of one packed micro-batch", why="one long episode, or many short ones"
     )
-    logprob_chunk_tokens: Count = setting(
-        1024, description="tokens whose logits exist at one time", why="logits of 150,000 words then take 0.6 GB"
+    logits_mib: Annotated[int, Field(ge=1, le=2**20)] = setting(
+        512,
+        description="MiB that logits, and all that is computed from them, take at one time",
+        why="a 28th of what 8,192 tokens and 150,000 words would take at once, and no slower",
+    )
+    weights_dtype: Literal["float32", "model"] = setting(
+        "float32",
+        description="type of the weights that the optimiser steps on; model: model.dtype, without a copy in float32",
+        why="a small step changes nothing in most weights in bfloat16",
+    )
+    gradient_checkpointing: bool = setting(
+        False,
+        description="keep only the inputs of the model's layers, and compute the layers again in the backward",
+        why="a third more arithmetic; for rows that do not fit the memory otherwise",
+    )
+    compile: bool = setting(
+        False,
+        description="compile the model's layers with torch.compile",
+        why="takes a C++ compiler, and a minute at the start",
     )
     prefetch_steps: CountOrZero = setting(
         1,

@@ -43,8 +43,9 @@ class ModelSection(Section):
     path: str = Field(description="a local model folder, such as ./model, or a Hugging Face hub name")
     dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32",
-        description="type of the learner's weights and of the servers'",
-        why="right everywhere; on a GPU take bfloat16, which halves memory and traffic",
+        description="type of the servers' weights, and in which the learner computes: for float16 that is float32; "
+        "learner.weights_dtype is that of its weights",
+        why="right everywhere; on a GPU take bfloat16, which is faster and halves the servers' memory and the traffic",
     )
     tokenizer: str | None = setting(
         None,

@@ -45,7 +45,7 @@ class Sample:
     def forwarded(self) -> npt.NDArray[np.int32]:
         """The tokens that must be computed: the last one is predicted only, and what follows the last token with weight
         does not matter, as attention is causal."""
-        return self.token_ids[: int(np.flatnonzero(self.weights)[-1])]
+        return self.token_ids[: int(self.weights.nonzero()[0][-1])]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
     positions, targets, entries = [], [], []
     for index, places in zip(paths.order, paths.places, strict=True):
         sample = samples[index]
-        trained = np.flatnonzero(sample.weights)
+        (trained,) = sample.weights.nonzero()
         positions.append(places[trained - 1])
         targets.append(sample.token_ids[trained].astype(np.int64))
         entries.append(

@@ -3,11 +3,11 @@ batches and weights, in turn.
 
     python -m benchmarks.learner --json [--cases short mixed] [--models 0.4M] [--rounds 5] [--quick]
 
-On a CPU: CPU seconds of one thread, pinned to a core, medians over the rounds, from samples on the host to new weights.
-`trl_ratio` is ours / TRL's, null without trl (extra `bench`); `padded_ratio` is the padded loop's / ours. `agrees`: the
-ways have the same loss and gradient, within float32; `gradient_difference` is the farthest norm of a difference to ours,
-over ours. `head_*`: see `benchmarks.learner_head`. On a GPU, which it takes if there is one: seconds, with peak memory,
-and with `--peak-tflops` of the card the share of them that the model's products take (MFU).
+On a CPU: CPU seconds of one thread, pinned to a core, from samples on the host to new weights, medians over rounds.
+`trl_ratio` is ours / TRL's, null without trl (extra `bench`); `padded_ratio` is the padded loop's / ours. `agrees`: all
+ways have the same loss and gradient but for rounding; `gradient_difference` is the norm of the farthest difference to
+ours, over that of ours. `head_*`: see `benchmarks.learner_head`. On a GPU, which it takes where there is one: seconds,
+with peak memory, and with `--peak-tflops` of the card the share of them that the model's products take (MFU).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def compare(
 
         kinds.append(Trl)
     ways = {way.name: way for way in (kind(size, step, budget, device) for kind in kinds)}
-    measured = {name: of for name, of in zip(ways, _measure(list(ways.values()), rounds, device), strict=True)}
+    measured = dict(zip(ways, _measure(list(ways.values()), rounds, device), strict=True))
     ours, trl = measured["ours"], measured.get("trl")
     loss, gradient = _differences(ours, list(measured.values()))
     weights = sum(parameter.numel() for parameter in ways["ours"].model.parameters())

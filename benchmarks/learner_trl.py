@@ -1,10 +1,10 @@
 """TRL 1.16.0's asynchronous GRPO learner, its own code, on the batches of `benchmarks.learner`.
 
-Its planner, trie rows, collator, chunked head and loss run as they are. Three things are ours, each in TRL's favour or
-without weight: its trainer's constructor, which needs a GPU, servers and workers, does not run, and so neither does
-transformers' loop; the loss is divided by the step's tokens, not by those of each micro-batch, since only then can it
-equal ours; and FlashAttention-3, which exists on Hopper GPUs only, is stood in for by padded SDPA over buckets of
-segments of like length, exact.
+Its planner, trie rows, collator, chunked head and loss run as they are. Four things are not its own. Its trainer's
+constructor needs a GPU, servers and workers, and does not run; nor does transformers' loop around the steps. The loss is
+divided by the step's tokens, not by those of each micro-batch: only then can it equal ours. Its head scores the tokens
+that train, as it does on a GPU; on a CPU it would score every one, and take 3 % longer. And FlashAttention-3, which is for
+Hopper GPUs, is stood in for by padded SDPA over buckets of segments of like length, exact.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -35,21 +36,18 @@ SHORTEST_SHARE = 0.8
 
 
 class Trl:
-    """`TokenBudgetBatcher`, `DataCollatorForRollout` and `AsyncGRPOTrainer.compute_loss`.
+    """`TokenBudgetBatcher`, `DataCollatorForRollout` and `AsyncGRPOTrainer.compute_loss`."""
 
-    compact: whether its head scores the tokens that train only, as on a GPU; on a CPU it scores all of them.
-    """
+    name = "trl"
 
-    def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device, compact: bool = True) -> None:
-        self.name = "trl" if compact else "trl_all_positions"
-        packing._flash_attn = _StandIn
+    def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
         packing.register_tree_attention()
         self.model = size.build(packing.TREE_ATTENTION, device)
         utils.add_fused_lm_head(self.model, temperature=1.0, outputs=("log_probs", "entropy"))
         self.optimiser = optimiser.build(self.model, SECTION).adamw
         self.forwarded = 0
         self._accelerator = Accelerator()
-        self._compact, self._budget, self._device = compact, budget, device
+        self._budget, self._device = budget, device
         advantages, self._tokens = advantages_of(batch)
         self._samples = [
             {
@@ -64,10 +62,16 @@ class Trl:
         ]
 
     def step(self) -> float:
+        with (
+            patch.object(packing, "_flash_attn", lambda: _StandIn),
+            patch.object(utils, "_use_triton", lambda device: True),
+        ):
+            return self._step()
+
+    def _step(self) -> float:
         trainer = self._trainer()
         planner = async_grpo_trainer.TokenBudgetBatcher(self._samples, 1, self._budget, defaultdict(list))
         collator = async_grpo_trainer.DataCollatorForRollout(0, 1, token_budget=self._budget)
-        utils._use_triton = lambda device: self._compact
         loss = torch.zeros((), device=self._device)
         self.forwarded = 0
         rows = list(planner)

@@ -125,11 +125,9 @@ def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return bins
 
 
-def even(
-    bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], token_budget: int
-) -> list[list[int]]:
-    """As many rows as `bins`, of about equal cost: each unit, the dearest first, goes to the row that costs least so far
-    and has room (Graham, 1969: at most 4/3 of the best). Where the units do not fit in this way, `bins` as they are.
+def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], token_budget: int) -> list[list[int]]:
+    """As many rows as `bins`, of about equal cost: each unit, the dearest first, goes to the row that costs least so
+    far and has room (Graham, 1969). Where the units do not fit in this way, `bins` as they are.
 
     Even rows need less memory than a full one beside one that is nearly empty, and ranks do not wait for one another.
     """

@@ -1,9 +1,9 @@
 """TRL 1.16.0's asynchronous GRPO learner, its own code, on the batches of `benchmarks.learner`.
 
 Its planner, trie rows, collator, chunked head and loss run as they are. Four things are not its own. Its trainer's
-constructor needs a GPU, servers and workers, and does not run; nor does transformers' loop around the steps. The loss is
-divided by the step's tokens, not by those of each micro-batch: only then can it equal ours. Its head scores the tokens
-that train, as it does on a GPU; on a CPU it would score every one, and take 3 % longer. And FlashAttention-3, which is for
+constructor needs a GPU, servers and workers, and does not run; nor does transformers' loop around the steps. The loss
+is divided by the step's tokens, not by those of each micro-batch: only then can it equal ours. Its head scores the
+tokens that train, as on a GPU; on a CPU it would score every one, and take longer. And FlashAttention-3, which is for
 Hopper GPUs, is stood in for by padded SDPA over buckets of segments of like length, exact.
 """
 

@@ -6,7 +6,7 @@ batches and weights, in turn.
 On a CPU: CPU seconds of one thread, pinned to a core, from samples on the host to new weights, medians over rounds.
 `trl_ratio` is ours / TRL's, null without trl (extra `bench`); `padded_ratio` is the padded loop's / ours. `agrees`: all
 ways have the same loss and gradient but for rounding; `gradient_difference` is the norm of the farthest difference to
-ours, over that of ours. `head_*`: see `benchmarks.learner_head`. On a GPU, which it takes where there is one: seconds,
+ours, over that of ours. `head_*`: see `benchmarks.head`. On a GPU, which it takes where there is one: seconds,
 with peak memory, and with `--peak-tflops` of the card the share of them that the model's products take (MFU).
 """
 
@@ -17,6 +17,8 @@ import importlib.util
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import learner_head
 from benchmarks.learner_cases import CASES, SIZES, Shape, Size, batch
 from benchmarks.learner_ways import Ours, Padded, Way
 from protocol.config import LearnerSection
@@ -70,7 +71,7 @@ def main() -> None:
         for model in arguments.models
         for case in arguments.cases
     }
-    head = learner_head.figures(*((2048, 512) if arguments.quick else ())) if device.type == "cpu" else {}
+    head = _head(2048 if arguments.quick else 8192) if device.type == "cpu" else {}
     if arguments.json:
         unit = "seconds" if device.type == "cuda" else "CPU seconds, one thread"
         print(json.dumps({"unit": unit, "token_budget": arguments.token_budget, "cases": results, **head}, indent=2))
@@ -80,6 +81,13 @@ def main() -> None:
 
 def _shape(shape: Shape, size: Size, quick: bool) -> Shape:
     return shape.smaller(size.parts * (4 if quick else 1))
+
+
+def _head(tokens: int) -> dict[str, Any]:
+    """What `benchmarks.head` prints."""
+    command = [sys.executable, "-m", "benchmarks.head", "--tokens", str(tokens)]
+    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return figures
 
 
 def compare(

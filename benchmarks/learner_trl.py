@@ -208,5 +208,11 @@ def _segments(
         seen[: queries - own] = True  # padding, which nobody reads: a row without a key would be NaN
         masks.append(seen)
     mask = None if whole else torch.stack(masks)[:, None].to(device)
-    places = (torch.cat(of).to(device) for of in (q, q_slots, k, k_slots))
-    return _Segments(*places, len(members), queries, keys, mask)
+    return _Segments(
+        *(_whole(q, device), _whole(q_slots, device), _whole(k, device), _whole(k_slots, device)),
+        *(len(members), queries, keys, mask),
+    )
+
+
+def _whole(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(parts).to(device)

@@ -15,6 +15,8 @@ from protocol.staleness import within_staleness
 
 Overage = Literal["mask", "drop"]
 
+_NOTHING = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class LossWeights:
@@ -46,31 +48,36 @@ def loss_weights(
     """
     rollouts = [(mask_truncated and rollout.finish_reason in CUT_OFF, rollout) for rollout in group.rollouts]
     truncated = sum(rollout.sampled_tokens for cut_off, rollout in rollouts if cut_off)
-    versions = [segment.token_versions() for rollout in group.rollouts for segment in rollout.segments]
-    kept = [not cut_off for cut_off, rollout in rollouts for _ in rollout.segments]
-    trains = [
-        keep & (of >= 0) & within_staleness(version, of, max_staleness) for keep, of in zip(kept, versions, strict=True)
-    ]
+    segments = [(cut_off, segment) for cut_off, rollout in rollouts for segment in rollout.segments]
+    lengths = np.array([len(segment.token_ids) for _, segment in segments], dtype=np.int64)
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    # All of the group's tokens in one array: a group has many segments, most of them short.
+    versions = np.concatenate([_NOTHING, *(segment.token_versions() for _, segment in segments)])
+    is_sampled = versions >= 0
+    staleness = np.where(is_sampled, version - versions, 0).astype(np.int32)
+    trains = is_sampled & within_staleness(version, versions, max_staleness)
+    for (cut_off, _), start, end in zip(segments, starts, ends, strict=True):
+        if cut_off:
+            trains[start:end] = False
     sampled = group.sampled_tokens
-    overaged = sampled - truncated - sum(int(np.count_nonzero(tokens)) for tokens in trains)
+    overaged = sampled - truncated - int(np.count_nonzero(trains))
     if overage == "drop" and overaged:
         overaged = sampled - truncated
-        trains = [np.zeros_like(tokens) for tokens in trains]
-    for tokens in trains:
-        tokens[:1] = False
-    staleness = [np.where(of >= 0, version - of, 0).astype(np.int32) for of in versions]
-    ages = [of[tokens] for of, tokens in zip(staleness, trains, strict=True)]
-    trained = sum(len(age) for age in ages)
+        trains[:] = False
+    trains[starts[lengths > 0]] = False
+    ages = staleness[trains]
+    trained = len(ages)
     masked = {
         reasons.OVERAGE: overaged,
         reasons.TRUNCATED: truncated,
         reasons.NO_CONTEXT: sampled - overaged - truncated - trained,
     }
     return LossWeights(
-        weights=[tokens.astype(np.float32) for tokens in trains],
-        staleness=staleness,
+        weights=np.split(trains.astype(np.float32), ends[:-1]),
+        staleness=np.split(staleness, ends[:-1]),
         tokens_trained=trained,
         masked={reason: count for reason, count in masked.items() if count},
-        staleness_sum=sum(int(age.sum()) for age in ages),
-        staleness_max=max((int(age.max(initial=0)) for age in ages), default=0),
+        staleness_sum=int(ages.sum()),
+        staleness_max=int(ages.max(initial=0)),
     )

@@ -133,8 +133,10 @@ class RolloutMetrics:
 
 def _prompt_tokens(rollout: Rollout) -> int:
     """Tokens before the first sampled one, of every segment: a later one's prompt is read by the model too."""
-    masks = [segment.loss_mask for segment in rollout.segments]
-    return sum(int(sampled.argmax()) if sampled.any() else len(sampled) for sampled in masks)
+    return sum(
+        segment.version_spans[0].start if segment.version_spans else len(segment.token_ids)
+        for segment in rollout.segments
+    )
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -45,8 +45,9 @@ def sorted_order(sequences: Sequence[npt.NDArray[np.int32]]) -> list[int]:
 def shared(before: npt.NDArray[np.int32], sequence: npt.NDArray[np.int32], branches: bool) -> int:
     """How many tokens at the beginning of `sequence` stand in the row already, its neighbour being `before`."""
     size = min(len(before), len(sequence))
-    differ = np.flatnonzero(before[:size] != sequence[:size])
-    common = int(differ[0]) if len(differ) else size
+    differ = before[:size] != sequence[:size]
+    first = int(differ.argmax()) if size else 0
+    common = first if size and differ[first] else size
     return common if branches or common == len(before) else 0
 
 

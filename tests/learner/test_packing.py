@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
-from learner.feed.packing import PackedRow, Sample, assign, pack, pack_row
+from learner.feed.packing import PackedRow, Sample, assign, even, pack, pack_row
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
 from learner.passes import Known, Preparation, RolloutSums
@@ -48,6 +49,34 @@ def test_rows_hold_every_sequence_once_within_the_budget(lengths: list[int], bud
 
 def test_best_fit_fills_the_smallest_gap() -> None:
     assert assign([7, 6, 3, 4], 10) == [[0, 2], [1, 3]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 9)), min_size=1, max_size=40), st.integers(50, 200))
+def test_even_rows_hold_the_same_units_within_the_budget(units: list[tuple[int, float]], budget: int) -> None:
+    lengths, costs = [tokens for tokens, _ in units], [tokens * share for tokens, share in units]
+    bins = assign(lengths, budget)
+    rows = even(bins, lengths, costs, budget)
+    assert len(rows) == len(bins)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= budget for row in rows)
+
+
+def test_rows_are_even_in_cost_not_in_tokens() -> None:
+    # Best fit has rows of cost 60 and 20; two units of 20 tokens cost as much as one of 40.
+    assert even([[0, 1, 2], [3]], [20, 20, 20, 20], [10, 10, 20, 40], 60) == [[3], [2, 0, 1]]
+
+
+def test_units_that_fit_in_no_even_way_stay_as_they_were() -> None:
+    bins = assign([6, 4, 5, 5], 10)
+    assert even(bins, [6, 4, 5, 5], [1, 9, 10, 2], 10) == bins == [[0, 1], [2, 3]]
+
+
+def test_long_paths_have_fewer_tokens_beside_them() -> None:
+    lengths = [4001, *[401] * 24]
+    samples = [replace(sample(length, 1, seed), group=seed) for seed, length in enumerate(lengths)]
+    with_long, others = sorted(pack(samples, 8192), key=lambda row: -row.longest)
+    assert others.tokens > 1.1 * with_long.tokens
 
 
 def test_a_sequence_beyond_the_budget_is_an_error_that_names_it() -> None:

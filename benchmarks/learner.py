@@ -1,0 +1,190 @@
+"""What an optimiser step costs: ours, a plain padded Hugging Face loop, and TRL 1.16.0's own learner, on the same
+batches and weights, in turn.
+
+    python -m benchmarks.learner --json [--cases short mixed] [--models 0.4M] [--rounds 5] [--quick]
+
+On a CPU: CPU seconds of one thread, pinned to a core, from samples on the host to new weights, medians over rounds.
+`trl_ratio` is ours / TRL's, null without trl (extra `bench`); `padded_ratio` is the padded loop's / ours. `agrees`: all
+ways have the same loss and gradient but for rounding; `gradient_difference` is the norm of the farthest difference to
+ours, over that of ours. `head_*`: see `benchmarks.head`. On a GPU, which it takes where there is one: seconds,
+with peak memory, and with `--peak-tflops` of the card the share of them that the model's products take (MFU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.learner_cases import CASES, SIZES, Shape, Size, batch
+from benchmarks.learner_ways import Ours, Padded, Way
+from protocol.config import LearnerSection
+
+# Differences of float32 gradients, over their norm; in bfloat16 a token at the clip's edge may turn.
+TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """seconds: the median of a step; peak_mib: of memory on a GPU, else 0; loss and gradient: of the first step."""
+
+    seconds: float
+    peak_mib: float
+    loss: float
+    gradient: torch.Tensor
+    forwarded: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = ["0.6B"] if device.type == "cuda" else ["0.4M", "7M"]
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=models)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--token-budget", type=int, default=LearnerSection().token_budget)
+    parser.add_argument("--core", type=int, default=0, help="the core that the process stays on")
+    parser.add_argument("--peak-tflops", type=float, help="of the GPU, for MFU")
+    parser.add_argument("--quick", action="store_true", help="under a minute: small batches, the smallest model")
+    arguments = parser.parse_args()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {arguments.core})
+    if arguments.quick:
+        arguments.models, arguments.rounds = arguments.models[:1], 3
+    results = {
+        f"{model} {case}": compare(
+            *(_shape(CASES[case], SIZES[model], arguments.quick), SIZES[model], arguments.token_budget),
+            *(arguments.rounds, device, arguments.peak_tflops),
+        )
+        for model in arguments.models
+        for case in arguments.cases
+    }
+    head = _head(2048 if arguments.quick else 8192) if device.type == "cpu" else {}
+    if arguments.json:
+        unit = "seconds" if device.type == "cuda" else "CPU seconds, one thread"
+        print(json.dumps({"unit": unit, "token_budget": arguments.token_budget, "cases": results, **head}, indent=2))
+    else:
+        _print_table(results, head)
+
+
+def _shape(shape: Shape, size: Size, quick: bool) -> Shape:
+    return shape.smaller(size.parts * (4 if quick else 1))
+
+
+def _head(tokens: int) -> dict[str, Any]:
+    """What `benchmarks.head` prints."""
+    command = [sys.executable, "-m", "benchmarks.head", "--tokens", str(tokens)]
+    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return figures
+
+
+def compare(
+    shape: Shape,
+    size: Size,
+    budget: int,
+    rounds: int,
+    device: torch.device,
+    peak_tflops: float | None = None,
+) -> dict[str, Any]:
+    """The figures of one case and model."""
+    step = batch(shape, size.config["vocab_size"])
+    kinds: list[Callable[..., Way]] = [Ours, Padded]
+    if importlib.util.find_spec("trl") is not None:
+        from benchmarks.learner_trl import Trl
+
+        kinds.append(Trl)
+    ways = {way.name: way for way in (kind(size, step, budget, device) for kind in kinds)}
+    measured = dict(zip(ways, _measure(list(ways.values()), rounds, device), strict=True))
+    ours, trl = measured["ours"], measured.get("trl")
+    loss, gradient = _differences(ours, list(measured.values()))
+    weights = sum(parameter.numel() for parameter in ways["ours"].model.parameters())
+    return {
+        "trl_ratio": round(ours.seconds / trl.seconds, 3) if trl else None,
+        "padded_ratio": round(measured["padded"].seconds / ours.seconds, 3),
+        "agrees": max(loss, gradient) < TOLERANCE[device.type],
+        "loss_difference": loss,
+        "gradient_difference": gradient,
+        "seconds": {name: round(of.seconds, 4) for name, of in measured.items()},
+        "tokens_raw": step.raw,
+        "tokens_forwarded": {name: of.forwarded for name, of in measured.items()},
+        "tokens_trained": int(step.rollouts.tokens.sum()),
+        "parameters": weights,
+        **({"peak_mib": {name: round(of.peak_mib) for name, of in measured.items()}} if device.type == "cuda" else {}),
+        # 6 operations for each weight and token, forward and backward; those of attention are left out.
+        **({"mfu": 6e-12 * weights * ours.forwarded / ours.seconds / peak_tflops} if peak_tflops else {}),
+    }
+
+
+def _measure(ways: Sequence[Way], rounds: int, device: torch.device) -> list[Measured]:
+    """Each round has a step of every way, each time another first; one step before warms up."""
+    firsts = [_first(way) for way in ways]
+    seconds: list[list[float]] = [[] for _ in ways]
+    peaks = [0.0 for _ in ways]
+    for turn in range(rounds):
+        for place in range(len(ways)):
+            i = (turn + place) % len(ways)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds[i].append(_seconds(ways[i], device))
+            peaks[i] = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+    return [
+        Measured(statistics.median(taken), peak, loss, gradient, way.forwarded)
+        for way, taken, peak, (loss, gradient) in zip(ways, seconds, peaks, firsts, strict=True)
+    ]
+
+
+def _first(way: Way) -> tuple[float, torch.Tensor]:
+    """The loss of a step, and the gradient that the optimiser saw, of all weights in one."""
+    seen: list[torch.Tensor] = []
+
+    def look(*_: Any) -> None:
+        seen.extend(parameter.grad.flatten().float().clone() for parameter in way.model.parameters())
+
+    hook = way.optimiser.register_step_pre_hook(look)
+    loss = way.step()
+    hook.remove()
+    return loss, torch.cat(seen)
+
+
+def _seconds(way: Way, device: torch.device) -> float:
+    if device.type == "cpu":
+        began = time.process_time()
+        way.step()
+        return time.process_time() - began
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    way.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _differences(ours: Measured, others: Sequence[Measured]) -> tuple[float, float]:
+    """The farthest from ours, of the losses and of the gradients; that of the gradients over the norm of ours."""
+    losses = max(abs(other.loss - ours.loss) for other in others)
+    norms = max(float((other.gradient - ours.gradient).norm()) for other in others)
+    return losses, norms / float(ours.gradient.norm())
+
+
+def _print_table(results: dict[str, Any], head: dict[str, Any]) -> None:
+    for name, of in results.items():
+        seconds = ", ".join(f"{way} {taken:.3f} s" for way, taken in of["seconds"].items())
+        trl = "no trl" if of["trl_ratio"] is None else f"trl_ratio {of['trl_ratio']:.2f}"
+        print(f"{name:24} {seconds}; {trl}, padded_ratio {of['padded_ratio']:.2f}, agrees {of['agrees']}")
+    for name, figure in head.items():
+        print(f"{name} {figure}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The batches and models that `benchmarks.learner` compares on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any
+
+import numpy as np
+import torch
+
+from learner.algorithm.rollouts import StepRollouts
+from learner.feed.packing import Sample
+from tests.kit.learner import step_rollouts
+from tests.kit.model import tiny_model
+
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimiser step's samples, of rollouts in groups of 8. raw: tokens, were nothing shared."""
+
+    samples: list[Sample]
+    rollouts: StepRollouts
+
+    @property
+    def raw(self) -> int:
+        return sum(len(sample) for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Groups of 8 rollouts: tokens of their common prompt and of each completion, of which `distinct` differ; a prompt
+    of 0 is none that is shared: then each rollout's own prompt is half of it."""
+
+    groups: int
+    prompt: int
+    completions: Callable[[int], list[int]]
+    distinct: int = GROUP_SIZE
+
+    def smaller(self, parts: int) -> Shape:
+        return replace(self, groups=max(1, self.groups // parts))
+
+
+def _all(tokens: int) -> Callable[[int], list[int]]:
+    return lambda count: [tokens] * count
+
+
+def _log_uniform(count: int) -> list[int]:
+    """From 32 to 2,048, evenly over the logarithm, in random order."""
+    lengths = np.exp(log(32) + (np.arange(count) + 0.5) / count * log(64)).astype(int)
+    return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
+
+
+CASES = {
+    # 128 x 160 tokens, 60 % of them the group's prompt; completions of random tokens.
+    "short": Shape(16, 96, _all(64)),
+    # Likewise, but half of each group's completions are equal, as where a task has few answers.
+    "short_half_equal": Shape(16, 96, _all(64), distinct=GROUP_SIZE // 2 + 1),
+    # 64 rollouts of 32 to 2,048 tokens; nothing is shared.
+    "mixed": Shape(8, 0, _log_uniform),
+    # The group's prompt is 4 times the completion.
+    "long_prompt": Shape(4, 800, _all(200)),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A random Qwen3 and by how much its batches are smaller, so that a step takes seconds."""
+
+    parts: int
+    config: dict[str, Any]
+
+    def build(self, attention: str, device: torch.device) -> Any:
+        """The same weights at each call."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = tiny_model(initializer_range=0.02, attn_implementation=attention, **self.config)
+        return model.to(device, dtype).eval()
+
+
+SIZES = {
+    # That of examples/multiply.
+    "0.4M": Size(1, {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}),
+    "7M": Size(
+        4,
+        {
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "head_dim": 32,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+    # The shape of Qwen3-0.6B, for a GPU.
+    "0.6B": Size(
+        1,
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "head_dim": 128,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def batch(shape: Shape, vocabulary: int) -> Batch:
+    """Samples whose behaviour is a random model's, so that some ratios lie outside of the clip; random rewards."""
+    random = np.random.default_rng(0)
+    samples = [
+        _sample(tokens, prompt, random, rollout, vocabulary)
+        for rollout, (tokens, prompt) in enumerate(_token_ids(shape, random, vocabulary))
+    ]
+    return Batch(samples, step_rollouts(samples, GROUP_SIZE))
+
+
+def _token_ids(
+    shape: Shape, random: np.random.Generator, vocabulary: int
+) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    lengths = iter(shape.completions(shape.groups * GROUP_SIZE))
+    for _ in range(shape.groups):
+        prompt = random.integers(0, vocabulary, shape.prompt)
+        for place in range(GROUP_SIZE):
+            length = next(lengths)
+            if place < shape.distinct:
+                completion = random.integers(0, vocabulary, length)
+            yield np.concatenate([prompt, completion]), shape.prompt or length // 2
+
+
+def _sample(
+    token_ids: np.ndarray[Any, Any], prompt: int, random: np.random.Generator, rollout: int, vocabulary: int
+) -> Sample:
+    sampled = np.arange(len(token_ids)) >= prompt
+    behaviour = random.normal(-log(vocabulary), 0.2, len(token_ids))
+    return Sample(
+        token_ids.astype(np.int32),
+        np.where(sampled, behaviour, 0.0).astype(np.float32),
+        weights=sampled.astype(np.float32),
+        staleness=np.zeros(len(token_ids), dtype=np.int32),
+        rollout=rollout,
+        group=rollout // GROUP_SIZE,
+    )

@@ -1,0 +1,114 @@
+"""The ways that `benchmarks.learner` compares: ours, and a plain padded loop. TRL's is in `learner_trl`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import log_softmax
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.learner_cases import Batch, Size
+from learner import optimiser
+from learner.algorithm.algorithm import Algorithm
+from learner.feed.packing import Sample, pack
+from learner.model import attention
+from learner.model.policy import Policy, Scoring
+from learner.trainer import Trainer
+from protocol.config import LearnerSection
+
+# So low that the weights, and with them the work, stay as they are.
+SECTION = LearnerSection(learning_rate=1e-9)
+
+
+class Way(Protocol):
+    """One way to make an optimiser step of a batch, from samples on the host to new weights."""
+
+    name: str
+    model: Any
+    optimiser: torch.optim.Optimizer
+    forwarded: int
+
+    def step(self) -> float:
+        """The step's loss."""
+
+
+class Ours:
+    """`pack` and `Trainer.step`. forwarded: tokens of the rows, of the last step."""
+
+    name = "ours"
+
+    def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
+        self.model = size.build(attention.NAME, device)
+        policy = Policy(self.model, attention.NAME, Scoring(1.0, SECTION.logprob_chunk_tokens))
+        self._trainer = Trainer(policy, SECTION, longest=2048)
+        self._batch, self._budget = batch, budget
+        self.optimiser = self._trainer.optimiser.optimizer
+        self.forwarded = 0
+
+    def step(self) -> float:
+        rows = pack(self._batch.samples, self._budget)
+        self.forwarded = sum(row.tokens for row in rows)
+        return self._trainer.step(rows, self._batch.rollouts).loss
+
+
+class Padded:
+    """A plain loop over a Hugging Face model: micro-batches in the order of the samples, padded to the longest, all
+    logits at once."""
+
+    name = "padded"
+
+    def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
+        self.model = size.build("sdpa", device)
+        self.optimiser = optimiser.build(self.model, SECTION).adamw
+        self.forwarded = 0
+        self._samples, self._budget, self._device = batch.samples, budget, device
+        self._advantages, self._tokens = advantages_of(batch)
+
+    def step(self) -> float:
+        loss = torch.zeros((), device=self._device)
+        self.forwarded = 0
+        for micro_batch in micro_batches(self._samples, self._budget):
+            part = self._loss(micro_batch)
+            part.backward()
+            loss += part.detach()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), SECTION.max_grad_norm)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return float(loss)
+
+    def _loss(self, samples: Sequence[Sample]) -> torch.Tensor:
+        token_ids = self._padded([torch.from_numpy(of.token_ids).long() for of in samples])
+        seen = self._padded([torch.ones(len(of), dtype=torch.int64) for of in samples])
+        self.forwarded += token_ids.numel()
+        logits = self.model(input_ids=token_ids, attention_mask=seen, use_cache=False).logits[:, :-1].float()
+        logprobs = log_softmax(logits, -1).gather(-1, token_ids[:, 1:, None])[..., 0]
+        behaviour = self._padded([torch.from_numpy(of.behaviour) for of in samples])[:, 1:]
+        weights = self._padded([torch.from_numpy(of.weights) for of in samples])[:, 1:]
+        advantages = torch.tensor([self._advantages[of.rollout] for of in samples], device=self._device)[:, None]
+        ratio = (logprobs - behaviour).exp()
+        clipped = ratio.clamp(1 - SECTION.clip_low, 1 + SECTION.clip_high)
+        return -(torch.minimum(ratio * advantages, clipped * advantages) * weights).sum() / self._tokens
+
+    def _padded(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return pad_sequence(list(tensors), batch_first=True).to(self._device)
+
+
+def micro_batches(samples: Sequence[Sample], budget: int) -> Iterator[list[Sample]]:
+    """As many samples in their order as, padded to the longest, fit the budget."""
+    members: list[Sample] = []
+    longest = 0
+    for sample in samples:
+        longest = max(longest, len(sample))
+        if members and longest * (len(members) + 1) > budget:
+            yield members
+            members, longest = [], len(sample)
+        members.append(sample)
+    yield members
+
+
+def advantages_of(batch: Batch) -> tuple[list[float], int]:
+    """By rollout, and the tokens of the step that train."""
+    advantages: list[float] = Algorithm(SECTION, longest=2048).advantages(batch.rollouts).tolist()
+    return advantages, int(batch.rollouts.tokens.sum())

@@ -41,7 +41,7 @@ class Ours:
 
     def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
         self.model = size.build(attention.NAME, device)
-        policy = Policy(self.model, attention.NAME, Scoring(1.0, SECTION.logprob_chunk_tokens))
+        policy = Policy(self.model, attention.NAME, Scoring(1.0, SECTION.logits_mib))
         self._trainer = Trainer(policy, SECTION, longest=2048)
         self._batch, self._budget = batch, budget
         self.optimiser = self._trainer.optimiser.optimizer

@@ -20,8 +20,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_policy(model_path: Path) -> Callable[..., Policy]:
-    def make(attention: str = "varlen_sdpa", temperature: float = 1.0, chunk_tokens: int = 16) -> Policy:
+    def make(attention: str = "varlen_sdpa", temperature: float = 1.0, logits_mib: int = 16) -> Policy:
         model = ModelSection(path=str(model_path), attention=attention)
-        return load_policy(str(model_path), model, Scoring(temperature, chunk_tokens))
+        return load_policy(str(model_path), model, Scoring(temperature, logits_mib))
 
     return make

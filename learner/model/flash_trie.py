@@ -51,10 +51,13 @@ def supports(query: torch.Tensor) -> bool:
     width = query.shape[-1]
     if query.device.type != "cuda" or torch.version.hip or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    capability = torch.cuda.get_device_capability(query.device)
-    # Between these two, and after them, wide heads have no backward (torch's sdp_utils.cpp).
-    widest = 256 if capability in ((8, 0), (9, 0)) else 192
-    return capability >= (8, 0) and width % 8 == 0 and width <= widest
+    if (
+        torch.cuda.get_device_capability(query.device) < (8, 0)
+        or not torch.backends.cuda.is_flash_attention_available()
+    ):
+        return False
+    # Some GPUs have no backward for widths above 192 and up to 224 (torch's sdp_utils.cpp).
+    return width % 8 == 0 and (width <= 192 or 224 < width <= 256)
 
 
 def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) -> FlashLayout:

@@ -1,23 +1,21 @@
-"""Attention along the paths of a packed row, on any device: `attention = "varlen_sdpa"`.
+"""Attention of a packed row, on any device: `attention = "varlen_sdpa"`. Every sequence sees its own path only.
 
-On a CPU the row's trie is computed as it stands (`learner.model.trie_attention`). Elsewhere keys and values are
-gathered along every sequence's path, and sequences of similar length are padded on the right to a batch and given to
-torch's scaled dot product attention with `is_causal`. Right padding needs no mask: a causal query never sees what comes
-after it. So the result is exact, the flash kernels apply, and no [T, T] mask is ever built.
+The best exact way that there is: on a CPU the row's trie as it stands (`trie_attention`); on a GPU the same with
+torch's FlashAttention (`flash_trie`), which wants 16 bits; else keys gathered along every path (`paths`). A layer with
+a sliding window takes the paths, too, where one of them is longer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from learner.feed.packing import PackedRow
-from learner.model import trie_attention
-from learner.model.trie_attention import Bucket, TrieLayout
+from learner.model import flash_trie, paths, trie_attention, trie_layout
 from protocol.config import ConfigError
 
 NAME = "varlen_sdpa"
@@ -26,62 +24,35 @@ NAME = "varlen_sdpa"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "attn_logit_softcapping")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a row's attention is computed; made once a row, used by every layer. `trie` on a CPU, `paths` elsewhere;
-    longest: tokens of the longest sequence."""
+class RowLayout:
+    """How a row's attention is computed: made once a row, by the first layer that asks, and used by all.
 
-    longest: int
-    trie: TrieLayout | None = None
-    paths: Paths | None = None
+    longest: tokens of the longest sequence.
+    """
 
+    def __init__(self, row: PackedRow) -> None:
+        self.longest = row.longest
+        self._nodes = row.starts, row.reach
+        self._device = row.input_ids.device
 
-@dataclass(frozen=True)
-class Paths:
-    """Every path of a row, one behind the other. tokens: int64 [t], where in the row each token of the paths stands;
-    first: int64 [T], where in `tokens` a token of the row is found first; buckets: paths of similar length."""
+    @cached_property
+    def trie(self) -> trie_layout.TrieLayout:
+        return trie_layout.layout(*self._nodes)
 
-    tokens: torch.Tensor
-    first: torch.Tensor
-    buckets: list[Bucket]
+    @cached_property
+    def flash(self) -> flash_trie.FlashLayout:
+        return flash_trie.layout(*self._nodes, self._device)
 
-
-def layout(row: PackedRow, device: torch.device) -> Layout:
-    if device.type == "cpu":
-        return Layout(row.longest, trie=trie_attention.layout(row.starts, row.reach))
-    return Layout(row.longest, paths=paths(row, device))
-
-
-def paths(row: PackedRow, device: torch.device) -> Paths:
-    """The ways from a root to each leaf."""
-    found: list[torch.Tensor] = []
-    above: list[int] = []
-    for node, (start, end, reach) in enumerate(zip(row.starts, row.starts[1:], row.reach, strict=False)):
-        above = [ancestor for ancestor in above if row.reach[ancestor] > start]
-        if reach > end:
-            above.append(node)
-            continue
-        nodes = [*above, node]
-        found.append(torch.cat([torch.arange(row.starts[n], row.starts[n + 1]) for n in nodes]))
-    tokens = torch.cat(found)
-    first = torch.empty(row.tokens, dtype=torch.int64)
-    first[tokens.flip(0)] = torch.arange(len(tokens)).flip(0)
-    starts = [0, *torch.tensor([len(path) for path in found]).cumsum(0).tolist()]
-    apart = trie_attention.layout(starts, starts[1:])
-    buckets = [replace(b, tokens=_sent(b.tokens, device), slots=_sent(b.slots, device)) for b in apart.buckets]
-    return Paths(_sent(tokens, device), _sent(first, device), buckets)
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On `device`; a GPU fetches it by itself, so that nobody waits for what the GPU still computes."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    @cached_property
+    def paths(self) -> paths.Paths:
+        return paths.layout(*self._nodes, self._device)
 
 
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
     """What a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
     if implementation == NAME:
-        return {"row_layout": layout(row, row.input_ids.device)}
-    bounds = _sent(torch.tensor(row.starts, dtype=torch.int32), row.input_ids.device)
+        return {"row_layout": RowLayout(row)}
+    bounds = torch.tensor(row.starts, dtype=torch.int32, device=row.input_ids.device)
     return {
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
@@ -99,48 +70,70 @@ def varlen_sdpa(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    row_layout: Layout,
+    row_layout: RowLayout,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of transformers' `AttentionInterface`.
 
-    query: [1, H, T, D]; key, value: [1, H_kv, T, D], H a multiple of H_kv; returns [1, T, H, D]. There is no dropout,
-    on purpose: log-probs must be those of the policy that sampled.
+    query: [1, H, T, D]; key: [1, H_kv, T, D]; value: [1, H_kv, T, D_v], H a multiple of H_kv, D_v <= D; returns
+    [1, T, H, D_v]. There is no dropout, on purpose: log-probs must be those of the policy that sampled. Raises
+    `ConfigError` for a model whose attention is another.
     """
-    if sliding_window is not None and row_layout.longest > sliding_window:
-        raise ConfigError(
-            f"model.attention = {NAME} has no sliding window, and a sequence of {row_layout.longest} tokens is "
-            f"longer than the model's window of {sliding_window}: use flash_attention_2, or lower vllm.max_model_len "
-            f"to {sliding_window}"
-        )
+    _refuse_others(kwargs)
+    window = _window(module, sliding_window)
+    width, value_width = query.shape[-1], value.shape[-1]
+    scaling = width**-0.5 if scaling is None else scaling
+    q, k, v = (_cast(tensor)[0].transpose(0, 1) for tensor in (query, key, value))
+    if value_width < width:
+        v = pad(v, (0, width - value_width))
+    if window is not None and row_layout.longest > window:
+        out = paths.along_paths(q, k, v, row_layout.paths, scaling, window)
+    elif q.device.type == "cpu":
+        out = trie_attention.trie_attention(q, k, v, row_layout.trie, scaling)
+    elif flash_trie.supports(q):
+        out = flash_trie.flash_trie(q, k, v, row_layout.flash, scaling)
+    else:
+        out = paths.along_paths(q, k, v, row_layout.paths, scaling)
+    return out[None, ..., :value_width], None
+
+
+def _refuse_others(arguments: dict[str, Any]) -> None:
     for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
+        if arguments.get(name) is not None:
             raise ConfigError(
                 f"model.attention = {NAME} does not support {name}, which this model uses: choose another"
             )
-    width = value.shape[-1]
-    if width < key.shape[-1]:  # latent attention (DeepSeek): the kernels want values as wide as keys
-        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-    # Under autocast a norm leaves queries and keys in float32, and `value` is as its layer computed it.
-    q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
-    if row_layout.trie is not None:
-        return trie_attention.trie_attention(q, k, v, row_layout.trie, scaling)[None, ..., :width], None
-    assert row_layout.paths is not None
-    return along_paths(q, k, v, row_layout.paths, scaling)[None, ..., :width], None
+    if arguments.get("is_causal") is False:
+        raise ConfigError(
+            f"model.attention = {NAME} is causal, and a layer of this model is not: choose a decoder-only model"
+        )
 
 
-def along_paths(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: Paths, scale: float | None
-) -> torch.Tensor:
-    """query: [T, H, D]; key, value: [T, H_kv, D], H a multiple of H_kv; returns [T, H, D]."""
-    rows = [tensor[paths.tokens] for tensor in (query, key, value)]
-    grouped = query.shape[1] != key.shape[1]
-    out = torch.empty_like(rows[0])
-    for bucket in paths.buckets:
-        q, k, v = (trie_attention.pad(row, bucket) for row in rows)
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        out = out.index_copy(0, bucket.tokens, trie_attention.unpad(attended, bucket))
-    return out[paths.first]
+def _window(module: torch.nn.Module, named: int | None) -> int | None:
+    """The layer's sliding window: as the model names it to its attention, or as its config does, for models that mask
+    it outside. None where every token is within it."""
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None) if named is None else named
+    if not window or window >= getattr(config, "max_position_embeddings", window + 1):
+        return None
+    types = getattr(config, "layer_types", None)
+    if named is None and types and types[getattr(module, "layer_idx", 0)] != "sliding_attention":
+        return None
+    if named is None and not types:
+        raise ConfigError(
+            f"model.attention = {NAME}: this model has a sliding window of {window} tokens, but does not name the "
+            f"layers that it holds for: choose another model, or set sliding_window to null in its config.json if no "
+            f"sequence is longer than {window} tokens"
+        )
+    return window
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    """As torch's own attention does under autocast: norms and rotary embeddings leave float32 beside 16 bits."""
+    kind = tensor.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
 
 
 # transformers builds a 4-D mask only for implementations in its mask interface, where this one has no entry.

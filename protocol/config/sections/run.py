@@ -64,9 +64,11 @@ class ModelSection(Section):
     )
     attention: str = setting(
         "varlen_sdpa",
-        description="attention of the learner: varlen_sdpa (any device) or a transformers implementation "
-        "that reads cu_seq_lens, such as flash_attention_2",
-        why="needs no package and no GPU; on a GPU flash_attention_2 is faster",
+        description="attention of the learner: varlen_sdpa, the best exact way that torch has for the device (tokens "
+        "that sequences share are computed once: on a CPU, and on a GPU in 16 bits, where FlashAttention takes the "
+        "model's heads; else each sequence apart), or a transformers implementation that reads cu_seq_lens, such as "
+        "flash_attention_2, which computes sequences apart",
+        why="needs no further package, on any device",
     )
 
     @property

@@ -168,7 +168,14 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
 
 def test_the_reference_is_the_model_of_the_run_s_start_in_a_resumed_run_too(model_path: Path, tmp_path: Path) -> None:
     """Not the checkpoint's, from which the policy goes on."""
-    settings = {"kl_coef": 0.1, "clip_low": 0.99, "clip_high": 100.0, "learning_rate": 1e-2, "checkpoint_every": 3}
+    settings = {
+        "kl_coef": 0.1,
+        "clip_low": 0.99,
+        "clip_high": 100.0,
+        "delta": "none",
+        "learning_rate": 1e-2,
+        "checkpoint_every": 3,
+    }
     config = config_for(model_path, tmp_path, **settings, steps=3)
     train(config, FakeQueue(endless()))
     found = starting_point(config_for(model_path, tmp_path, **settings), resume=True)
@@ -203,7 +210,7 @@ def test_with_the_kl_in_the_reward_groups_of_equal_rewards_train(model_path: Pat
         assert asked <= 8, "they are dropped, and others asked for"
         return [group(f"flat-{version}-{number}", [0.0, 0.0]) for number in range(n)]
 
-    settings = {"kl_coef": 0.1, "kl_in_reward": True, "clip_low": 0.99, "clip_high": 100.0, "steps": 2}
+    settings = {"kl_coef": 0.1, "kl_in_reward": True, "clip_low": 0.99, "clip_high": 100.0, "delta": "none", "steps": 2}
     train(config_for(model_path, tmp_path, **settings), FakeQueue(flat))
     metrics = lines(tmp_path / "test" / "metrics.jsonl")
     assert [(line["groups_trained"], line["groups_dropped"]) for line in metrics] == [(2, {}), (2, {})]

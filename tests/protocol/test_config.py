@@ -570,7 +570,7 @@ def test_every_setting_is_described() -> None:
     [
         'learner.objective = "cispo"\nlearner.clip_high = 4.0',
         'learner.clip_high = 100\nlearner.delta = "none"',
-        'learner.dppo_divergence = "kl"\nlearner.dppo_threshold = 1.5',
+        'learner.objective = "dppo"\nlearner.dppo_divergence = "kl"\nlearner.dppo_threshold = 1.5',
     ],
 )
 def test_bounds_of_one_objective_do_not_bind_another(folder: Path, lines: str) -> None:

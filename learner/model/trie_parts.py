@@ -26,7 +26,7 @@ SPAN_PAIR_COST = 0.75
 # Above it a mask is large and never pays.
 LONGEST_MASKED = 256
 # Above it copies are never tried: that bounds the search.
-LONGEST_COPIED = 64
+LONGEST_COPIED = 32
 
 Range = tuple[int, int]
 

@@ -79,7 +79,13 @@ class _TrieAttention(torch.autograd.Function):
             ):
                 to.append(_flat(part))
             first = inside.stop
-        totals = [_joined(of).index_select(0, layout.slots) for of in found]
+        totals = [_joined(found[0]).index_select(0, layout.slots)]
+        for tensor, of in zip((key, value), found[1:], strict=True):
+            if layout.copies:
+                total = log_sum.new_zeros(tensor.shape).index_add_(0, layout.tokens, _joined(of).to(log_sum.dtype))
+            else:
+                total = _joined(of).index_select(0, layout.slots)
+            totals.append(total)
         if layout.batches or layout.spans:
             totals = [total.to(log_sum.dtype) for total in totals]
             _add_span_gradients(totals, upstream, query, key, value, out, log_sum, layout, scale)

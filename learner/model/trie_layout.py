@@ -1,9 +1,7 @@
-"""How a row's trie is cut into a few batches of attention of like size, whatever its shape; on a CPU.
+"""How the parts of a row's trie are computed on a CPU: in a few batches of like size, whatever the trie's shape.
 
-Every token sees its path. A row is cut into *blocks*, each of which attends to itself, and *spans*: all that descends
-from a node, which stands right behind it, attends to that node. A node is a block, causal; or a node and all that
-descends from it, where that is less work than their parts: then a mask tells who sees whom. Blocks of like length are
-one batch, and so are small spans of like size. A large span is a part of its own: slices of the row, no copies.
+Blocks of like length (`learner.model.trie_parts`) are one batch, and so are small spans of like size. A large span is a
+part of its own: slices of the row, no copies.
 """
 
 from __future__ import annotations
@@ -15,15 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# What parts cost, forward and backward, as (query, key) pairs of one head in a block of 64 tokens and more: measured on
-# one core, head_dim 32. A block has the constant beside its pairs; a span has it for each query: kernels are slow where
-# keys are few, and queries are copied and merged.
-BLOCK_COST = 600.0
-SPAN_COST = 1000.0
-SPAN_QUERY_COST = 36.0
-SPAN_PAIR_COST = 0.75
-# Above it a mask is large and never pays.
-LONGEST_MASKED = 256
+from learner.model.trie_parts import Block, Span, cut
+
 # A batch's shortest block has at least this share of its padded length: that bounds the padding.
 SHORTEST_SHARE = 0.8
 # Kernels like lengths of whole vectors; below this length the padding would cost more.
@@ -37,46 +28,10 @@ Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Block:
-    """Tokens `[start, end)` of the row that attend to themselves; masked: several nodes, else one, causal."""
-
-    start: int
-    end: int
-    masked: bool
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Span:
-    """What descends from an inner node: queries `[end, reach)` of the row see keys `[start, end)`."""
-
-    start: int
-    end: int
-    reach: int
-
-    @property
-    def keys(self) -> int:
-        return self.end - self.start
-
-    @property
-    def queries(self) -> int:
-        return self.reach - self.end
-
-
-@dataclass(frozen=True)
-class Parts:
-    blocks: list[Block]
-    spans: list[Span]
-
-
-@dataclass(frozen=True)
 class BlockBatch:
-    """Blocks padded on the right to `length`. places: int64 [count * length], the token of the row in each slot, T
-    where there is none; mask: float32 [count, 1, length, length], 0 or -inf; None where all are causal."""
+    """Blocks padded on the right to `length`; mask: float32 [count, 1, length, length], 0 or -inf; None where all are
+    causal."""
 
-    places: torch.Tensor
     count: int
     length: int
     mask: torch.Tensor | None
@@ -97,14 +52,16 @@ class SpanBatch:
 class TrieLayout:
     """Made once a row, used by every layer.
 
-    places: int64 [P], the slots of all `blocks` end to end, T where padded; tokens: the same, with a token of the row
-    in place of T; slots: int64 [T], where in `places` each token of the row is; batches, spans: small and large spans.
+    tokens: int64 [P], the row's token in each slot of all `blocks`, end to end, any where padded; places: the same, T
+    where padded or a copy; slots: int64 [T], the slot that is not a copy of each token of the row; copies: whether a
+    token stands in several; batches, spans: small and large spans.
     """
 
     blocks: list[BlockBatch]
-    places: torch.Tensor
     tokens: torch.Tensor
+    places: torch.Tensor
     slots: torch.Tensor
+    copies: bool
     batches: list[SpanBatch]
     spans: list[Span]
 
@@ -115,43 +72,21 @@ def layout(starts: Sequence[int], reach: Sequence[int]) -> TrieLayout:
     parts = cut(starts, reach)
     size = starts[-1]
     reaches = np.append(np.repeat(np.asarray(reach), np.diff(starts)), 0)
-    blocks = [_block_batch(members, length, reaches) for members, length in _alike(parts.blocks)]
-    places = torch.cat([batch.places for batch in blocks])
+    blocks: list[BlockBatch] = []
+    with_copies, without = [], []
+    for members, length in _alike(parts.blocks):
+        found = _block_places(members, length, size)
+        blocks.append(BlockBatch(len(members), length, _mask(found, reaches) if members[0].masked else None))
+        own = np.arange(length) >= np.array([[block.copied] for block in members])
+        with_copies.append(found.ravel())
+        without.append(np.where(own, found, size).ravel())
+    tokens, places = (torch.from_numpy(np.concatenate(of)) for of in (with_copies, without))
     slots = torch.empty(size + 1, dtype=torch.int64)
     slots[places] = torch.arange(len(places))
     large = [span for span in parts.spans if span.queries >= LARGE_SPAN]
     batches = [_span_batch(spans, size) for spans in _disjoint(parts.spans)]
-    return TrieLayout(blocks, places, places.clamp(max=size - 1), slots[:size], batches, large)
-
-
-def cut(starts: Sequence[int], reach: Sequence[int]) -> Parts:
-    """The cheapest parts: for each node, from the leaves up, one masked block with all that descends from it or not."""
-    nodes = len(reach)
-    cost, whole = [0.0] * nodes, [True] * nodes
-    roots: list[int] = []  # of the subtrees behind the node
-    for node in range(nodes - 1, -1, -1):
-        size, total = starts[node + 1] - starts[node], reach[node] - starts[node]
-        below = 0.0
-        while roots and starts[roots[-1]] < reach[node]:
-            below += cost[roots.pop()]
-        roots.append(node)
-        cost[node] = BLOCK_COST + size * size
-        if total > size:
-            cost[node] += below + SPAN_COST + (total - size) * (SPAN_QUERY_COST + SPAN_PAIR_COST * size)
-            together = BLOCK_COST + total * total
-            whole[node] = total <= LONGEST_MASKED and together <= cost[node]
-            cost[node] = together if whole[node] else cost[node]
-    parts = Parts([], [])
-    done = 0
-    for node in range(nodes):
-        start, end = starts[node], starts[node + 1]
-        if start < done:
-            continue
-        done = reach[node] if whole[node] else end
-        parts.blocks.append(Block(start, done, masked=done > end))
-        if reach[node] > done:
-            parts.spans.append(Span(start, end, reach[node]))
-    return parts
+    copies = any(block.above for block in parts.blocks)
+    return TrieLayout(blocks, tokens.clamp(max=size - 1), places, slots[:size], copies, batches, large)
 
 
 def _alike(blocks: Sequence[Block]) -> list[tuple[list[Block], int]]:
@@ -184,15 +119,22 @@ def _disjoint(spans: Sequence[Span]) -> list[list[Span]]:
     return list(found.values())
 
 
-def _block_batch(blocks: Sequence[Block], length: int, reaches: Places) -> BlockBatch:
-    """reaches: int64 [T + 1], where what descends from each token of the row ends, and 0."""
-    places = _padded([block.start for block in blocks], [len(block) for block in blocks], length, len(reaches) - 1)
-    mask = None
-    if blocks[0].masked:
-        earlier = np.tri(length, dtype=bool)
-        visible = earlier & (places[:, :, None] < reaches[places][:, None, :]) | np.eye(length, dtype=bool)
-        mask = torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf)[:, None]
-    return BlockBatch(torch.from_numpy(places.ravel()), len(blocks), length, mask)
+def _block_places(blocks: Sequence[Block], length: int, nowhere: int) -> Places:
+    """int64 [n, length]: the token of the row in each slot, and `nowhere` behind."""
+    places = _padded(
+        [block.start - block.copied for block in blocks], [len(block) for block in blocks], length, nowhere
+    )
+    for row, block in zip(places, blocks, strict=True):
+        if block.above:
+            row[: block.copied] = np.concatenate([np.arange(start, end) for start, end in block.above])
+    return places
+
+
+def _mask(places: Places, reaches: Places) -> torch.Tensor:
+    """places: int64 [n, length]; reaches: int64 [T + 1], where what descends from each token of the row ends, and 0."""
+    earlier = np.tri(places.shape[1], dtype=bool)
+    visible = earlier & (places[:, :, None] < reaches[places][:, None, :]) | np.eye(len(earlier), dtype=bool)
+    return torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf)[:, None]
 
 
 def _span_batch(spans: Sequence[Span], size: int) -> SpanBatch:

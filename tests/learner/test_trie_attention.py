@@ -11,18 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.feed import trie
-from learner.model import trie_layout
+from learner.model import trie_layout, trie_parts
 from learner.model.trie_attention import trie_attention
 from tests.kit.tries import Sequences, assert_same, dense, inputs, sequences, visible
 
 # Settings that choose each kind of part even for tries of a few tokens: what is measured chooses for longer ones.
 KINDS: dict[str, dict[str, float]] = {
     "as measured": {},
-    "nodes and batches": {"LONGEST_MASKED": 0},
-    "nodes and slices": {"LONGEST_MASKED": 0, "LARGE_SPAN": 1},
-    "small masked blocks": {"LONGEST_MASKED": 6, "LARGE_SPAN": 4, "ALIGNED_FROM": 1},
-    "masks wherever they may be": {"SPAN_COST": 1e9},
+    "nodes and batches": {"LONGEST_MASKED": 0, "LONGEST_COPIED": 0},
+    "nodes and slices": {"LONGEST_MASKED": 0, "LONGEST_COPIED": 0, "LARGE_SPAN": 1},
+    "small masked blocks": {"LONGEST_MASKED": 6, "LONGEST_COPIED": 0, "LARGE_SPAN": 4, "ALIGNED_FROM": 1},
+    "masks wherever they may be": {"SPAN_COST": 1e9, "LONGEST_COPIED": 0},
+    "copies wherever they may be": {"SPAN_COST": 1e9, "LONGEST_MASKED": 0},
+    "some copies, behind others": {"SPAN_COST": 1e9, "LONGEST_MASKED": 6, "LONGEST_COPIED": 5},
 }
+
+
+def choose(patch: pytest.MonkeyPatch, **values: float) -> None:
+    for name, value in values.items():
+        patch.setattr(trie_layout if hasattr(trie_layout, name) else trie_parts, name, value)
 
 
 def layout(built: trie.Trie) -> trie_layout.TrieLayout:
@@ -40,8 +47,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_mask(
     built = trie.build(given_)
     given_inputs = inputs(built.tokens, heads)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in KINDS[kind].items():
-            patch.setattr(trie_layout, name, value)
+        choose(patch, **KINDS[kind])
         merged = trie_attention(*given_inputs, layout(built), None)
     assert_same(merged, dense(given_inputs, visible(built)), given_inputs, given_inputs, 5e-14)
 
@@ -52,20 +58,22 @@ def test_outputs_and_gradients_are_those_of_the_dense_mask(
 def test_the_parts_hold_every_pair_of_tokens_once(kind: str, given_: Sequences) -> None:
     built = trie.build(given_)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in KINDS[kind].items():
-            patch.setattr(trie_layout, name, value)
+        choose(patch, **KINDS[kind])
         np.testing.assert_array_equal(pairs(layout(built), built.tokens), visible(built))
 
 
 def pairs(parts: trie_layout.TrieLayout, tokens: int) -> np.ndarray:
     """int64 [T, T]: how often each key is seen by each query; a slot that stands for no token is place T."""
     count = np.zeros((tokens + 1, tokens + 1), dtype=np.int64)
+    first = 0
     for block in parts.blocks:
-        places = block.places.view(block.count, block.length).numpy()
+        inside = slice(first, first + block.count * block.length)
+        queries, keys = (of[inside].view(block.count, -1).numpy() for of in (parts.places, parts.tokens))
         causal = torch.ones(block.length, block.length).tril().bool()
         seen = causal.expand(block.count, -1, -1) if block.mask is None else block.mask[:, 0] == 0
-        for own, mask in zip(places, seen.numpy(), strict=True):
-            np.add.at(count, np.ix_(own, own), mask)
+        for own, tokens_of, mask in zip(queries, keys, seen.numpy(), strict=True):
+            np.add.at(count, np.ix_(own, tokens_of), mask)
+        first = inside.stop
     for batch in parts.batches:
         keys = batch.keys.view(batch.count, -1).numpy()
         seen = np.ones(keys.shape, dtype=bool) if batch.mask is None else (batch.mask[:, 0, 0] == 0).numpy()
@@ -88,16 +96,20 @@ def test_many_short_branches_are_a_few_calls() -> None:
 def test_blocks_of_a_batch_are_of_like_length() -> None:
     random = np.random.default_rng(0)
     starts = [0, *np.cumsum(random.integers(1, 400, 300)).tolist()]
-    for batch in trie_layout.layout(starts, starts[1:]).blocks:
-        lengths = (batch.places.view(batch.count, -1) < starts[-1]).sum(1)
+    parts = trie_layout.layout(starts, starts[1:])
+    first = 0
+    for batch in parts.blocks:
+        inside = slice(first, first + batch.count * batch.length)
+        lengths = (parts.places[inside].view(batch.count, -1) < starts[-1]).sum(1)
         assert lengths.min() >= 0.8 * batch.length
+        first = inside.stop
 
 
 def test_spans_within_one_another_are_in_batches_of_their_own() -> None:
     """A chain: what each turn leaves behind branches off, and the next goes on."""
     turns = [np.array([*([1] * 4 * turn), 2, turn], dtype=np.int32) for turn in range(1, 20)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie_layout, "LONGEST_MASKED", 0)
+        choose(patch, LONGEST_MASKED=0, LONGEST_COPIED=0)
         parts = layout(trie.build(turns))
     for batch in parts.batches:
         queries = batch.queries[batch.queries < parts.slots.numel()]
@@ -119,8 +131,7 @@ def test_any_head_width_and_type(width: int, dtype: torch.dtype, tolerance: floa
     ours = inputs(built.tokens, (4, 2), width, dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie_layout, "LONGEST_MASKED", 20)
-        patch.setattr(trie_layout, "LARGE_SPAN", 60)
+        choose(patch, LONGEST_MASKED=20, LONGEST_COPIED=4, LARGE_SPAN=60)
         parts = layout(built)
     assert parts.spans
     assert parts.batches
@@ -137,15 +148,33 @@ def test_merging_rounds_once_in_16_bits() -> None:
     built = trie.build(turns)
     given_ = [tensor.detach() for tensor in inputs(built.tokens, (2, 2), 16, torch.bfloat16)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie_layout, "LONGEST_MASKED", 0)
+        choose(patch, LONGEST_MASKED=0, LONGEST_COPIED=0)
         merged = trie_attention(*given_, layout(built), None)
     error = (merged.double() - dense([tensor.double() for tensor in given_], visible(built))).abs().max()
     assert error < 2 * math.ldexp(1.0, -8) * float(given_[2].abs().max())
 
 
 def test_the_cheapest_parts_are_chosen() -> None:
-    """Two branches of 12 below a token are one block; two of 200 below 200 tokens share it by a span."""
-    assert trie_layout.cut([0, 1, 13, 25], [25, 13, 25]).blocks == [trie_layout.Block(0, 25, masked=True)]
-    parts = trie_layout.cut([0, 200, 400, 600], [600, 400, 600])
-    assert [len(block) for block in parts.blocks] == [200, 200, 200]
-    assert parts.spans == [trie_layout.Span(0, 200, 600)]
+    """Two branches of 12 below a token are one block; two of 200 below 200 tokens share it by a span, and below a
+    single one each has a copy of it."""
+    whole = trie_parts.cut([0, 1, 13, 25], [25, 13, 25])
+    assert whole == trie_parts.Parts([trie_parts.Block(0, 25, masked=True)])
+    apart = trie_parts.cut([0, 200, 400, 600], [600, 400, 600])
+    assert apart.blocks == [trie_parts.Block(start, start + 200) for start in (0, 200, 400)]
+    assert apart.spans == [trie_parts.Span(0, 200, 600)]
+    copied = trie_parts.cut([0, 1, 201, 401], [401, 201, 401])
+    assert copied.spans == []
+    assert copied.blocks == [
+        trie_parts.Block(0, 1),
+        trie_parts.Block(1, 201, above=((0, 1),)),
+        trie_parts.Block(201, 401, above=((0, 1),)),
+    ]
+
+
+def test_a_long_chain_is_cut_without_a_search_of_all_its_ends() -> None:
+    """Two thousand inner nodes within one another."""
+    nodes = 4000
+    starts = list(range(nodes + 1))
+    reach = [nodes if node % 2 == 0 else node + 1 for node in range(nodes)]
+    parts = trie_parts.cut(starts, reach)
+    assert sum(block.end - block.start for block in parts.blocks) == nodes

@@ -11,15 +11,17 @@ import sys
 
 import pytest
 
+from learner import start
 from protocol import codec
 from protocol import fingerprint as shared
 from protocol.client import GaveUp, Refused, RunFinished
 from protocol.config import ConfigError
 from protocol.messages import Problem
+from rollout_worker.chat import build_chat_format
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
-from tests.kit.fake_vllm.tokenizer import build_tokenizer
+from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_model_folder
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
 from tests.kit.worker import TOKENIZER, fake, roll, row, task
 
@@ -37,6 +39,20 @@ async def test_the_learners_side_computes_the_same():
     assert ours.rows == 100
     assert set(ours.libraries) == {"transformers", "renderers", "jinja2"}
     assert ours.data is not None
+
+
+@pytest.mark.parametrize("text", [CHAT_TEMPLATE, CHAT_TEMPLATE + "{# mine #}"], ids=["the tokenizer's own", "another"])
+def test_i9_a_template_file_is_the_same_chat_format_on_both_ends(tmp_path, text):
+    """The worker puts the file into its tokenizer, the learner has no use for it."""
+    model, file = save_model_folder(tmp_path / "model", CHAT_TEMPLATE), tmp_path / "file.jinja"
+    file.write_text(text)
+    here = config(WORKER, model={"path": str(model)}, chat={"template": str(file)})
+    learners = start.session(here, None, False, vocabulary=64).fingerprint
+    assert learners is not None
+    workers = shared.of(here, build_chat_format(here, []).tokenizer)
+    assert shared.difference(learners, workers) is None
+    file.write_text(text + " ")
+    assert "the chat format" in shared.difference(learners, shared.of(here, build_chat_format(here, []).tokenizer))
 
 
 async def test_other_rows_are_another_data_set():

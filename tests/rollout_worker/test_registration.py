@@ -11,17 +11,15 @@ import sys
 
 import pytest
 
-from learner import start
 from protocol import codec
 from protocol import fingerprint as shared
 from protocol.client import GaveUp, Refused, RunFinished
 from protocol.config import ConfigError
 from protocol.messages import Problem
-from rollout_worker.chat import build_chat_format
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
-from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_model_folder
+from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
 from tests.kit.worker import TOKENIZER, fake, roll, row, task
 
@@ -39,20 +37,6 @@ async def test_the_learners_side_computes_the_same():
     assert ours.rows == 100
     assert set(ours.libraries) == {"transformers", "renderers", "jinja2"}
     assert ours.data is not None
-
-
-@pytest.mark.parametrize("text", [CHAT_TEMPLATE, CHAT_TEMPLATE + "{# mine #}"], ids=["the tokenizer's own", "another"])
-def test_i9_a_template_file_is_the_same_chat_format_on_both_ends(tmp_path, text):
-    """The worker puts the file into its tokenizer, the learner has no use for it."""
-    model, file = save_model_folder(tmp_path / "model", CHAT_TEMPLATE), tmp_path / "file.jinja"
-    file.write_text(text)
-    here = config(WORKER, model={"path": str(model)}, chat={"template": str(file)})
-    learners = start.session(here, None, False, vocabulary=64).fingerprint
-    assert learners is not None
-    workers = shared.of(here, build_chat_format(here, []).tokenizer)
-    assert shared.difference(learners, workers) is None
-    file.write_text(text + " ")
-    assert "the chat format" in shared.difference(learners, shared.of(here, build_chat_format(here, []).tokenizer))
 
 
 async def test_other_rows_are_another_data_set():
@@ -154,6 +138,39 @@ async def test_a_worker_that_would_make_wrong_data_ends_with_the_queues_text():
     queue.refusal = Refused(403, Problem("fingerprint", "worker w0: the tokenizer differs: a, the run has b"))
     with pytest.raises(ConfigError, match="worker w0: the tokenizer differs: a, the run has b"):
         await roll(task(), fake(), queue=queue)
+    assert queue.requests == []
+
+
+DIFFERS = Refused(409, Problem("session_awaited", "worker w0 waits for the learner's session: a, not b"))
+
+
+async def test_i9_a_worker_that_the_session_before_differs_from_waits_for_the_next(caplog):
+    queue, asked = StandInQueue(tickets_for(1, 2)), 0
+    queue.refusal = DIFFERS
+
+    async def sleep(seconds):
+        nonlocal asked
+        await asyncio.sleep(0)
+        asked += 1
+        if asked == 3:
+            queue.refusal = None
+
+    with caplog.at_level(logging.WARNING, "rollout_worker"):
+        await roll(task(), fake(), queue=queue, sleep=sleep)
+    assert len(queue.groups) == 1
+    assert [record.message for record in caplog.records] == ["worker w0 waits for the learner's session: a, not b"]
+
+
+async def test_i9_a_worker_does_not_wait_for_a_session_for_ever():
+    queue = StandInQueue(tickets_for(1, 2))
+    queue.refusal = DIFFERS
+
+    async def sleep(seconds):
+        await asyncio.sleep(0)
+
+    with pytest.raises(ConfigError, match=r"a, not b \(no session began within vllm.start_timeout_s = 5 s\)"):
+        await roll(task(), fake(), queue=queue, sleep=sleep, config=config(WORKER, vllm={"start_timeout_s": 5.0}))
+    assert len(queue.reports) == 6
     assert queue.requests == []
 
 

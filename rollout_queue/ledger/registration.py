@@ -135,6 +135,6 @@ def _refusal(worker_id: str, why: str, remedy: str) -> Refusal:
 def _awaits(worker_id: str, difference: str) -> Refusal:
     return Refusal(
         reasons.SESSION_AWAITED,
-        f"worker {worker_id} waits for the learner's session, since it differs from the one before: {difference}; start "
-        f"the learner with this worker's run file and --resume, or the worker with the learner's run file",
+        f"worker {worker_id} waits for the learner's session, since it differs from the one before: {difference}; "
+        f"start the learner with this worker's run file and --resume, or the worker with the learner's run file",
     )

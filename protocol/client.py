@@ -74,7 +74,7 @@ class Refused(QueueError):
     def __init__(self, status: int, problem: Problem, retry_after_s: float | None = None, url: str = "") -> None:
         asked = f" [{url}]" if url else ""
         # What differs from the run is for a person to read, who did not ask this URL.
-        alone = problem.reason == reasons.FINGERPRINT
+        alone = problem.reason in (reasons.FINGERPRINT, reasons.SESSION_AWAITED)
         super().__init__(problem.message if alone else f"{problem.message} ({problem.reason}){asked}")
         self.status = status
         self.reason = problem.reason

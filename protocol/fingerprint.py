@@ -35,13 +35,13 @@ def digest(value: Any) -> str:
 
 
 def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
-    """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow. Raises `ConfigError` where a
-    file of the chat format cannot be read."""
+    """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow; its own template counts only
+    where `chat.template` names no other. Raises `ConfigError` where a file of the chat format cannot be read."""
     rollout = config.rollout.model_dump(exclude=_SHAPE_NO_EPISODE)
     return Fingerprint(
         release=release(),
         tokenizer=_tokenizer(tokenizer),
-        chat=digest([_chat(config), tokenizer.chat_template]),
+        chat=digest([_chat(config), None if config.chat.template is not None else tokenizer.chat_template]),
         rollout={
             **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),

@@ -33,6 +33,7 @@ SERVER_UNKNOWN = "server_unknown"
 TRANSITION_FORBIDDEN = "transition_forbidden"
 FINGERPRINT = "fingerprint"
 UNREGISTERED = "unregistered"
+SESSION_AWAITED = "session_awaited"
 GAVE_UP = "gave_up"
 ORIGIN = "origin"
 

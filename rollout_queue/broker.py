@@ -168,6 +168,13 @@ class Broker:
         load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session)
         return self.admission.grant(load)
 
+    @property
+    def learner_lives(self) -> bool:
+        """Whether the newest session's learner was heard from, since the queue started and within a lease's time-out:
+        it renews its lease three times as often."""
+        ago = self.observations.learner_seen_s_ago(self.now)
+        return ago is not None and ago <= self.config.queue.lease_timeout_s
+
     def position(self) -> RunPosition:
         run = self.ledger.run
         return RunPosition(

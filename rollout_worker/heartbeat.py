@@ -22,7 +22,8 @@ _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """`report`: what to say now; `heard`: takes an answer, and gives the seconds until the next heartbeat."""
+    """`report`: what to say now; `heard`: takes an answer, and gives the seconds until the next heartbeat;
+    `session_within_s`: for how long to wait for a learner's session where the one before does not let the worker in."""
 
     def __init__(
         self,
@@ -30,11 +31,13 @@ class Heartbeat:
         report: Callable[[], WorkerReport],
         heard: Callable[[WorkerReply], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        session_within_s: float = 600.0,
     ) -> None:
         self._send = send
         self._report = report
         self._heard = heard
         self._sleep = sleep
+        self._session_within_s = session_within_s
         self._known = asyncio.Event()
         self._news = asyncio.Event()
         self._warned: set[str] = set()
@@ -45,7 +48,8 @@ class Heartbeat:
 
     async def run(self) -> None:
         """Until the run is finished. Raises `ConfigError` with the queue's text where this worker would make wrong
-        data."""
+        data, at once if the learner's session says so, else if no session begins in time."""
+        awaited_s = 0.0
         while True:
             self._news.clear()
             try:
@@ -53,18 +57,33 @@ class Heartbeat:
             except Refused as refusal:
                 if refusal.reason == reasons.FINGERPRINT:
                     raise ConfigError(str(refusal)) from None
-                raise
+                if refusal.reason != reasons.SESSION_AWAITED:
+                    raise
+                if awaited_s >= self._session_within_s:
+                    raise ConfigError(
+                        f"{refusal} (no session began within vllm.start_timeout_s = {self._session_within_s:g} s)"
+                    ) from None
+                self._known.clear()
+                self._warn(str(refusal))
+                await self._sleep(_PAUSE_S)
+                awaited_s += _PAUSE_S
+                continue
+            awaited_s = 0.0
             self._known.set()
             for warning in reply.warnings:
-                if warning not in self._warned:
-                    self._warned.add(warning)
-                    logger.warning("%s", warning)
+                self._warn(warning)
             pause = self._heard(reply)
             if reply.finished:
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._news.wait()
+
+    def _warn(self, text: str) -> None:
+        """Once for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     async def when_registered(self, request: Callable[[], Awaitable[T]]) -> T:
         """The answer to a request that the queue takes from workers that it knows. Where it knows this one no more, as

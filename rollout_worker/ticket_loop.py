@@ -104,7 +104,7 @@ class Worker:
         self._cpu_clock = cpu_clock
         self._sleep = sleep
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
-        self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep)
+        self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep, config.vllm.start_timeout_s)
         self._troubles = Troubles(self._heartbeat.now)
         code.alarm = partial(self._troubles.add, "code")
         self._pool = ServerPool(

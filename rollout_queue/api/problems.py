@@ -32,6 +32,7 @@ STATUS: Mapping[str, int] = {
     reasons.SERVER_UNKNOWN: 409,
     reasons.TRANSITION_FORBIDDEN: 409,
     reasons.UNREGISTERED: 409,
+    reasons.SESSION_AWAITED: 409,
     reasons.GAVE_UP: 409,
     reasons.TICKET_UNKNOWN: 410,
     reasons.TICKET_ENDED: 410,

@@ -169,19 +169,24 @@ async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> No
 
 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
-    """Let a worker in and return what it is to be warned of, or refuse it (FINGERPRINT)."""
-    notices = broker.observations.notices
+    """Let a worker in and return what it is to be warned of, or refuse it (FINGERPRINT, SESSION_AWAITED)."""
+    seen, notices = broker.observations, broker.observations.notices
     async with broker.lock:
         run = broker.ledger.run
         try:
-            admitted = registration.admit(run, worker_id, given)
+            admitted = registration.admit(run, worker_id, given, broker.learner_lives)
         except Refusal as refusal:
             broker.register.strike(worker_id)
-            notices.say(refusal.reason, refusal.message, broker.now, worker_id)
+            if refusal.reason == reasons.SESSION_AWAITED:
+                seen.worker_awaits_session(worker_id, broker.now)
+            else:
+                seen.session_came(worker_id)
+                notices.say(refusal.reason, refusal.message, broker.now, worker_id)
             await broker.commit(registration.give_back(broker.ledger, worker_id))
             raise
         await broker.commit(admitted.decision)
         broker.register.enter(worker_id, run.session)
+    seen.session_came(worker_id)
     if admitted.data_changed is not None:
         notices.say(reasons.FINGERPRINT, admitted.data_changed, broker.now, worker_id)
     for warning in admitted.warnings:

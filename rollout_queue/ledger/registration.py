@@ -2,8 +2,8 @@
 
 The session declares tokenizer, chat format and rollout settings; the first worker that is let in gives the number of
 rows of the session's data set, and the first that could read a sample of them their digest. A worker that differs is
-refused, with the difference named. Where no session declared anything, as with an older learner, every worker is let in
-unseen.
+refused, with the difference named; but where no learner is heard from, it waits for the next session, which may have
+the worker's settings. Where no session declared anything, as with an older learner, every worker is let in unseen.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Admitted(msgspec.Struct, frozen=True):
     data_changed: str | None = None
 
 
-def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
-    """Refuses (FINGERPRINT) a worker whose groups would be wrong data."""
-    if run.declared is None:
+def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool = True) -> Admitted:
+    """Refuses a worker whose groups would be wrong data: for good (FINGERPRINT), or until a session begins
+    (SESSION_AWAITED) where the learner of the newest one is not `live`."""
+    if run.declared is None or run.finished:  # a finished run takes no groups: the worker is told so, and ends
         return Admitted()
     if given is None:
         raise _refusal(
@@ -41,6 +42,8 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
             f"install Slipstream {run.declared.release} there, the learner's release",
         )
     if difference := fingerprint.difference(run.declared, given):
+        if not live:
+            raise _awaits(worker_id, difference)
         release = "" if given.release == run.declared.release else f", and its release is {given.release}"
         raise _refusal(
             worker_id, difference + release, "start it with the learner's run file, tokenizer, chat template and parser"
@@ -62,6 +65,8 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None) -> Admitted:
             f"others never; undo the change if it was not meant",
         )
     if difference := fingerprint.difference(before, given):
+        if not live:
+            raise _awaits(worker_id, difference)
         raise _refusal(
             worker_id,
             difference,
@@ -125,3 +130,11 @@ class Register:
 
 def _refusal(worker_id: str, why: str, remedy: str) -> Refusal:
     return Refusal(reasons.FINGERPRINT, f"worker {worker_id} would make wrong data: {why}; {remedy}")
+
+
+def _awaits(worker_id: str, difference: str) -> Refusal:
+    return Refusal(
+        reasons.SESSION_AWAITED,
+        f"worker {worker_id} waits for the learner's session, since it differs from the one before: {difference}; "
+        f"start the learner with this worker's run file and --resume, or the worker with the learner's run file",
+    )

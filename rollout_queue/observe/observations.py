@@ -24,6 +24,7 @@ from rollout_queue.observe.recent import RecentRollouts
 from rollout_queue.observe.variance import Rewards, Variance
 
 LEARNER, FEEDER = "learner", "learner's feeder"
+SESSION = "the learner's session"  # what a worker waits for that the session before would refuse
 LOADING = "loading"  # what a learner's wait begins with while no step can be expected
 _WORKER_KEPT_S = 3600.0
 # A few heartbeats: what a worker said that it waits for is forgotten if it says no more.
@@ -145,6 +146,15 @@ class Observations:
         """A sign of life that carries no figures."""
         known = self._workers.get(worker_id)
         self._keep(WorkerReport(worker_id, []) if known is None else known.report, now)
+
+    def worker_awaits_session(self, worker_id: str, now: float) -> None:
+        """It is not let in before a learner begins a session."""
+        self.worker_seen(worker_id, now)
+        self.waits.begin(worker_id, SESSION, now, until=now + _WAIT_KEPT_S)
+
+    def session_came(self, worker_id: str) -> None:
+        if self.waits.what(worker_id) == SESSION:
+            self.waits.end(worker_id)
 
     def _keep(self, report: WorkerReport, now: float) -> None:
         """As the newest; those that were not heard from for long are forgotten, and the oldest of too many."""

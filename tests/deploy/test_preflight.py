@@ -33,6 +33,12 @@ def test_prompts_of_messages_need_a_chat_template(run_file: Path, tmp_path: Path
     preflight.check(load(run_file, ["--model.path", str(folder)]), resume=False)
 
 
+def test_i9_a_template_file_stands_in_for_the_tokenizers_own(run_file: Path, tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path / "plain")
+    template = (folder / "chat_template.jinja").rename(tmp_path / "file.jinja")
+    preflight.check(load(run_file, ["--model.path", str(folder), "--chat.template", str(template)]), resume=False)
+
+
 def test_a_first_prompt_that_the_template_refuses(run_file: Path, tmp_path: Path) -> None:
     folder = save_model_folder(tmp_path / "strict")
     build_tokenizer("{{ raise_exception('no user, please') }}").save_pretrained(folder)

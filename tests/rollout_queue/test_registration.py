@@ -14,7 +14,15 @@ import pytest
 
 from protocol import fingerprint, reasons, routes
 from protocol.client import QueueClient, Refused
-from protocol.messages import BeginSession, Fingerprint, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from protocol.messages import (
+    BeginSession,
+    Fingerprint,
+    LeaseRequest,
+    TicketReply,
+    TicketRequest,
+    WorkerReply,
+    WorkerReport,
+)
 from rollout_queue.ledger.records import RunState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.registration import admit
@@ -169,10 +177,57 @@ async def test_after_a_restart_of_the_queue_workers_register_before_they_go_on(t
     async with serving(config(), SqliteStore(tmp_path / "queue.db")) as queue, QueueClient(queue.url) as client:
         assert await refusal(ask(client)) == (409, reasons.UNREGISTERED)
         assert await refusal(client.submit(group(ticket))) == (409, reasons.UNREGISTERED)
+        assert await refusal(beat(client, "wrong", other(data="other rows"))) == (409, reasons.SESSION_AWAITED)
+        await client.lease(LeaseRequest(1, "lease", 1, wait_s=0.0))  # the learner is heard from again
         assert await refusal(beat(client, "wrong", other(data="other rows"))) == (403, reasons.FINGERPRINT)
         await beat(client, ticket_ids=[ticket.id])
         assert await client.submit(group(ticket)) is True
         assert queue.broker.ledger.run.vocabulary == 64
+
+
+@pytest.mark.parametrize(
+    "given", [other(rollout={"rollout.temperature": "0.7"}), other(chat="another"), other(data="other rows")]
+)
+def test_i9_without_a_learner_a_difference_is_not_final(given: Fingerprint) -> None:
+    run = RunState(session=1, declared=DECLARED, data=GIVEN, data_session=1)
+    with pytest.raises(Refusal, match=r"^worker w waits for the learner's session, since it differs") as refused:
+        admit(run, "w", given, live=False)
+    assert refused.value.reason == reasons.SESSION_AWAITED
+    with pytest.raises(Refusal) as refused:
+        admit(run, "w", given, live=True)
+    assert refused.value.reason == reasons.FINGERPRINT
+    assert not admit(run, "w", GIVEN, live=False).decision, "what does not differ works on while the learner is away"
+    assert not admit(msgspec.structs.replace(run, finished=True), "w", given, live=False).decision
+
+
+@pytest.mark.parametrize("then", ["as the worker", "as before"])
+async def test_i9_after_a_restart_of_the_queue_the_learners_session_decides(tmp_path: Path, then: str) -> None:
+    """As `slipstream up --resume` with another rollout.temperature: the worker comes before the session does."""
+    async with running(store=SqliteStore(tmp_path / "queue.db")) as (_, client):
+        await beat(client)
+        await ask(client)
+    warmer = {"rollout.temperature": "0.7"}
+    async with serving(config(), SqliteStore(tmp_path / "queue.db")) as queue, QueueClient(queue.url) as client:
+        for _ in range(2):
+            assert await refusal(beat(client, given=other(rollout=warmer))) == (409, reasons.SESSION_AWAITED)
+        assert await refusal(ask(client)) == (409, reasons.UNREGISTERED)
+        status = await client.status()
+        assert [wait.what for wait in status.waits if wait.who == "w"] == ["the learner's session"]
+        assert status.notices == []
+        changed = then == "as the worker"
+        await begin(client, msgspec.structs.replace(DECLARED, rollout=warmer) if changed else DECLARED)
+        if changed:
+            await beat(client, given=other(rollout=warmer))
+        else:
+            assert await refusal(beat(client, given=other(rollout=warmer))) == (403, reasons.FINGERPRINT)
+        assert [wait for wait in (await client.status()).waits if wait.who == "w"] == []
+
+
+async def test_i9_a_learner_that_is_silent_for_a_leases_time_out_decides_no_more() -> None:
+    async with running() as (queue, client):
+        assert await refusal(beat(client, given=other(chat="another"))) == (403, reasons.FINGERPRINT)
+        queue.time.now += queue.broker.config.queue.lease_timeout_s + 1
+        assert await refusal(beat(client, given=other(chat="another"))) == (409, reasons.SESSION_AWAITED)
 
 
 async def test_another_data_set_after_a_resume_is_a_notice() -> None:

@@ -141,6 +141,39 @@ async def test_a_worker_that_would_make_wrong_data_ends_with_the_queues_text():
     assert queue.requests == []
 
 
+DIFFERS = Refused(409, Problem("session_awaited", "worker w0 waits for the learner's session: a, not b"))
+
+
+async def test_i9_a_worker_that_the_session_before_differs_from_waits_for_the_next(caplog):
+    queue, asked = StandInQueue(tickets_for(1, 2)), 0
+    queue.refusal = DIFFERS
+
+    async def sleep(seconds):
+        nonlocal asked
+        await asyncio.sleep(0)
+        asked += 1
+        if asked == 3:
+            queue.refusal = None
+
+    with caplog.at_level(logging.WARNING, "rollout_worker"):
+        await roll(task(), fake(), queue=queue, sleep=sleep)
+    assert len(queue.groups) == 1
+    assert [record.message for record in caplog.records] == ["worker w0 waits for the learner's session: a, not b"]
+
+
+async def test_i9_a_worker_does_not_wait_for_a_session_for_ever():
+    queue = StandInQueue(tickets_for(1, 2))
+    queue.refusal = DIFFERS
+
+    async def sleep(seconds):
+        await asyncio.sleep(0)
+
+    with pytest.raises(ConfigError, match=r"a, not b \(no session began within vllm.start_timeout_s = 5 s\)"):
+        await roll(task(), fake(), queue=queue, sleep=sleep, config=config(WORKER, vllm={"start_timeout_s": 5.0}))
+    assert len(queue.reports) == 6
+    assert queue.requests == []
+
+
 async def test_a_worker_that_is_refused_later_ends_too(monkeypatch):
     """A new session of the learner may declare something else."""
     monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 0.01)

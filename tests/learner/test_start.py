@@ -1,0 +1,28 @@
+"""What a learner declares to the queue is what its workers' files give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from learner import start
+from protocol import fingerprint
+from rollout_worker.chat import build_chat_format
+from tests.kit import WORKER, config
+from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder
+
+
+@pytest.mark.parametrize("text", [CHAT_TEMPLATE, CHAT_TEMPLATE + "{# mine #}"], ids=["the tokenizer's own", "another"])
+def test_i9_a_template_file_is_the_same_chat_format_on_both_ends(tmp_path: Path, text: str) -> None:
+    """The worker puts the file into its tokenizer, the learner has no use for it."""
+    model, file = save_model_folder(tmp_path / "model", CHAT_TEMPLATE), tmp_path / "file.jinja"
+    file.write_text(text)
+    here = config(WORKER, model={"path": str(model)}, chat={"template": str(file)})
+    learners = start.session(here, None, False, vocabulary=64).fingerprint
+    assert learners is not None
+    workers = fingerprint.of(here, build_chat_format(here, []).tokenizer)
+    assert fingerprint.difference(learners, workers) is None
+    file.write_text(text + " ")
+    other = fingerprint.of(here, build_chat_format(here, []).tokenizer)
+    assert "the chat format" in str(fingerprint.difference(learners, other))

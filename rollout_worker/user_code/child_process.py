@@ -67,8 +67,8 @@ class ChildProcess:
         self.ready = True
 
     def ask(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The tool's result as text; one call at a time. Raises `UserCodeError`; if the child is not `ready` then, it is
-        of no more use."""
+        """The tool's result as text; one call at a time. Raises `UserCodeError`; if the child is not `ready` then, it
+        is of no more use."""
         assert self._process is not None
         assert self._process.stdin is not None
         number = next(self._numbers)

@@ -217,7 +217,12 @@ class EpisodeRunner:
     async def _parsed_by_user_code(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
         try:
             found: ParsedTurn = await self.code.call(
-                chat.parse, plain_turn, self.parse_timeout_s, prompt_ids=prompt_ids, turn_ids=turn_ids
+                chat.parse,
+                plain_turn,
+                self.parse_timeout_s,
+                user_code.Kind.CHAT,
+                prompt_ids=prompt_ids,
+                turn_ids=turn_ids,
             )
             return found
         except user_code.UserCodeError as error:

@@ -46,8 +46,10 @@ async def fingerprint_of(
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     rows, data = None, None
     try:
-        data = await code.call(lambda: _digest_of_rows(task.rows), str, timeout_s)
-        rows = await code.call(lambda: task.rows.size, _as_is, timeout_s)  # a short stream's is known by now
+        data = await code.call(lambda: _digest_of_rows(task.rows), str, timeout_s, user_code.Kind.DATA)
+        rows = await code.call(
+            lambda: task.rows.size, _as_is, timeout_s, user_code.Kind.DATA
+        )  # a short stream's is known by now
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]

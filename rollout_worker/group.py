@@ -88,6 +88,8 @@ class GroupRunner:
     async def _row(self, ticket: Ticket) -> Row:
         try:
             return await self.rows.read(ticket.index, ticket.seed)
+        except user_code.NotCalled as failure:
+            raise _shut_off(failure) from None
         except user_code.UserCodeError as failure:
             detail = str(failure)
             self.troubles.add("row", failure.kind, detail, failure.where)
@@ -208,6 +210,8 @@ class GroupRunner:
         try:
             scores = await self.rewards.score(batch, told)
         except RewardError as error:
+            if isinstance(error.__cause__, user_code.NotCalled):
+                raise _shut_off(error) from None
             key = f"{error.function} {error.kind}"
             self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
@@ -228,3 +232,8 @@ class GroupRunner:
             self.troubles.add("reward", reasons.NO_REWARD, f"{detail}; at row {row.number}")
             raise TicketFailed(reasons.NO_REWARD, detail, retryable=True)
         return rewarded
+
+
+def _shut_off(why: Exception) -> TicketFailed:
+    """The worker's state is to blame and not the row, which has its attempts still."""
+    return TicketFailed(reasons.WORKER_STOPPED, str(why), retryable=True)

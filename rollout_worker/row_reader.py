@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout_worker.task.columns import lone_surrogate
 from rollout_worker.task.task import Row, Task
-from rollout_worker.user_code import UserCode, UserCodeError, failure_of
+from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
 from rollout_worker.user_code.copies import copied
 
 TIMEOUT_S = 60.0
@@ -29,9 +29,13 @@ class RowReader:
         self._timeout_s = timeout_s
 
     async def read(self, index: int, seed: int) -> Row:
-        """The row of a ticket's running `index`. Raises `UserCodeError`, whose text names the row."""
+        """The row of a ticket's running `index`. Raises `UserCodeError`, whose text names the row, and
+        `NotCalled`."""
         try:
-            return await self._code.call(self._read, _same, self._timeout_s, index=index, seed=seed)  # type: ignore[no-any-return]
+            row: Row = await self._code.call(self._read, _same, self._timeout_s, Kind.DATA, index=index, seed=seed)
+            return row
+        except NotCalled:
+            raise
         except UserCodeError as error:
             if str(error).startswith("row "):
                 raise

@@ -66,6 +66,10 @@ class Queue(Protocol):
     async def put_server(self, server: Server) -> Server: ...
 
 
+class UserCodeShutOff(RuntimeError):
+    """So many calls of user code hang that this process can call no more; the text says which, and the remedy."""
+
+
 class Worker:
     """One worker's loop over tickets. `clock`: seconds, monotonic; `cpu_clock`: CPU seconds of the process."""
 
@@ -106,7 +110,9 @@ class Worker:
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
         self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep, config.vllm.start_timeout_s)
         self._troubles = Troubles(self._heartbeat.now)
+        self._shut_off, self._why_shut_off = asyncio.Event(), ""
         code.alarm = partial(self._troubles.add, "code")
+        code.shut_off = self._user_code_is_shut_off
         self._pool = ServerPool(
             self._report_server,
             abort=client.abort,
@@ -138,21 +144,24 @@ class Worker:
         self._pauses = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until the run is finished, or `stop` is set: then tickets are given back. Raises `QueueError`, and
-        `ConfigError` where the queue refuses this worker."""
+        """Work until the run is finished, or `stop` is set: then tickets are given back. Raises `QueueError`,
+        `ConfigError` where the queue refuses this worker, and `UserCodeShutOff`, after tickets were given back."""
         unfinished: list[str] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(self._send_heartbeats()), tasks.create_task(self._take_tickets(tasks))]
                 stopped, aborts = tasks.create_task(stop.wait()), tasks.create_task(self._pool.run())
-                await asyncio.wait([*loops, stopped], return_when=asyncio.FIRST_COMPLETED)
-                if stop.is_set():
+                shut_off = tasks.create_task(self._shut_off.wait())
+                await asyncio.wait([*loops, stopped, shut_off], return_when=asyncio.FIRST_COMPLETED)
+                if stop.is_set() or self._shut_off.is_set():
                     unfinished = [ticket for ticket, task in self._running.items() if not task.cancelling()]
-                for task in [*loops, stopped, aborts, *self._running.values()]:
+                for task in [*loops, stopped, shut_off, aborts, *self._running.values()]:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        await self._give_back_all(unfinished)
+        await self._give_back_all(unfinished, self._why_shut_off or "the worker was told to stop")
+        if self._shut_off.is_set() and not stop.is_set():
+            raise UserCodeShutOff(self._why_shut_off)
 
     def report(self) -> WorkerReport:
         """What a heartbeat says now."""
@@ -263,9 +272,13 @@ class Worker:
             logger.warning("the queue does not take %s as %s: %s", server.name, server.state, refusal)
         self._heartbeat.now()
 
-    async def _give_back_all(self, ticket_ids: list[str]) -> None:
+    def _user_code_is_shut_off(self, why: str) -> None:
+        self._why_shut_off = why
+        self._shut_off.set()
+
+    async def _give_back_all(self, ticket_ids: list[str], why: str) -> None:
         """Let others have the tickets at once; if the queue does not answer, they expire."""
-        failure = TicketFailure(self._id, reasons.WORKER_STOPPED, "the worker was told to stop")
+        failure = TicketFailure(self._id, reasons.WORKER_STOPPED, encodable(why))
         try:
             async with asyncio.timeout(_GIVE_BACK_S):
                 await asyncio.gather(*(self._give_back(ticket_id, failure) for ticket_id in ticket_ids))

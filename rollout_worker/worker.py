@@ -19,7 +19,7 @@ from rollout_worker.chat import build_chat_format
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
 from rollout_worker.task.tools import open_tools
-from rollout_worker.ticket_loop import Queue, Worker
+from rollout_worker.ticket_loop import Queue, UserCodeShutOff, Worker
 from rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ _SWITCH_S = 0.0005
 
 
 def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None = None) -> int:
-    """Work until the run is finished, or SIGTERM or SIGINT comes; the exit code, 0 only if the run is finished.
+    """Work until the run is finished, or SIGTERM or SIGINT comes; the exit code, 0 only if the run is finished; 1
+    where user code is shut off for good: a fresh process has threads again.
 
     Raises `ConfigError` and `QueueError`.
     """
@@ -43,6 +44,9 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(_run(config, task, queue_url or config.queue.url, worker_id or own_name))
+        except UserCodeShutOff as error:
+            logger.error("the worker ends, and wants to be started again: %s", error)
+            return 1
         except SystemExit as error:
             logger.error("a task's code ended the worker by SystemExit(%r)", error.code)
             return 1

@@ -96,7 +96,8 @@ class TicketRecord(msgspec.Struct, frozen=True):
     """One ticket and, once it arrived, the group produced for it.
 
     `serial`: tickets issued before it in this run, a clock that restarts do not turn back. `failures`: attempts at this
-    row that failed. `version`: the learner's at issue; `arrival_version`: the learner's when the group came in.
+    row that failed, without those that a worker gave back as it ended. `version`: the learner's at issue;
+    `arrival_version`: the learner's when the group came in.
     `group`: empty until a group was accepted, and stays afterwards. `step`, `trained_version`: of the optimiser step
     that trained it. `reason`: why it ended untrained; a trained one has UNVERIFIED_SERVER if its step was made before
     anybody knew.

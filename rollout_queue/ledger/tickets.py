@@ -14,6 +14,9 @@ from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, GroupFacts, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 
+# A worker that ends has not tried the row.
+_NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED)})
+
 
 def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
     """`count` tickets: rows that failed first, lowest first, then new rows."""
@@ -114,7 +117,7 @@ def drop(records: Iterable[TicketRecord], reason: str) -> tuple[TicketRecord, ..
 
 
 def _failed(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> TicketRecord:
-    failures = record.failures + 1
+    failures = record.failures + (reason not in _NO_ATTEMPT)
     again = retryable and failures < ledger.config.queue.ticket_attempts
     state = TicketState.REISSUED if again else TicketState.DROPPED
     return record.to(state, reason=ledger.label(reason), failures=failures)

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,7 @@ from rollout_worker.user_code.event_loop import Held
 from rollout_worker.user_code.failures import is_async
 from rollout_worker.user_code.loops import Loops
 from rollout_worker.user_code.processes import Processes
+from rollout_worker.user_code.shut_off import ShutOff
 from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
 
 # What ends a process that does not expect them.
@@ -30,26 +32,42 @@ _TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 Alarm = Callable[[str, str, str | None], None]
 
 
-class UserCode:
-    """Where user code runs. `threads`: the most sync calls at one time, and the most child processes; `isolated`: the
-    task file whose tools `call_isolated` runs; `look_s`: seconds between two looks at the loop of async code.
+class Kind(StrEnum):
+    """What a sync function is of the task: the calls of each kind have threads of their own, so that tools that hang
+    take none from rewards and the data set."""
 
-    `alarm(key, text, where)` is told of what a person should mend: calls that do not come back, a blocked event loop.
-    Use it as a context manager, on one event loop.
+    TOOL = "tools"
+    REWARD = "rewards"
+    DATA = "the data set"
+    CHAT = "the chat format"
+
+
+class UserCode:
+    """Where user code runs. `threads`: the most sync calls of one kind at one time, and the most child processes;
+    `isolated`: the task file whose tools `call_isolated` runs; `look_s`: seconds between two looks at the loop of async
+    code.
+
+    `alarm(key, text, where)` is told of what a person should mend: calls that do not come back, a blocked event loop;
+    `shut_off(text)` of why code of one kind can run no more in this process. Use it as a context manager, on one event
+    loop.
     """
 
     def __init__(self, threads: int = 64, isolated: TaskSection | None = None, look_s: float = 0.25) -> None:
         self.threads = threads
         self.alarm: Alarm = lambda key, text, where: None
-        self._threads = Threads(threads, self._a_call_hangs, self._no_thread_was_free)
-        self._loops = Loops(threads, self._a_call_hangs, self._a_loop_is_blocked, look_s)
+        self.shut_off: Callable[[str], None] = lambda text: None
+        self._shut_off = ShutOff(lambda text: self.shut_off(text))
+        self._threads = {
+            kind: Threads(threads, partial(self._a_thread_hangs, kind), self._no_thread_was_free) for kind in Kind
+        }
+        self._loops = Loops(threads, self._async_code_hangs, self._a_loop_is_blocked, look_s)
         self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated)
 
     @property
     def hung(self) -> int:
         """Calls that were given up and have not come back."""
-        return self._threads.hung + self._loops.all_hung
+        return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
 
     async def __aenter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -64,28 +82,37 @@ class UserCode:
     ) -> None:
         for number in self._expected:
             asyncio.get_running_loop().remove_signal_handler(number)
-        self._threads.close()
+        self._shut_off.close()
+        for threads in self._threads.values():
+            threads.close()
         self._loops.close()
         if self._processes is not None:
             self._processes.close()
 
     async def call(
-        self, function: Callable[..., Any], plain: Callable[[Any], Any], timeout_s: float, /, **arguments: Any
+        self,
+        function: Callable[..., Any],
+        plain: Callable[[Any], Any],
+        timeout_s: float,
+        kind: Kind = Kind.TOOL,
+        /,
+        **arguments: Any,
     ) -> Any:
         """`plain(function(**arguments))`, awaited where it is awaitable. Raises `UserCodeError` if either raises
-        anything, or it is not done in time."""
+        anything, or it is not done in time; `NotCalled`, where too many of its kind hang."""
+        threads = self._threads[kind]
         start = partial(_started, function, arguments)
         if is_async(function):
             result = await self._loops.run(function, start, plain, timeout_s)
         else:
             began = time.monotonic()
-            result = await self._threads.run(function, partial(_done, start, plain), timeout_s)
+            result = await threads.run(function, partial(_done, start, plain), timeout_s)
             if isinstance(result, Held):
                 left_s = max(0.0, timeout_s - (time.monotonic() - began))
                 result = await self._loops.run(function, result.take, plain, left_s, told_s=timeout_s)
         if isinstance(result, Held):
             # Its text may take as long as it likes, or never end.
-            result = await self._threads.run(function, partial(_plain, result, plain), timeout_s)
+            result = await threads.run(function, partial(_plain, result, plain), timeout_s)
         return result
 
     async def call_isolated(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
@@ -95,16 +122,23 @@ class UserCode:
             raise ValueError('UserCode was made without a task file: worker.tool_isolation is not "process"')
         return await self._processes.call(tool, arguments, timeout_s)
 
-    def _a_call_hangs(self) -> None:
-        """Told at the first, when as many hang as there are threads, and when no more threads are given."""
+    def _a_thread_hangs(self, kind: Kind) -> None:
+        self._tell_of_hung(kind, self._threads[kind].hung)
+        self._shut_off.look(self._threads[kind])
+
+    def _async_code_hangs(self) -> None:
+        self._tell_of_hung("async code", self._loops.all_hung)
+
+    def _tell_of_hung(self, whose: str, hung: int) -> None:
+        """At the first, when as many hang as there are threads, and when no more threads are given."""
         stages = {1: "", self.threads: "", HUNG_PER_THREAD * self.threads: "; no more threads are given"}
-        if (more := stages.get(self.hung)) is not None:
-            calls = "1 call has" if self.hung == 1 else f"{self.hung} calls have"
+        if (more := stages.get(hung)) is not None:
+            calls = f"1 call of {whose} has" if hung == 1 else f"{hung} calls of {whose} have"
             text = (
                 f"{calls} not come back after the time-out{more}: give what waits a time-out of its own, or set "
                 f'worker.tool_isolation = "process"'
             )
-            self.alarm(f"hung {self.hung}", text, None)
+            self.alarm(f"hung {whose} {hung}", text, None)
 
     def _no_thread_was_free(self, text: str) -> None:
         self.alarm("threads", text, None)
@@ -112,6 +146,7 @@ class UserCode:
     def _a_loop_is_blocked(self, name: str, where: str | None) -> None:
         text = f"{name} blocks the event loop of async code: await in it, or write it as a plain def"
         self.alarm(f"blocked {name}", text, where)
+        self._shut_off.look(self._loops)
 
     def _a_timer_went_off(self, number: int) -> None:
         text = (

@@ -9,6 +9,7 @@ killed as a whole; it ends by itself when its parent is gone (`child.py`), and t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -31,7 +32,8 @@ DIED = "died"
 
 
 class ChildProcess:
-    """A child for the task file `task_path`. `ready`: it waits for a request; `places`: file:line of its tools."""
+    """A child for the task file `task_path`. `ready`: it waits for a request, and no thread is at work on it; its owner
+    clears it before a thread is asked to `ask`, which sets it when it is done. `places`: file:line of its tools."""
 
     def __init__(self, task_path: str, guard: GroupGuard) -> None:
         self.ready = False
@@ -40,7 +42,7 @@ class ChildProcess:
         self._guard = guard
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
-        self._asked = 0
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -65,16 +67,17 @@ class ChildProcess:
         self.ready = True
 
     def ask(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The tool's result as text. Raises `UserCodeError`; if the child is not `ready` then, it is of no more use."""
+        """The tool's result as text; one call at a time. Raises `UserCodeError`; if the child is not `ready` then, it
+        is of no more use."""
         assert self._process is not None
         assert self._process.stdin is not None
+        number = next(self._numbers)
         try:
-            number = self._asked + 1
             line = json.dumps({"id": number, "tool": tool, "arguments": arguments}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
+            self.ready = True
             text = f"its arguments cannot be sent to a process as JSON: {error}"
             raise UserCodeError(text, type(error).__name__, self.places.get(tool)) from None
-        self.ready, self._asked = False, number
         with contextlib.suppress(OSError):  # it died: reading says how
             self._process.stdin.write(line)
             self._process.stdin.flush()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 
 from rollout_worker.user_code.copies import ATOMS
 from rollout_worker.user_code.daemon_executor import DaemonExecutor
-from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in, file_of
+from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in, place_in
 from rollout_worker.user_code.forks import end_if_copy
 
 # Items of an async generator that are collected.
@@ -125,10 +124,7 @@ class EventLoop:
         call = None if task is None else self._calls.get(task)
         if call is None:
             return None
-        file, frame = file_of(call.function), sys._current_frames().get(self._thread.ident or 0)
-        while frame is not None and frame.f_code.co_filename != file:
-            frame = frame.f_back
-        return call.function, defined_at(call.function) if frame is None else f"{file}:{frame.f_lineno}"
+        return call.function, place_in(call.function, self._thread.ident)
 
     def close(self) -> None:
         """Cancel what runs, and end; what blocks it ends with the process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,10 @@ class UserCodeError(Exception):
         super().__init__(encodable(text))
         self.kind = encodable(kind)
         self.where = None if where is None else encodable(where)
+
+
+class NotCalled(UserCodeError):
+    """The function was not called, as too many calls before it hang: it says nothing of this call's function."""
 
 
 def failure_of(error: BaseException, file: str | None, otherwise: str | None = None) -> UserCodeError:
@@ -60,6 +65,14 @@ def file_of(function: Callable[..., Any]) -> str | None:
     """The file that it is defined in, as `defined_at`."""
     code = _code(function)
     return None if code is None else code.co_filename
+
+
+def place_in(function: Callable[..., Any], thread: int | None) -> str | None:
+    """file:line that `function` is at in the thread of that number; where it is defined, if it is not seen there."""
+    file, frame = file_of(function), sys._current_frames().get(thread or 0)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return defined_at(function) if frame is None else encodable(f"{file}:{frame.f_lineno}")
 
 
 def name_of(function: Callable[..., Any]) -> str:

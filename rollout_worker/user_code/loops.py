@@ -17,7 +17,7 @@ from typing import Any
 from protocol import reasons
 from rollout_worker.user_code.daemon_executor import DaemonExecutor
 from rollout_worker.user_code.event_loop import LOOKS, AsyncCall, EventLoop
-from rollout_worker.user_code.failures import UserCodeError, defined_at, name_of
+from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at, name_of
 
 MOST_LOOPS = 4
 
@@ -25,15 +25,18 @@ MOST_LOOPS = 4
 @dataclass(eq=False)
 class Loops:
     """`threads`: the most jobs of async code in threads at one time. `hung`: calls given up that have not come back;
-    `on_hung` is called at each new one, and at each job that hangs in a thread. `on_blocked` gets the name
-    of a function that blocks its loop, and the file:line that it is at. `look_s`: seconds between two looks at a loop;
-    `LOOKS` of them without a sign of life, and it is blocked; as long after its cancellation, a coroutine is hung."""
+    `came_back`: calls that have ended, hung or not; `longest_s`: the longest time-out. `on_hung` is called at each new
+    hung one, and at each job that hangs in a thread. `on_blocked` gets the name of a function that blocks its loop, and
+    the file:line that it is at. `look_s`: seconds between two looks at a loop; `LOOKS` of them without a sign of life,
+    and it is blocked; as long after its cancellation, a coroutine is hung."""
 
     threads: int = 64
     on_hung: Callable[[], None] = lambda: None
     on_blocked: Callable[[str, str | None], None] = lambda name, where: None
     look_s: float = 0.25
     hung: int = 0
+    came_back: int = 0
+    longest_s: float = 0.0
     _loops: list[EventLoop] = field(default_factory=list)
     _in_flight: set[AsyncCall] = field(default_factory=set)
     _watch: asyncio.TimerHandle | None = None
@@ -47,6 +50,17 @@ class Loops:
         """`hung`, and jobs in threads that nobody waits for any more."""
         return self.hung + self._executor.hung
 
+    @property
+    def full(self) -> bool:
+        """Whether every loop is blocked."""
+        return len(self._loops) == MOST_LOOPS and all(loop.blocked for loop in self._loops)
+
+    def hanging(self) -> str:
+        """The functions that block the loops, and where."""
+        culprits = [culprit for loop in self._loops if (culprit := loop.culprit()) is not None]
+        told = dict.fromkeys(f"{name_of(function)} ({where})" for function, where in culprits)
+        return f"all {MOST_LOOPS} event loops of async code are blocked, by {', '.join(told) or 'code that has ended'}"
+
     async def run(
         self,
         function: Callable[..., Any],
@@ -58,12 +72,13 @@ class Loops:
         """`plain` of what `start()` gives, awaited, or collected where it is an async generator; `Held`, where it is
         not a simple value, as `plain` may block then. `function` is the user's, for the errors; `told_s`: the
         time-out as it was set, where a part of it is spent. Raises `UserCodeError`."""
+        self.longest_s = max(self.longest_s, told_s or timeout_s)
         home = self._responsive()
         if home is None:
             text = (
                 f"not called: all {MOST_LOOPS} event loops are blocked; await in async code, or write it as plain def"
             )
-            raise UserCodeError(text, reasons.TIMEOUT, defined_at(function))
+            raise NotCalled(text, reasons.TIMEOUT, defined_at(function))
         self._caller = loop = asyncio.get_running_loop()
         call = AsyncCall(loop, loop.create_future(), function, start, plain, self._came_back)
         self._in_flight.add(call)
@@ -101,6 +116,7 @@ class Loops:
 
     def _came_back(self, call: AsyncCall) -> None:
         call.ended = True
+        self.came_back += 1
         self._in_flight.discard(call)
         self.hung -= call.hung
         if not call.future.done():

@@ -41,6 +41,8 @@ class Processes:
             raise UserCodeError(text, reasons.TIMEOUT, None) from None
         try:
             child = self._idle.pop() if self._idle else await self._started()
+            # Here and not in the thread, which comes later: a call that is cancelled until then has a busy child.
+            child.ready = False
             try:
                 ask = partial(child.ask, tool, arguments)
                 return str(await self._threads.run(child.ask, ask, timeout_s))
@@ -72,12 +74,13 @@ class Processes:
             self._all.add(child)
             try:
                 await self._threads.run(child.start, child.start, START_S)
-            finally:
-                if not child.ready:
-                    self._end(child)
+            except BaseException:
+                self._give_back(child)  # it may be ready where the call was cancelled
+                raise
             return child
 
     def _give_back(self, child: ChildProcess) -> None:
+        """A child that is not ready may have a thread at work on it, or before it: it serves no other call."""
         if child.ready:
             self._idle.append(child)
         else:

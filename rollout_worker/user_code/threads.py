@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from protocol import reasons
-from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in
+from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at, failure_in, name_of, place_in
 from rollout_worker.user_code.forks import end_if_copy
 
 HUNG_PER_THREAD = 4
@@ -38,6 +38,7 @@ class _Call:
     function: Callable[..., Any]
     step: Callable[[], Any] | None
     timeout_s: float
+    thread: int | None = None
     timer: asyncio.TimerHandle | None = None
     given_up: bool = False
     failed: bool = False
@@ -46,6 +47,7 @@ class _Call:
     def work(self, pid: int) -> None:
         """`pid`: of the process that the thread was started in."""
         assert self.step is not None
+        self.thread = threading.get_ident()
         try:
             self.outcome = self.step()
             end_if_copy(pid)
@@ -77,8 +79,9 @@ class _Start:
 
 
 class Threads:
-    """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `on_hung` is called at each
-    new one, `on_full` with the text where a call found no thread in time. Any event loop may call, one at a time."""
+    """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `came_back`: those that
+    have; `longest_s`: the longest time-out. `on_hung` is called at each new hung one, `on_full` with the text where a
+    call found no thread in time. Any event loop may call, one at a time."""
 
     def __init__(
         self,
@@ -87,7 +90,10 @@ class Threads:
         on_full: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.limit = limit
-        self.hung = 0
+        self.came_back = 0
+        self.longest_s = 0.0
+        self._most_hung = HUNG_PER_THREAD * limit
+        self._hung: set[_Call] = set()
         self._on_hung = on_hung
         self._on_full = on_full
         self._working = 0
@@ -95,15 +101,35 @@ class Threads:
         self._starter: SimpleQueue[_Start | None] | None = None
         self._waiting: deque[_Call] = deque()
 
+    @property
+    def hung(self) -> int:
+        return len(self._hung)
+
+    @property
+    def full(self) -> bool:
+        """Whether so many hang that no more are begun."""
+        return self.hung >= self._most_hung
+
+    def hanging(self) -> str:
+        """The function that hangs most, and where it is."""
+        calls: dict[str, list[_Call]] = {}
+        for call in self._hung:
+            calls.setdefault(name_of(call.function), []).append(call)
+        name, those = max(calls.items(), key=lambda item: len(item[1]))
+        where = place_in(those[0].function, those[0].thread)
+        place = f" ({where})" if where else ""
+        return f"{self.hung} calls have not come back, {len(those)} of them of {name}{place}"
+
     async def run(self, function: Callable[..., Any], step: Callable[[], Any], timeout_s: float) -> Any:
         """What `step()` gives, in a thread; `function` is the user's, for the errors. Its time-out counts from when it
         has a thread; it waits for one as long at most. Raises `UserCodeError`."""
         loop = asyncio.get_running_loop()
         call = _Call(self._came_back, loop, loop.create_future(), function, step, timeout_s)
-        if self.hung >= HUNG_PER_THREAD * self.limit:
-            raise UserCodeError(
-                f"not called: {self.hung} calls have not come back, and no more threads are given; mend what hangs, "
-                f'or set worker.tool_isolation = "process"',
+        self.longest_s = max(self.longest_s, timeout_s)
+        if self.full:
+            raise NotCalled(
+                f"not called: {self.hanging()}, and no more threads are given; mend what hangs, or set "
+                f'worker.tool_isolation = "process"',
                 reasons.TIMEOUT,
                 defined_at(function),
             )
@@ -140,7 +166,7 @@ class Threads:
     def _not_started(self, call: _Call, why: str) -> None:
         text = f"not called: {why}; lower worker.user_threads, or raise the limit of processes (ulimit -u)"
         if call.given_up:
-            self.hung -= 1
+            self._hung.discard(call)
         else:
             self._working -= 1
         call.settle(UserCodeError(text, "RuntimeError", defined_at(call.function)))
@@ -148,7 +174,8 @@ class Threads:
 
     def _came_back(self, jobs: _Jobs, call: _Call) -> None:
         if call.given_up:
-            self.hung -= 1
+            self._hung.discard(call)
+            self.came_back += 1
         else:
             self._working -= 1
             call.settle()
@@ -169,7 +196,7 @@ class Threads:
     def _give_up(self, call: _Call) -> None:
         call.given_up = True
         self._working -= 1
-        self.hung += 1
+        self._hung.add(call)
         text = f"no answer within {call.timeout_s:g} s"
         call.settle(UserCodeError(text, reasons.TIMEOUT, defined_at(call.function)))
         self._on_hung()

@@ -423,6 +423,15 @@ def test_a_row_is_given_up_after_its_attempts_and_counted() -> None:
     assert bench.apply(tickets.issue(bench.ledger, "w", 1))[0].id == "1.0"
 
 
+def test_i9_a_ticket_that_a_worker_gives_back_as_it_ends_costs_its_row_no_attempt() -> None:
+    bench = Bench(ticket_attempts=1)
+    for attempt in range(5):
+        record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
+        assert (record.id, record.failures) == (f"0.{attempt}", 0)
+        bench.apply(tickets.fail(bench.ledger, record, "failed:worker_stopped", retryable=True))
+    assert not bench.ledger.drops
+
+
 def test_a_failure_that_would_repeat_ends_its_row_at_once() -> None:
     bench = Bench()
     record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]

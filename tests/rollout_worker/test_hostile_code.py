@@ -8,6 +8,8 @@ import pytest
 
 from protocol import codec, reasons
 from protocol.messages import Group
+from rollout_worker.ticket_loop import UserCodeShutOff
+from rollout_worker.user_code import shut_off
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
@@ -189,9 +191,56 @@ async def test_i9_hung_calls_are_reported():
     report = run.worker.report()
     assert report.hung_calls == 8
     texts = [trouble.text for trouble in report.troubles if trouble.kind == "code"]
-    assert texts[0].startswith("1 call has not come back")
+    assert texts[0].startswith("1 call of tools has not come back")
     release.set()
     await until(lambda: run.worker.report().hung_calls == 0)
+
+
+def hangs_in(release):
+    def multiply(a: int, b: int) -> int:
+        """Multiply two integers.
+
+        Args:
+            a: The first factor.
+            b: The second factor.
+        """
+        release.wait()
+        return a * b
+
+    return multiply
+
+
+async def test_i9_tools_that_hang_fail_no_row_and_no_reward():
+    """Every ticket failed as a row that could not be read."""
+    release = threading.Event()
+    run_config = config(WORKER, worker={"tool_timeout_s": 0.01, "user_threads": 1})
+    run = await roll(task(tools=[hangs_in(release)]), fake(), tickets=6, config=run_config)
+    release.set()
+    assert run.queue.failures == {}
+    assert len(run.queue.groups) == 6
+
+
+async def test_i9_a_worker_whose_user_code_is_shut_off_gives_its_tickets_back_and_ends_with_the_reason(monkeypatch):
+    """It lived on, and failed ticket after ticket."""
+    release = threading.Event()
+    monkeypatch.setattr(shut_off, "AT_LEAST_S", 0.0)
+    run_config = config(WORKER, worker={"reward_timeout_s": 0.02, "user_threads": 1, "episodes": 16})
+
+    def reward(completions, **columns):
+        release.wait()
+        return [1.0] * len(completions)
+
+    queue = StandInQueue(tickets_for(40, 2), keep_open=True)
+    with pytest.raises(
+        UserCodeShutOff, match=r"of them of .*reward \(.*test_hostile_code.py:\d+\).*time-out of its own"
+    ):
+        await roll(task(rewards=[reward]), fake(), config=run_config, queue=queue)
+    release.set()
+    stopped = [failure for failure in queue.failures.values() if failure.reason == reasons.WORKER_STOPPED]
+    assert stopped
+    assert all("have not come back" in failure.detail and failure.retryable for failure in stopped)
+    others = {failure.reason for failure in queue.failures.values()} - {reasons.WORKER_STOPPED}
+    assert others <= {reasons.REWARD}
 
 
 def meddling(prompts, completions, completion_ids, answer, notes, **columns):

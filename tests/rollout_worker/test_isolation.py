@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from protocol import reasons
 from protocol.config import TaskSection
-from rollout_worker.user_code import UserCode, UserCodeError
+from rollout_worker.user_code import UserCode, UserCodeError, threads
+from rollout_worker.user_code.child_process import ChildProcess
 from tests.kit.worker import until
 
 FILE = Path(__file__).with_name("isolated_task.py")
@@ -122,6 +124,52 @@ async def test_i9_calls_that_are_cancelled_end_their_children_and_what_those_sta
         spinning.cancel()
         await until(lambda: not is_alive(first) and not is_alive(grandchild))
         assert await code.call_isolated("fail", {"how": "not"}, 60.0) == "well"
+
+
+async def test_i9_a_child_whose_call_is_cancelled_before_its_thread_begins_serves_no_other(monkeypatch):
+    """Two threads used one pipe: each took the other's reply for a stray line, and its owner waited for ever."""
+    begun, go_on = threading.Event(), threading.Event()
+    work = threads._Call.work
+
+    def late(call, pid):
+        if not begun.is_set():
+            begun.set()
+            go_on.wait()
+        work(call, pid)
+
+    async with boundary(limit=2) as code:
+        first = await code.call_isolated("pid", {}, 60.0)
+        monkeypatch.setattr(threads._Call, "work", late)
+        gone = asyncio.create_task(code.call_isolated("echo", {"value": "gone"}, 60.0))
+        await until(begun.is_set)
+        gone.cancel()
+        await asyncio.wait([gone])
+        second = await code.call_isolated("pid", {}, 60.0)
+        assert second != first
+        go_on.set()
+        assert await code.call_isolated("pid", {}, 60.0) == second
+        await until(lambda: not is_alive(int(first)))
+
+
+async def test_i9_a_child_that_is_ready_when_its_first_call_is_cancelled_serves_the_next(monkeypatch):
+    """It was lost: it held its memory, served nobody, and another was started beside it."""
+    started, go_on = [], threading.Event()
+    start = ChildProcess.start
+
+    def slow(child):
+        start(child)
+        started.append(child)
+        go_on.wait()
+
+    monkeypatch.setattr(ChildProcess, "start", slow)
+    async with boundary() as code:
+        gone = asyncio.create_task(code.call_isolated("pid", {}, 60.0))
+        await until(lambda: len(started) == 1)
+        gone.cancel()
+        await asyncio.wait([gone])
+        go_on.set()
+        assert int(await code.call_isolated("pid", {}, 60.0)) > 0
+        assert len(started) == 1
 
 
 async def test_i9_no_more_children_than_allowed_serve_any_number_of_calls():

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ import threading
 import pytest
 
 from protocol import reasons
-from rollout_worker.user_code import UserCode, UserCodeError, threads
+from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, threads
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"
@@ -102,11 +103,11 @@ async def test_i9_hung_sync_calls_are_replaced_counted_told_and_bounded():
             with pytest.raises(UserCodeError, match=r"not called: 8 calls have not come back.*tool_isolation"):
                 await call(code, release.wait)
         assert threads_now() <= before + 9
-        assert alarms.keys == ["hung 1", "hung 2", "hung 8"]
+        assert alarms.keys == ["hung tools 1", "hung tools 2", "hung tools 8"]
         assert [text.partition(" not come back")[0] for _, text, _ in alarms] == [
-            "1 call has",
-            "2 calls have",
-            "8 calls have",
+            "1 call of tools has",
+            "2 calls of tools have",
+            "8 calls of tools have",
         ]
         release.set()
         await until(lambda: code.hung == 0)
@@ -133,6 +134,73 @@ async def test_i9_a_call_that_nobody_waits_for_is_hung_only_after_its_own_time_o
         await until(lambda: code.hung == 1)
         release.set()
         await until(lambda: code.hung == 0)
+
+
+async def hang_until_full(code, release):
+    def hang():
+        return release.wait()
+
+    for _ in range(threads.HUNG_PER_THREAD * code.threads):
+        with pytest.raises(UserCodeError, match="no answer"):
+            await call(code, hang, timeout_s=0.01)
+    with pytest.raises(NotCalled, match=r"not called: 4 calls have not come back, 4 of them of .*hang \(.*py:\d+\)"):
+        await call(code, hang)
+
+
+async def test_i9_tools_that_hang_take_no_threads_from_rewards_and_the_data_set():
+    """Rows failed as "not called", which blamed the data, until every ticket had used up its attempts."""
+    release = threading.Event()
+    async with UserCode(threads=1) as code:
+        await hang_until_full(code, release)
+        for kind in set(Kind) - {Kind.TOOL}:
+            assert await code.call(lambda: 1, as_it_is, 30.0, kind) == 1
+        release.set()
+
+
+async def test_i9_code_that_hangs_for_good_is_told_once_with_the_place_and_the_remedy(monkeypatch):
+    release, clock = threading.Event(), Clock(monkeypatch)
+    told = []
+    async with UserCode(threads=1) as code:
+        code.shut_off = told.append
+        await hang_until_full(code, release)
+        clock.jump(50.0)
+        await asyncio.sleep(0.01)
+        assert told == []
+        clock.jump(11.0)
+        await until(lambda: told)
+        assert re.search(
+            r"user code is shut off: 4 calls .* 4 of them of \S*hang \(.*test_user_code.py:\d+\); none has come back "
+            r'for 60 s.*worker.tool_isolation = "process".* a time-out of its own',
+            told[0],
+        )
+        release.set()
+    assert len(told) == 1
+
+
+async def test_i9_slow_code_that_comes_back_is_not_shut_off(monkeypatch):
+    """Each time that one came back, another hung: full at every look."""
+    clock, told = Clock(monkeypatch), []
+    async with UserCode(threads=1) as code:
+        code.shut_off = told.append
+        releases = [threading.Event() for _ in range(6)]
+        for release in releases[:4]:
+            with pytest.raises(UserCodeError, match="no answer"):
+                await call(code, release.wait, timeout_s=0.01)
+        for back, late in zip(releases[:2], releases[4:], strict=True):
+            back.set()
+            await until(lambda: code.hung == 3)
+            with pytest.raises(UserCodeError, match="no answer"):
+                await call(code, late.wait, timeout_s=0.01)
+            assert code.hung == 4
+            clock.jump(61.0)
+            await asyncio.sleep(0.01)
+        assert told == []
+        for release in releases:
+            release.set()
+        await until(lambda: code.hung == 0)
+        clock.jump(61.0)
+        await asyncio.sleep(0.01)
+    assert told == []
 
 
 class Clock:
@@ -327,7 +395,7 @@ async def test_i9_hung_threads_of_async_code_are_replaced_counted_told_and_bound
         with pytest.raises(UserCodeError, match="RuntimeError: not called in a thread: 8 calls have not come back"):
             await call(code, well)
         await until(lambda: len(alarms) == 3)
-        assert alarms.keys == ["hung 1", "hung 2", "hung 8"]
+        assert alarms.keys == ["hung async code 1", "hung async code 2", "hung async code 8"]
         release.set()
         await until(lambda: code.hung == 0)
         assert (await call(code, well)).daemon
@@ -444,7 +512,7 @@ async def test_i9_a_coroutine_that_swallows_its_cancellation_is_counted_until_it
         with pytest.raises(UserCodeError, match=r"no answer within 0.01 s"):
             await call(code, stubborn, timeout_s=0.01)
         await until(lambda: code.hung == 1)
-        assert alarms.keys == ["hung 1"]
+        assert alarms.keys == ["hung async code 1"]
         over.set()
         await until(lambda: code.hung == 0)
 

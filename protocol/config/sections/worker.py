@@ -43,7 +43,8 @@ class WorkerSection(Section):
     )
     user_threads: Count = setting(
         64,
-        description="threads, or processes, that tools, rewards and other code of the task run in at once",
+        description="threads, or processes, that tools run in at once; rewards, the data set and the chat format "
+        "have as many threads each",
         why="as many as tools usually wait for; async tools need none",
     )
     reward_attempts: Count = setting(

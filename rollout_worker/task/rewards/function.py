@@ -48,7 +48,9 @@ class FunctionReward:
         notes = Notes(len(batch.completions))
         plain = partial(_checked, self.name, self._function, len(batch.completions))
         try:
-            rewards = await self._code.call(self._function, plain, timeout_s, **self._arguments(batch, notes))
+            rewards = await self._code.call(
+                self._function, plain, timeout_s, user_code.Kind.REWARD, **self._arguments(batch, notes)
+            )
         except RewardError:
             raise
         except user_code.UserCodeError as error:

@@ -56,7 +56,9 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
         )
     before = run.data
     if before is None or run.data_session != run.session:
-        changed = fingerprint.difference(before, given) if before is not None else None
+        changed = None
+        if before is not None:  # settings may have changed too: the learner names those
+            changed = fingerprint.difference(msgspec.structs.replace(given, rows=before.rows, data=before.data), given)
         taken = msgspec.structs.replace(run, data=given, data_session=run.session)
         return Admitted(
             Decision(run=taken),

@@ -4,6 +4,8 @@ E * sum over experts e of f_e * P_e, where f_e is how many of a token's k choice
 the router gives e, both means over tokens and layers (Switch Transformer, arXiv:2101.03961, eq. 4-6, with k choices and
 over all layers, as in transformers' `load_balancing_loss_func`). A product of means is no sum over rows. But f_e has no
 gradient: once it is known for the whole step, the rest is a sum over tokens, and packing cannot change it.
+
+Choose it for long runs of a mixture, whose routers drift; its model's own config names the coefficient.
 """
 
 from __future__ import annotations

@@ -34,7 +34,12 @@ class _Config:
 
     def field(self, name: str) -> Any:
         """What the script gives, else TRL's default where it shapes what is trained, else None."""
-        return self.given.get(name, DEFAULTS[type(self).__name__].get(name))
+        return self.given.get(name, self.default(name))
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """TRL's default where it shapes what is trained, else None."""
+        return DEFAULTS[cls.__name__].get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self).__name__

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import ConfigError, LearnerSection, VllmSection, WorkerSection
-from slipstream.trl.configs import RLOOConfig, _Config
+from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
+from slipstream.trl.objective import learner_settings, number
 
 Sections = dict[str, dict[str, Any]]
 
@@ -41,14 +42,15 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
         value = _plain(config.field(name))
         given = name in config.given
         known = FIELDS[name]
-        if known.how == "only" and value is not None and value not in known.fine:
+        unsaid = value is None and config.default(name) is None
+        if known.how == "only" and not unsaid and value not in known.fine:
             raise ConfigError(_refusal(config, known, value, given))
         if known.how == "told" and given and value not in known.fine:
             notes.append(f"{name}={value!r} has no effect here: {known.note}")
         if known.how == "set" and value is not None:
             section, key = known.setting
             sections[section][key] = value
-    for work in (_model, _place, _steps, _schedule, _checkpoints, _clipping, _episodes, _tokens, _servers, _logging):
+    for work in (_model, _place, _steps, _schedule, _checkpoints, _objective, _episodes, _tokens, _servers, _logging):
         work(config, sections, notes, context)
     _differences(config, notes)
     for section, settings in config.slipstream.items():
@@ -89,8 +91,8 @@ def _place(config: _Config, sections: Sections, notes: list[str], context: int |
 
 
 def _steps(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    size = _number(config, "num_generations")
-    completions = _number(config, "per_device_train_batch_size") * _number(config, "gradient_accumulation_steps")
+    size = number(config, "num_generations")
+    completions = number(config, "per_device_train_batch_size") * number(config, "gradient_accumulation_steps")
     if size < 2 or completions < 1 or completions % size:
         raise ConfigError(
             f"per_device_train_batch_size x gradient_accumulation_steps = {completions} completions a step are not a "
@@ -103,12 +105,12 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
     # As in TRL, a group without variance has its place in the step: else steps would differ, and never end for a reward
     # that is constant.
     sections["learner"]["zero_variance"] = "keep"
-    steps = _number(config, "max_steps")
+    steps = number(config, "max_steps")
     if steps > 0:
         sections["learner"]["steps"] = steps
     else:
-        sections["learner"]["epochs"] = float(_number(config, "num_train_epochs"))
-    inflight, queued = _number(config, "max_inflight_tasks"), _number(config, "queue_maxsize")
+        sections["learner"]["epochs"] = float(number(config, "num_train_epochs"))
+    inflight, queued = number(config, "max_inflight_tasks"), number(config, "queue_maxsize")
     if inflight is not None and inflight > 0:
         sections["worker"]["episodes"] = max(inflight, size)
     if queued:
@@ -117,8 +119,8 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
 
 def _schedule(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     learner = sections["learner"]
-    learner["betas"] = [_number(config, "adam_beta1"), _number(config, "adam_beta2")]
-    warmup, steps = _number(config, "warmup_steps"), learner.get("steps")
+    learner["betas"] = [number(config, "adam_beta1"), number(config, "adam_beta2")]
+    warmup, steps = number(config, "warmup_steps"), learner.get("steps")
     if 0 < warmup < 1:
         if steps is None:
             raise ConfigError(f"warmup_steps={warmup} is a share of the steps, and max_steps is not given; give it")
@@ -135,7 +137,7 @@ def _schedule(config: _Config, sections: Sections, notes: list[str], context: in
 
 
 def _checkpoints(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    strategy, every = _plain(config.field("save_strategy")), _number(config, "save_steps")
+    strategy, every = _plain(config.field("save_strategy")), number(config, "save_steps")
     if strategy == "no":
         sections["learner"]["checkpoint_every"] = 0
     elif strategy in (None, "steps"):
@@ -147,14 +149,12 @@ def _checkpoints(config: _Config, sections: Sections, notes: list[str], context:
         raise ConfigError(f"save_strategy={strategy!r} is not supported; write 'steps' with save_steps, or 'no'")
 
 
-def _clipping(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    high = _number(config, "epsilon_high")
-    sections["learner"]["clip_high"] = _number(config, "epsilon") if high is None else high
-    sections["learner"]["advantage"] = "rloo" if isinstance(config, RLOOConfig) else "grpo"
+def _objective(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    sections["learner"] |= learner_settings(config, notes)
 
 
 def _episodes(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    calls, top_k = _number(config, "max_tool_calling_iterations"), _number(config, "top_k")
+    calls, top_k = number(config, "max_tool_calling_iterations"), number(config, "top_k")
     sections["rollout"]["max_turns"] = 0 if calls is None else calls + 1
     if top_k is not None:
         sections["rollout"]["top_k"] = max(top_k, 0)  # TRL's -1, vLLM's too, is ours 0: all of them
@@ -162,11 +162,11 @@ def _episodes(config: _Config, sections: Sections, notes: list[str], context: in
 
 def _tokens(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     """The context holds a prompt beside the longest completion, where the model has as much."""
-    completion, length = _number(config, "max_completion_length"), _number(config, "vllm_max_model_length")
+    completion, length = number(config, "max_completion_length"), number(config, "vllm_max_model_length")
     if length is None:
         length = max(_default(VllmSection, "max_model_len"), 2 * (completion or 0))
         length = length if context is None else min(length, context)
-    budget = _number(config, "token_budget")
+    budget = number(config, "token_budget")
     sections["vllm"]["max_model_len"] = length
     sections["rollout"]["max_episode_tokens"] = length if completion is None else completion
     sections["rollout"]["max_turn_tokens"] = min(length - 1, completion or length)
@@ -195,7 +195,7 @@ def _servers(config: _Config, sections: Sections, notes: list[str], context: int
 
 def _logging(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     if config.field("log_completions"):
-        every = _number(config, "logging_steps") or 1
+        every = number(config, "logging_steps") or 1
         sections["learner"]["show_rollout_every"] = max(1, int(every))
 
 
@@ -206,8 +206,6 @@ def _differences(config: _Config, notes: list[str]) -> None:
             "generation and training run at once: tokens may be queue.max_staleness = 4 versions old; for strict "
             f"turns write {type(config).__name__}(slipstream={{'queue': {{'max_staleness': 0}}}})"
         )
-    if isinstance(config, RLOOConfig):
-        notes.append("the ratio is taken and clipped for each token; TRL's RLOO takes that of the whole completion")
 
 
 def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
@@ -216,14 +214,6 @@ def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
     why = f": {known.note}" if known.note else ""
     remedy = f"write {fine}" if fine else "leave it out"
     return f"{type(config).__name__}({known.name}={value!r}){default} is not supported{why}; {remedy}"
-
-
-def _number(config: _Config, name: str) -> Any:
-    """A field that is a number, or None where it is neither given nor has a default."""
-    value = config.field(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ConfigError(f"{type(config).__name__}({name}={value!r}): must be a number")
-    return value
 
 
 def _plain(value: Any) -> Any:

@@ -6,10 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.objectives import OBJECTIVES
 from learner.feed.rollout_metrics import RolloutMetrics
+from protocol.config import LearnerSection
 from protocol.figures import WHY_FAILED
 from tests.kit import group
+from tests.kit.learner import tokens
 from tests.learner.test_summary import step_record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -29,7 +35,23 @@ def made() -> set[str]:
     return (set(step_record(1, 0.5).flat()) | set(metrics.ours())) - of_the_task
 
 
-@pytest.mark.parametrize("name", sorted(made()))
+def of_algorithms() -> set[str]:
+    """What the algorithm shows, whatever it is."""
+    ways: list[dict[str, object]] = [{"objective": name} for name in OBJECTIVES]
+    ways += [{"correction": name} for name in CORRECTIONS]
+    ways += [{"off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.5}]
+    ways += [{"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in_reward": True}, {"entropy_coef": 0.1}]
+    one = torch.zeros(1)
+    seen = tokens([1.0], [0.0]).but(reference=one, top_entropy=one == 0, entropy_weights=one)
+    names: set[str] = set()
+    for way in ways:
+        algorithm = Algorithm(LearnerSection.model_validate(way), longest=8)
+        result = algorithm(seen)
+        names |= set(algorithm.figures({name: float(value) for name, value in {**result.sums, **result.peaks}.items()}))
+    return names
+
+
+@pytest.mark.parametrize("name", sorted(made() | of_algorithms()))
 def test_a_metric_is_on_the_page(name: str) -> None:
     general = re.sub(r"(?<=tools/)multiply|(?<=rewards/)accuracy|(?<=finish/)\w+|(?<=failures/)\w+", "<name>", name)
     general = re.sub("(?<=finish/)<name>|(?<=failures/)<name>", "<reason>", general)

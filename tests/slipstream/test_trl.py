@@ -139,7 +139,7 @@ def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[s
         (GRPOConfig(), "rollout", {"group_size": 8, "max_episode_tokens": 512, "max_turn_tokens": 512}),
         (GRPOConfig(), "run", {"dir": ".", "name": "trainer_output", "seed": 42}),
         (RLOOConfig(beta=0.0), "rollout", {"group_size": 2}),
-        (RLOOConfig(beta=0.0), "learner", {"groups_per_step": 4, "advantage": "rloo"}),
+        (RLOOConfig(beta=0.0), "learner", {"groups_per_step": 4, "algorithm": "rloo"}),
         (AsyncGRPOConfig(), "rollout", {"max_episode_tokens": 2048}),
         (AsyncGRPOConfig(), "queue", {"max_staleness": 4}),
         (AsyncGRPOConfig(queue_maxsize=100, max_inflight_tasks=64), "queue", {"capacity_groups": 13}),
@@ -174,9 +174,79 @@ def test_a_field_becomes_a_setting(config: _Config, section: str, settings: dict
     assert {key: made.get(key) for key in settings} == settings
 
 
+OBJECTIVES: list[tuple[_Config, dict[str, Any]]] = [
+    (GRPOConfig(), {"algorithm": "dapo", "normaliser": "tokens", "correction": "none", "delta": "none", "kl_coef": 0}),
+    (GRPOConfig(), {"clip_low": 0.2, "clip_high": 0.2, "advantage": "grpo", "objective": "ppo_clip"}),
+    (RLOOConfig(), {"algorithm": "rloo", "kl_coef": 0.05, "kl_in_reward": True, "normaliser": "rollouts"}),
+    (RLOOConfig(), {"objective": "sequence_clip", "clip_high": 0.2, "delta": "none", "reference_sync_steps": 0}),
+    (RLOOConfig(beta=0, reward_clip_range=(-1, 1)), {"kl_coef": 0, "reward_clip": (-1, 1)}),
+    (RLOOConfig(normalize_advantages=True), {"normalise_advantages": True}),
+    (AsyncGRPOConfig(epsilon=0.1), {"algorithm": "async_grpo", "clip_low": 0.1, "clip_high": 0.1, "delta": "none"}),
+    (AsyncGRPOConfig(), {"advantage": "async_grpo", "correction": "none", "normaliser": "tokens"}),
+    (GRPOConfig(loss_type="grpo"), {"normaliser": "sequences", "objective": "ppo_clip"}),
+    (GRPOConfig(loss_type="bnpo"), {"algorithm": "bnpo", "normaliser": "tokens"}),
+    (GRPOConfig(loss_type="dr_grpo"), {"advantage": "grpo", "normaliser": "constant"}),
+    (GRPOConfig(loss_type="dr_grpo", scale_rewards=False), {"algorithm": "dr_grpo", "advantage": "dr_grpo"}),
+    (GRPOConfig(scale_rewards="batch"), {"advantage": "batch"}),
+    (GRPOConfig(multi_objective_aggregation="normalize_then_sum"), {"advantage": "gdpo"}),
+    (GRPOConfig(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4), {"algorithm": "gspo"}),
+    (GRPOConfig(loss_type="luspo"), {"objective": "ppo_clip", "normaliser": "rollouts", "clip_low": 0.2}),
+    (GRPOConfig(loss_type="luspo", importance_sampling_level="sequence"), {"objective": "gspo"}),
+    (GRPOConfig(loss_type="cispo", epsilon=0.1, epsilon_high=5.0, delta=2.0), {"clip_high": 4.0, "delta": 4.0}),
+    (GRPOConfig(loss_type="sapo", sapo_temperature_neg=1.2, epsilon=0.1), {"sapo_temperature_neg": 1.2}),
+    (GRPOConfig(loss_type="vespo", vespo_k_pos=1.0, use_vllm=True), {"vespo_k_pos": 1.0, "correction": "none"}),
+    (GRPOConfig(sapo_temperature_neg=1.2), {"sapo_temperature_neg": 1.05}),
+    (GRPOConfig(delta=2.0), {"delta": 2.0}),
+    (GRPOConfig(beta=0.04), {"kl_coef": 0.04, "kl_in_reward": False, "kl_bias_correction": True}),
+    (GRPOConfig(beta=0.04, use_bias_correction_kl=False), {"kl_bias_correction": False}),
+    (GRPOConfig(use_bias_correction_kl=False), {"kl_bias_correction": True}),
+    (GRPOConfig(beta=0.1, sync_ref_model=True), {"reference_sync_steps": 512, "reference_mixup": 0.6}),
+    (RLOOConfig(sync_ref_model=True, ref_model_sync_steps=9, ref_model_mixup_alpha=1.0), {"reference_sync_steps": 9}),
+    (GRPOConfig(top_entropy_quantile=0.2, entropy_coef=0.01), {"top_entropy_quantile": 0.2, "entropy_coef": 0.01}),
+    (GRPOConfig(off_policy_mask_threshold=0.5), {"off_policy_mask_threshold": 0.5}),
+    (GRPOConfig(router_aux_loss_coef=0.001), {"router_aux_loss_coef": 0.001}),
+    (
+        GRPOConfig(use_vllm=True),
+        {"correction": "sequence_mask", "correction_low": 0, "correction_high": 3.0, "proximal": "recomputed"},
+    ),
+    (GRPOConfig(use_vllm=True, vllm_importance_sampling_correction=False), {"correction": "none"}),
+    (
+        GRPOConfig(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=None),
+        {"correction": "token_mask", "correction_low": 0, "correction_high": 1e6},
+    ),
+    (
+        GRPOConfig(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_min=0.5),
+        {"correction": "token_truncate", "correction_low": 0.5},
+    ),
+    (GRPOConfig(vllm_importance_sampling_cap=2.0), {"correction_high": 2.0}),
+    (GRPOConfig(slipstream={"learner": {"algorithm": "tis"}}), {"objective": "reinforce", "clip_high": 0.28}),
+    (GRPOConfig(learning_rate=1e-5, slipstream={"learner": {"algorithm": "cispo"}}), {"clip_high": 4.0}),
+]
+
+
+@pytest.mark.parametrize(("config", "settings"), OBJECTIVES, ids=str)
+def test_what_trl_learns_is_what_the_run_learns(config: _Config, settings: dict[str, Any]) -> None:
+    made = RunConfig.model_validate({**sections_of(config), "task": {"path": "task.py:trainer"}}).learner
+    assert {name: getattr(made, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (GRPOConfig(), "no bound holds the ratio of bad tokens.*'delta': 4.0"),
+        (GRPOConfig(loss_type="bnpo"), "tokens of the whole step"),
+        (GRPOConfig(use_vllm=True), "sequence_mask.*correction=False"),
+        (GRPOConfig(cast_lm_head_to_fp32=True), "cast_lm_head_to_fp32=True has no effect here"),
+    ],
+    ids=str,
+)
+def test_what_differs_is_told(config: _Config, says: str) -> None:
+    assert [note for note in translate(config, "org/model", None).notes if re.search(says, note)]
+
+
 def test_what_a_config_comes_to_is_a_run_file() -> None:
     large = GRPOConfig(num_generations=512, per_device_train_batch_size=512)
-    for config in (GRPOConfig(), RLOOConfig(beta=0), AsyncGRPOConfig(), large):
+    for config in (GRPOConfig(), RLOOConfig(), AsyncGRPOConfig(), large):
         for context in (None, 400, 4096):
             RunConfig.model_validate({**sections_of(config, context), "task": {"path": "task.py:trainer"}})
 
@@ -189,16 +259,22 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
+        (GRPOConfig(loss_type="ppo"), "loss_type='ppo'.*write loss_type='grpo' or loss_type='bnpo'"),
+        (GRPOConfig(loss_type=None), "loss_type=None.*write loss_type='grpo'"),
+        (GRPOConfig(scale_rewards="std"), "scale_rewards='std'.*write scale_rewards='group'"),
+        (GRPOConfig(loss_type="cispo"), r"loss_type='cispo', epsilon_high=0\.2.*write epsilon_high=5\.0"),
+        (GRPOConfig(loss_type="sapo", importance_sampling_level="sequence"), "'sequence'.*'sapo'.*leave it out"),
+        (GRPOConfig(sync_ref_model=True), "sync_ref_model=True.*set beta"),
+        (GRPOConfig(vllm_importance_sampling_clip_max=0.5), "clip_max=0.5.*give 1 or more"),
+        (GRPOConfig(vllm_importance_sampling_cap=0.5), "sampling_cap=0.5.*give 1 or more"),
+        (GRPOConfig(vllm_importance_sampling_clip_min=2), "clip_min=2.*give 1 or less"),
+        (GRPOConfig(epsilon="0.2"), "epsilon='0.2'.: must be a number"),
         (
-            RLOOConfig(),
-            r"^RLOOConfig\(beta=0\.05\), TRL's default, is not supported: there is no reference model here "
-            r"yet, so there is no KL term; write beta=0\.0$",
+            GRPOConfig(epsilon=0.1, slipstream={"learner": {"algorithm": "tis"}}),
+            r"epsilon=0\.1.* beside slipstream=.*'tis'.*leave epsilon out",
         ),
-        (GRPOConfig(beta=0.04), r"^GRPOConfig.beta=0.04. is not supported: .*write beta=0\.0$"),
-        (GRPOConfig(loss_type="dr_grpo"), "loss_type='dr_grpo'.*write loss_type='dapo'"),
-        (GRPOConfig(scale_rewards=False), "scale_rewards=False.*write scale_rewards='group'"),
         (GRPOConfig(num_iterations=2), "num_iterations=2.*write num_iterations=1"),
-        (GRPOConfig(delta=2.0), r"delta=2\.0.*leave it out"),
+        (GRPOConfig(use_adaptive_entropy=True), "use_adaptive_entropy=True.*write use_adaptive_entropy=False"),
         (GRPOConfig(lr_scheduler_type="cosine"), "lr_scheduler_type='cosine' is not supported.*constant_with_warmup"),
         (GRPOConfig(eval_strategy="steps"), "eval_strategy='steps'.*there is no evaluation yet.*eval_strategy='no'"),
         (GRPOConfig(push_to_hub=True), "push_to_hub=True.*`model/` folder"),
@@ -289,7 +365,7 @@ class Tokenizer:
         ({"eval_dataset": ROWS}, "eval_dataset.*not supported yet"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
-        ({"args": GRPOConfig(beta=1.0)}, "beta=1.0"),
+        ({"args": GRPOConfig(num_iterations=2)}, "num_iterations=2"),
         ({"train_dataset": None}, "is empty"),
         ({"reward_funcs": None}, "at least one reward"),
     ],
@@ -368,7 +444,7 @@ def test_no_refusal_is_without_a_remedy() -> None:
             continue
         letter = next((letter for letter in "GRA" if letter in field.of), "G")
         kind = {"G": GRPOConfig, "R": RLOOConfig, "A": AsyncGRPOConfig}[letter]
-        given = {"beta": 0, field.name: "unheard of"} if letter == "R" else {field.name: "unheard of"}
+        given = {field.name: "unheard of"}
         with pytest.raises(ConfigError, match=rf"{re.escape(field.name)}='unheard of'.*(write|leave it out)"):
             translate(kind(**given), "org/model", None)
 

@@ -13,7 +13,10 @@ _EPSILON = 1e-8
 
 class AsyncGrpo(GroupAdvantage):
     """(r - mean) / (std + 1e-8), as in TRL's AsyncGRPOTrainer: the deviation is the population's (divided by G), so the
-    advantages are sqrt(G / (G - 1)) times those of `grpo`, and the least difference of rewards counts in full."""
+    advantages are sqrt(G / (G - 1)) times those of `grpo`, and the least difference of rewards counts in full.
+
+    Choose it to compare with TRL's AsyncGRPOTrainer.
+    """
 
     def of_group(self, rewards: Floats) -> Floats:
         return np.asarray((rewards - rewards.mean()) / (float(rewards.std()) + _EPSILON))

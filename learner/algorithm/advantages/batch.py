@@ -14,6 +14,8 @@ class Batch(Advantage):
 
     The standard deviation is the sample's, over the rewards of all rollouts of the step: groups that
     `learner.zero_variance` keeps out of it do not count.
+
+    Choose it where groups are small, so that a group's own deviation is noise.
     """
 
     def compute(self, rollouts: StepRollouts) -> Floats:

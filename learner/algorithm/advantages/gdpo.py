@@ -15,6 +15,8 @@ class Gdpo(Advantage):
     number; the weighted sum over k, to which a function that gave None adds nothing; of that,
     (A - mean) / (std + `advantage_epsilon`) over the step. Deviations are the sample's. A rollout that no function gave
     a number has advantage 0 and no part in mean and deviation.
+
+    Choose it for several reward functions of unlike scales or rarity, whose sum would hide one of them.
     """
 
     def compute(self, rollouts: StepRollouts) -> Floats:

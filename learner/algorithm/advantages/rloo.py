@@ -9,7 +9,10 @@ from learner.algorithm.rollouts import Floats
 
 
 class Rloo(GroupAdvantage):
-    """REINFORCE leave-one-out (arXiv:2402.14740): r_i - mean of r_j over j != i."""
+    """REINFORCE leave-one-out (arXiv:2402.14740): r_i - mean of r_j over j != i.
+
+    Choose it for an unbiased baseline, and for rewards whose size means something.
+    """
 
     def of_group(self, rewards: Floats) -> Floats:
         others = (rewards.sum() - rewards) / (len(rewards) - 1)

@@ -15,6 +15,8 @@ class Decoupled(TruncatedWeight):
     `token_mask` with `correction_low = 0`). The formula is `token_truncate`'s, under the name that people know: what
     makes it PPO is `proximal`. With `recomputed`, p / proximal is 1 throughout, as a batch makes one optimiser step,
     and the clip never acts; `last_step` and `interpolated` (A-3PO) give it something to hold on to.
+
+    Choose it for staleness above 1 with `proximal = "interpolated"`, which costs nothing, or `"last_step"`.
     """
 
     HIGH: ClassVar[float] = 5.0

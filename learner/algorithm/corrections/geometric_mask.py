@@ -16,6 +16,8 @@ class GeometricMask(BoundedRatio):
 
     Geometric sequence masking (richardli.xyz/post/rl-collapse-part3), with the bounds of SkyRL's examples, 0.99 and
     1.01. They are narrow: where `correction/masked` is high, widen them.
+
+    Choose it for long rollouts, as its mean does not grow with their length.
     """
 
     by_rollout: ClassVar[bool] = True

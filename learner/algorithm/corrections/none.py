@@ -7,7 +7,10 @@ from learner.algorithm.tokens import Tokens
 
 
 class NoCorrection(Correction):
-    """Nothing: p / p_behaviour is in the objective, which bounds it."""
+    """Nothing: p / p_behaviour is in the objective, which bounds it.
+
+    Choose it for staleness of 0 or 1, and with objectives that bound their ratio.
+    """
 
     def __call__(self, tokens: Tokens) -> Corrected:
         return Corrected(tokens, {})

@@ -13,6 +13,8 @@ class SequenceMask(MaskedWeight):
 
     TRL's mode `sequence_mask`, its default, with its upper bound, 3, and no lower one. r moves away from 1 with each
     token: long rollouts are left out more often than short ones.
+
+    Choose it to compare with TRL's GRPOTrainer, and for fresh data of a server that rounds otherwise.
     """
 
     by_rollout: ClassVar[bool] = True

@@ -13,6 +13,8 @@ class SequenceTruncate(TruncatedWeight):
 
     TRL's mode `sequence_truncate` with its upper bound, 3. Without a bound it is unbiased, with a variance that grows
     with the rollout's length (richardli.xyz/post/rl-collapse-part2, analysis 1).
+
+    Choose it for short rollouts, where a weight of the whole rollout is less biased than one of tokens.
     """
 
     by_rollout: ClassVar[bool] = True

@@ -12,6 +12,9 @@ class TokenMask(MaskedWeight):
 
     IcePop (Ring-1T, arXiv:2510.18855: M(k) = k for k in [alpha, beta], else 0), with its bounds 0.5 and 5; TRL's mode
     `token_mask`.
+
+    Choose it with `reinforce` where sampler and learner disagree on single tokens, as mixtures of experts do (preset
+    `icepop`).
     """
 
     LOW: ClassVar[float] = 0.5

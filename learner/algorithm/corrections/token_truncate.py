@@ -12,6 +12,8 @@ class TokenTruncate(TruncatedWeight):
 
     TIS bounds it above only, usually at 2 (Yao et al., fengyao.notion.site/off-policy-rl). TRL's mode `token_truncate`
     has a lower bound too, `vllm_importance_sampling_clip_min`, and 3 for the upper one.
+
+    Choose it with `reinforce` for stale data (preset `tis`): every token teaches, none decides.
     """
 
     HIGH: ClassVar[float] = 2.0

@@ -16,6 +16,8 @@ class OffPolicy(Mask):
     """Leaves out rollouts of negative advantage whose mean of log behaviour - log policy, over their tokens that train,
     is above the threshold: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9), as TRL's
     `off_policy_mask_threshold`. A mean that is not a number leaves nothing out, so that the step ends in an error.
+
+    Choose it for stale data: bad rollouts that the policy would not make any more are the first to spoil a step.
     """
 
     by_rollout: ClassVar[bool] = True

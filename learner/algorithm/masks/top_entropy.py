@@ -17,6 +17,8 @@ class TopEntropy(Mask):
 
     As TRL's setting of this name, but over all of the step's tokens, where TRL takes those of a micro-batch. Tokens of
     equal entropy stand or go together.
+
+    Choose it for long reasoning, most of whose tokens leave no choice.
     """
 
     @staticmethod

@@ -14,6 +14,9 @@ class Cispo(RatioObjective):
 
     TRL's `epsilon_high` is the bound itself: its 5.0 (ScaleRL, arXiv:2510.13786) is `clip_high = 4.0`. Sum:
     `cispo_clip_ratio`, as TRL counts it: good tokens whose ratio is cut off.
+
+    Choose it where rare tokens matter, such as those that turn an argument, which a clip would silence; and for stale
+    data, as all of it teaches.
     """
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:

@@ -22,6 +22,8 @@ class Dppo(RatioObjective):
     early and common ones late.
 
     Sums: `clip_ratio/*`, tokens that M takes away, by side.
+
+    Choose it for large vocabularies, where ratios of rare tokens say little about how far the policy moved.
     """
 
     def __init__(self, section: LearnerSection) -> None:

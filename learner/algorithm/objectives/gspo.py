@@ -15,6 +15,8 @@ class Gspo(ClipObjective):
 
     Written as GSPO-token (section 4.3), which has the same loss and gradient where a rollout's tokens have one
     advantage: with `normaliser = "sequences"` it is the paper's. TRL: `importance_sampling_level = "sequence"`.
+
+    Choose it for mixtures of experts and for long answers, whose single tokens' ratios are noise.
     """
 
     by_rollout = True

@@ -12,6 +12,8 @@ class Importance(RatioObjective):
     """loss = -r A, r = p / p_old of each token: unbiased for one token, and of a variance without bound.
 
     Only log r is bounded, by 20 on either side, so that float32 holds it: what is beyond has no gradient.
+
+    Choose it to measure what a bound is worth, not to train.
     """
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:

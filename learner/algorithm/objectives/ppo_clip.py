@@ -6,4 +6,7 @@ from learner.algorithm.objectives.clip import ClipObjective
 
 
 class PpoClip(ClipObjective):
-    """PPO's clip of each token's own ratio, r = p / p_old (arXiv:1707.06347, eq. 7)."""
+    """PPO's clip of each token's own ratio, r = p / p_old (arXiv:1707.06347, eq. 7).
+
+    Choose it first; it is the best known, and holds staleness of a few versions.
+    """

@@ -13,6 +13,8 @@ class Sapo(RatioObjective):
     elsewhere (arXiv:2511.20347).
 
     Its derivative by log p is -4 s (1 - s) r A, s the sigmoid: -A at r = 1, and less the farther r is from there.
+
+    Choose it where a clip takes many tokens away (`clip_ratio/region_mean` above 0.1).
     """
 
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:

@@ -17,6 +17,8 @@ class SequenceClip(ClipObjective):
     The loss L of a rollout of n tokens is -min(r A, clip(r) A), and its derivative by each log-prob is that of r alone,
     -r A where nothing is clipped. So a token's loss is L / n with the gradient of L: with `normaliser = "rollouts"`
     these add up to the mean of L over the rollouts, which is TRL's.
+
+    Choose it with `rloo`, and for short answers: the ratio of a whole rollout leaves any bound soon where it is long.
     """
 
     by_rollout = True

@@ -14,6 +14,8 @@ class Vespo(RatioObjective):
 
     k and lambda are `vespo_k_pos`, `vespo_lambda_pos` where A >= 0, `vespo_k_neg`, `vespo_lambda_neg` elsewhere.
     phi(1) = 1, and phi falls on both sides of k / lambda. Sum: `vespo/phi_seq_mean`, phi.
+
+    Choose it for stale data and rollouts whose ratios differ much, without a bound to be tuned.
     """
 
     by_rollout = True

@@ -14,6 +14,8 @@ class EntropyBonus(Regulariser):
 
     A mean over the step's tokens, whatever the normaliser is, as in TRL's GRPOTrainer: so a coefficient means the same
     beside each of them. The bonus of PPO (arXiv:1707.06347, eq. 9), with its gradient through all of the distribution.
+
+    Choose it, at 0.001 or so, where `entropy` falls to 0 before the reward has risen.
     """
 
     def __call__(self, tokens: Tokens) -> TokenLosses:

@@ -18,6 +18,9 @@ class KlInLoss(Regulariser):
     importance weights nor masks touch it.
 
     Sums: `kl_reference`, of the estimates as the loss has them.
+
+    Choose it where the policy must keep what it could before, such as style or other tasks; tasks with rewards that can
+    be checked seldom need it.
     """
 
     needs_reference = True

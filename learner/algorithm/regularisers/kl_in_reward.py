@@ -19,6 +19,8 @@ class KlInReward(Regulariser):
     stand before the ones that train, which cannot have caused them, or in a rollout that does not train at all.
 
     Sums: `kl_reference`, of the estimates. There is no term in the loss.
+
+    Choose it with `rloo`, as its paper has it.
     """
 
     needs_reference = True

@@ -36,7 +36,8 @@ class AlgorithmSection(Section):
         "decoupled_ppo",
     ] = setting(
         "grpo",
-        description="a preset of the settings of docs/algorithms.md, each of which may be set beside it",
+        description="what a step learns, by name: sets some of the settings beneath, as docs/algorithms.md lists them; "
+        "what is set beside it goes first",
         why="the one that most people know",
     )
     advantage: Literal["grpo", "async_grpo", "dr_grpo", "rloo", "batch", "gdpo"] = setting(
@@ -46,7 +47,9 @@ class AlgorithmSection(Section):
         "reward function, summed, and then normalised over the step",
         why="what most people mean by GRPO",
     )
-    advantage_epsilon: float = setting(1e-4, gt=0, le=1, description="(reward - mean) / (std + epsilon)", why="TRL's")
+    advantage_epsilon: float = setting(
+        1e-4, gt=0, le=1, description="what is added to the deviation before it divides", why="TRL's"
+    )
     reward_clip: tuple[float, float] | None = setting(
         None,
         strict=False,
@@ -62,7 +65,8 @@ class AlgorithmSection(Section):
         "ppo_clip", "gspo", "sequence_clip", "cispo", "dppo", "sapo", "vespo", "importance", "reinforce"
     ] = setting(
         "ppo_clip",
-        description="the loss of a token, from its ratio and advantage",
+        description="the loss of a token, from its advantage and its ratio, p of the policy that trains / p of the one "
+        "that sampled it; docs/algorithms.md has the formulas",
         why="a bounded ratio needs no second model and no second forward pass",
     )
     clip_low: float = setting(
@@ -119,17 +123,14 @@ class AlgorithmSection(Section):
         2.0,
         ge=0,
         le=100,
-        description="vespo: power of the ratio in the kernel, where the advantage is not negative",
+        description="vespo: power k of the ratio w in the weight w^k exp(lambda (1 - w)), where the advantage is not "
+        "negative",
         why="TRL's",
     )
-    vespo_lambda_pos: float = setting(
-        3.0, gt=0, le=100, description="vespo: decay of the kernel, where the advantage is not negative", why="TRL's"
-    )
-    vespo_k_neg: float = setting(
-        3.0, ge=0, le=100, description="vespo: power of the ratio, where the advantage is negative", why="TRL's"
-    )
+    vespo_lambda_pos: float = setting(3.0, gt=0, le=100, description="vespo: lambda of the same", why="TRL's")
+    vespo_k_neg: float = setting(3.0, ge=0, le=100, description="vespo: k where the advantage is negative", why="TRL's")
     vespo_lambda_neg: float = setting(
-        2.0, gt=0, le=100, description="vespo: decay of the kernel, where the advantage is negative", why="TRL's"
+        2.0, gt=0, le=100, description="vespo: lambda where the advantage is negative", why="TRL's"
     )
     normaliser: Literal["tokens", "sequences", "constant", "rollouts"] = setting(
         "tokens",
@@ -148,7 +149,8 @@ class AlgorithmSection(Section):
         "decoupled",
     ] = setting(
         "none",
-        description="what is done about tokens that an older version sampled, from r = proximal / sampler: token_* "
+        description="what is done about tokens that an older version sampled, from r = p of the proximal policy / p of "
+        "the sampler: token_* "
         "weight each token by its r, sequence_* by that of the whole rollout; *_truncate keep the weight within the "
         "bounds, *_mask leave out what is outside; geometric_mask leaves out rollouts by the mean of log r and weights "
         "nothing; decoupled is decoupled PPO",

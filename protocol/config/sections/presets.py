@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 # Where a preset says nothing, a setting has its own default. A run file's own settings go first.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
-    # TRL's GRPOTrainer as it is by default: on stale data its sequence_mask leaves out whole rollouts.
     "trl_grpo": {"clip_low": 0.2, "clip_high": 0.2, "normaliser": "tokens", "correction": "sequence_mask"},
-    # TRL's AsyncGRPOTrainer, but with one normaliser for the whole step, where TRL has one a micro-batch.
     "async_grpo": {"advantage": "async_grpo", "clip_low": 0.2, "clip_high": 0.2, "normaliser": "tokens"},
-    # arXiv:2503.20783: neither deviation nor length divides.
     "dr_grpo": {"advantage": "dr_grpo", "normaliser": "constant"},
-    # arXiv:2503.14476, section 4.1; TRL's loss_type="dapo" with the paper's bounds.
     "dapo": {"clip_low": 0.2, "clip_high": 0.28, "normaliser": "tokens"},
-    # TRL's loss_type="bnpo", with the whole step for its local batch.
     "bnpo": {"clip_low": 0.2, "clip_high": 0.2, "normaliser": "tokens"},
-    # arXiv:2402.14740, as TRL's RLOOTrainer; the KL is off unless kl_coef is set.
     "rloo": {
         "advantage": "rloo",
         "objective": "sequence_clip",
@@ -27,24 +22,113 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "normaliser": "rollouts",
         "kl_in_reward": True,
     },
-    # arXiv:2601.05242; TRL's multi_objective_aggregation="normalize_then_sum".
     "gdpo": {"advantage": "gdpo"},
-    # arXiv:2507.18071, section 5.1; TRL's importance_sampling_level="sequence" with loss_type="grpo".
     "gspo": {"objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "normaliser": "sequences"},
-    # arXiv:2602.05261, section 5.1 (as TRL's documentation cites it); TRL's loss_type="luspo".
     "luspo": {"objective": "gspo", "clip_low": 2e-3, "clip_high": 2.5e-3, "normaliser": "rollouts"},
-    # arXiv:2506.13585, with the bound 1 + 4 of arXiv:2510.13786, which is TRL's epsilon_high=5.
     "cispo": {"objective": "cispo", "clip_high": 4.0, "normaliser": "tokens"},
-    # arXiv:2602.04879.
     "dppo": {"objective": "dppo", "normaliser": "tokens"},
-    # arXiv:2511.20347; TRL's loss_type="sapo".
     "sapo": {"objective": "sapo", "normaliser": "sequences"},
-    # arXiv:2602.10693; TRL's loss_type="vespo".
     "vespo": {"objective": "vespo", "normaliser": "tokens"},
-    # Truncated importance sampling: fengyao.notion.site/off-policy-rl.
     "tis": {"objective": "reinforce", "correction": "token_truncate", "normaliser": "tokens"},
-    # ringtech.notion.site/icepop.
     "icepop": {"objective": "reinforce", "correction": "token_mask", "normaliser": "tokens"},
-    # arXiv:2505.24298.
     "decoupled_ppo": {"correction": "decoupled", "clip_low": 0.2, "clip_high": 0.2, "normaliser": "tokens"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """source: where a preset is from; trl: what TRL calls it, or nothing; choose: when to, after "choose it where"."""
+
+    source: str
+    trl: str
+    choose: str
+
+
+# What docs/algorithms.md says of each preset.
+ABOUT: Mapping[str, About] = {
+    "grpo": About(
+        "arXiv:2402.03300; bounds and normaliser of arXiv:2503.14476, bound on bad tokens of arXiv:2505.07291",
+        "",
+        "the default: well known, no second model, no pass more, and its bounds hold a staleness of a few versions",
+    ),
+    "trl_grpo": About(
+        "TRL 1.16's GRPOTrainer with vLLM, as it is by default",
+        '`loss_type="dapo"`, `vllm_importance_sampling_mode="sequence_mask"`',
+        "to compare with it on fresh data; on stale data its mask leaves out whole rollouts",
+    ),
+    "async_grpo": About(
+        "TRL 1.16's AsyncGRPOTrainer, with one normaliser for the step in place of one a micro-batch",
+        "`AsyncGRPOTrainer`",
+        "to compare with it",
+    ),
+    "dr_grpo": About(
+        "arXiv:2503.20783",
+        '`loss_type="dr_grpo"`, `scale_rewards="none"`',
+        "answers grow longer without growing better: neither deviation nor length divides",
+    ),
+    "dapo": About(
+        "arXiv:2503.14476, section 4.1",
+        '`loss_type="dapo"`, `epsilon_high=0.28`',
+        "the same as `grpo` in effect; a name for the paper's bounds",
+    ),
+    "bnpo": About(
+        "TRL's name; the step for its local batch",
+        '`loss_type="bnpo"`',
+        "to compare with TRL",
+    ),
+    "rloo": About(
+        "arXiv:2402.14740; the KL is off unless `kl_coef` is set",
+        "`RLOOTrainer`",
+        "answers are short, or the size of a reward means something; add `kl_coef = 0.05` for TRL's default",
+    ),
+    "gdpo": About(
+        "arXiv:2601.05242",
+        '`multi_objective_aggregation="normalize_then_sum"`',
+        "several reward functions of unlike scale or rarity",
+    ),
+    "gspo": About(
+        "arXiv:2507.18071, section 5.1",
+        '`importance_sampling_level="sequence"`, `loss_type="grpo"`',
+        "mixtures of experts, and long answers",
+    ),
+    "luspo": About(
+        "arXiv:2602.05261, section 5.1, as TRL's documentation cites it",
+        '`importance_sampling_level="sequence"`, `loss_type="luspo"`',
+        "as `gspo`, where long answers may weigh more",
+    ),
+    "cispo": About(
+        "arXiv:2506.13585, with the bound of arXiv:2510.13786",
+        '`loss_type="cispo"`, `epsilon_high=5`',
+        "data is stale, or rare tokens matter: no token loses its gradient",
+    ),
+    "dppo": About(
+        "arXiv:2602.04879",
+        "",
+        "large vocabularies: bounds how far probabilities move, not their ratio",
+    ),
+    "sapo": About(
+        "arXiv:2511.20347",
+        '`loss_type="sapo"`',
+        "the clip takes many tokens away",
+    ),
+    "vespo": About(
+        "arXiv:2602.10693",
+        '`loss_type="vespo"`',
+        "data is stale, and no bound is to be tuned",
+    ),
+    "tis": About(
+        "fengyao.notion.site/off-policy-rl",
+        '`vllm_importance_sampling_mode="token_truncate"`',
+        "data is stale: each token weighs what it is worth, up to 2",
+    ),
+    "icepop": About(
+        "ringtech.notion.site/icepop",
+        '`vllm_importance_sampling_mode="token_mask"`',
+        "sampler and learner disagree on single tokens, as mixtures of experts do",
+    ),
+    "decoupled_ppo": About(
+        "arXiv:2505.24298",
+        "",
+        'data is stale: set `proximal = "interpolated"` beside it, else its clip never acts',
+    ),
 }

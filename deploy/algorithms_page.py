@@ -78,7 +78,8 @@ def page() -> str:
                 "\nRead by all of them: `normalise_advantages`, and but for `gdpo` `reward_clip`.\n",
                 _variants("advantage", ADVANTAGES),
                 "## Normalisers\n\nWhat the sum of a step's losses is divided by. There is one for the whole step, so "
-                "neither packing nor micro-batches change the gradient. Tokens of tools and others never count.\n",
+                "neither packing nor micro-batches change the gradient. Tokens of tools and environments never "
+                "count.\n",
                 _variants("normaliser", NORMALISERS),
                 "## Objectives\n\nThe loss of a token from its advantage `A` and its ratio `r = p / p_old`; `p_old` is "
                 "the policy that sampled it, unless a correction moves it.\n\n"

@@ -17,7 +17,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
     """
     extras.require("slipstream up", extras.LEARNER if config.vllm.servers else extras.LEARNER + extras.VLLM)
     run_directory.check(config, resume)
-    run_file = config.run_dir.absolute() / run_directory.RUN_FILE
+    run_file = config.run_file.absolute()
     check_port(config.queue.host, config.queue.port, "queue.port", run_file)
     if config.vllm.servers:
         server_check.check(config)

@@ -45,18 +45,18 @@ class Wanted:
 
 
 def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) -> list[RolloutView]:
-    """Those of the run directory; if there are none yet, or `ask` is set, those that the queue remembers.
+    """Those of the run directory; before its first step, or if `ask` is set, those that the queue remembers.
 
     Raises `ConfigError` for a step that is not there, and `QueueError`.
     """
     path = run_dir / FILE_NAME
-    if path.exists() and not ask:
+    if not ask and path.exists() and path.stat().st_size:  # the learner makes it at its start, empty
         found, where = wanted.choose(_read(path)), str(path)
     else:
         try:
             found, where = wanted.choose(asyncio.run(_ask(client, wanted))), client.url
         except QueueError as error:
-            raise QueueError(str(error) if ask else f"there is no {path} as yet, and {error}") from None
+            raise QueueError(str(error) if ask else f"there is no rollout in {path} as yet, and {error}") from None
     if wanted.step is not None and not found:
         raise ConfigError(f"--step {wanted.step}: no rollout of that step is kept at {where}; leave --step out")
     return found

@@ -11,7 +11,6 @@ from protocol.config import ConfigError, RunConfig, to_toml
 from rollout_queue.store import lock
 from rollout_queue.store.sqlite import FILE_NAME, steps_made
 
-RUN_FILE = "run.toml"
 # The folder that a start which made no step is moved to, and what stays where it is.
 FAILED = "failed-start-"
 _KEPT = (FAILED, "launcher.lock", "queue.lock")
@@ -111,7 +110,7 @@ def resolved(config: RunConfig) -> str:
 
 def write_resolved(config: RunConfig) -> Path:
     """Write the resolved run file into the run directory, where all processes of the run read it."""
-    path = config.run_dir / RUN_FILE
+    path = config.run_file
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         path.write_text(resolved(config), encoding="utf-8")

@@ -45,11 +45,21 @@ def check(config: RunConfig, task: Task) -> None:
         _warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
     asyncio.run(_ask_reward_servers(config, task))
     chat = build_chat_format(config, asyncio.run(_schemas(config, task)))
-    first, *others = [row for number, row in rows.sample(SAMPLE) if number not in found.unusable]
+    (_, first), *others = [(number, row) for number, row in rows.sample(SAMPLE) if number not in found.unusable]
     _check_system_prompt(config, first)
-    lengths = [_first(config, chat, first), *(length for row in others if (length := _tokens(chat, row)))]
-    if unreadable := 1 + len(others) - len(lengths):
-        _warn(f"{unreadable} of {1 + len(others)} prompts that were tried cannot be rendered, and will be dropped")
+    lengths = [_first(config, chat, first)]
+    refused: dict[int, str] = {}
+    for number, row in others:
+        try:
+            lengths.append(_tokens(chat, row))
+        except Exception as error:  # the data set is the user's
+            refused[number] = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if refused:
+        number, why = next(iter(refused.items()))
+        _warn(
+            f"{len(refused)} of {1 + len(others)} prompts that were tried cannot be rendered, and will be dropped; row "
+            f"{number}: {why:.200}; mend that row, or the template"
+        )
     limit, turn = config.vllm.max_model_len, config.rollout.max_turn_tokens
     too_long = sum(length >= limit for length in lengths)
     cramped = sum(length + turn > limit for length in lengths)
@@ -104,17 +114,14 @@ def _check_system_prompt(config: RunConfig, row: Any) -> None:
         )
 
 
-def _tokens(chat: ChatFormat, row: Any) -> int | None:
-    """The length of a row's prompt; None if it cannot be read or rendered."""
-    try:
-        return len(asyncio.run(chat.prompt_ids(row["prompt"])))
-    except Exception:  # the data set is the user's
-        return None
+def _tokens(chat: ChatFormat, row: Any) -> int:
+    """The length of a row's prompt. Raises `PromptError`, and for a row that cannot be read anything."""
+    return len(asyncio.run(chat.prompt_ids(row["prompt"])))
 
 
 def _first(config: RunConfig, chat: ChatFormat, row: Any) -> int:
     try:
-        return len(asyncio.run(chat.prompt_ids(row["prompt"])))
+        return _tokens(chat, row)
     except PromptError as error:
         remedy = "mend that row, or the template"
         if "chat_template" in str(error):

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -71,7 +72,10 @@ class Broker:
         self.ledger = Ledger(config, StoreContents(), self.now)
         self.register = Register()
         self.trial = Trial(config)
-        self.observations = Observations(self.now, config.learner.groups_per_step, config.vllm.start_timeout_s)
+        run_file = config.run_file if config.run_file.is_file() else Path("run.toml")  # else of the user's own name
+        self.observations = Observations(
+            self.now, config.learner.groups_per_step, config.vllm.start_timeout_s, run_file
+        )
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 

@@ -34,12 +34,14 @@ class Markup:
         return self._first.sub(lambda found: found[0] + " " if self._begins(text, found.start()) else found[0], text)
 
     def broken_in(self, result: ToolResult) -> ToolResult:
-        """The result itself where it has none of the tokens; of a call's name and id, the policy made them up."""
+        """The result itself where it has none of the tokens. Only in what a tool answered are they told as defused:
+        a call's name and id are the policy's own, and so is what it is told of a call that went wrong."""
         id = None if result.call_id is None else self.broken(result.call_id)
         content, name = self.broken(result.content), self.broken(result.name)
         if (content, name, id) == (result.content, result.name, result.call_id):
             return result
-        return replace(result, content=content, name=name, call_id=id, defused=True)
+        forged = result.answered and content != result.content
+        return replace(result, content=content, name=name, call_id=id, defused=forged)
 
     def _begins(self, text: str, at: int) -> bool:
         return any(text[at : at + length] in self._tokens for length in self._lengths)

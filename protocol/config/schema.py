@@ -56,6 +56,11 @@ class RunConfig(Section):
         return self.run.dir / self.run.name
 
     @property
+    def run_file(self) -> Path:
+        """Where `slipstream up` and a script write the resolved run file, for all processes of the run."""
+        return self.run_dir / "run.toml"
+
+    @property
     def token(self) -> str | None:
         return os.environ.get("SLIPSTREAM_TOKEN") or self.queue.token
 

@@ -106,7 +106,10 @@ def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | N
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that `word` was most likely meant to be, if any."""
+    """The one of `words` that `word` was most likely meant to be, if any; the same parts in another order are nearest."""
+    words, parts = list(words), sorted(word.split("_"))
+    if reordered := [known for known in words if sorted(known.split("_")) == parts]:
+        return reordered[0]
     return next(iter(get_close_matches(word, words, n=1)), None)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -45,13 +46,13 @@ class _Heard(msgspec.Struct):
 
 class Observations:
     """`now` is the broker's clock, seconds; `groups_per_step`: B of the run; `start_s`: how long learner and
-    servers may take to start."""
+    servers may take to start; `run_file`: the one that commands are told with."""
 
-    def __init__(self, now: float, groups_per_step: int, start_s: float) -> None:
+    def __init__(self, now: float, groups_per_step: int, start_s: float, run_file: Path = Path("run.toml")) -> None:
         self.started = now
         self.progress = Progress(now, start_s)
         self.notices = Notices()
-        self.variance = Variance(groups_per_step)
+        self.variance = Variance(groups_per_step, run_file)
         self.recent = RecentRollouts()
         self.rates = RateMeter(now)
         self.waits = Waits()

@@ -5,7 +5,9 @@ It judges the groups that the learner has ended, by the rewards that they came w
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
+from pathlib import Path
 from statistics import fmean
 
 import msgspec
@@ -28,9 +30,10 @@ class Rewards(msgspec.Struct, frozen=True):
 
 
 class Variance:
-    """`groups_per_step`: B of the run."""
+    """`groups_per_step`: B of the run; `run_file`: from the working directory of whoever reads the notice."""
 
-    def __init__(self, groups_per_step: int) -> None:
+    def __init__(self, groups_per_step: int, run_file: Path = Path("run.toml")) -> None:
+        self._rollouts = f"slipstream rollouts {shlex.quote(str(run_file))}"
         self._in_a_row_at_most = max(_LEAST_IN_A_ROW, _STEPS_IN_A_ROW * groups_per_step)
         self._in_a_row = 0
         self._newest: deque[bool] = deque(maxlen=WINDOW)
@@ -54,7 +57,7 @@ class Variance:
     def remedy(self) -> str:
         """The mean reward of the groups without variance, what it points to, and what to change."""
         if not self._means:
-            return "and give no gradient: look at the rewards with `slipstream rollouts run.toml --worst`"
+            return f"and give no gradient: look at the rewards with `{self._rollouts} --worst`"
         lowest, highest = min(self._means), max(self._means)
         if lowest != highest:
             found = "groups differ, the episodes of one group do not: are they sampled at all? See rollout.temperature"
@@ -64,6 +67,6 @@ class Variance:
             found = f"all are {lowest:g}: the task may be too easy, or the reward wrong"
         return (
             f"(mean reward {fmean(self._means):.3g}) and give no gradient: {found}. Read what the policy says with "
-            f"`slipstream rollouts run.toml`; mend the reward or the rows, raise rollout.temperature or "
+            f"`{self._rollouts}`; mend the reward or the rows, raise rollout.temperature or "
             f'rollout.group_size, or train them all the same with learner.zero_variance = "keep"'
         )

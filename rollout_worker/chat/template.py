@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import turns
 from rollout_worker.chat.base import Message, ParsedTurn, PromptError, ToolCall
@@ -63,6 +65,7 @@ class TemplateFormat:
             if tools:
                 raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
             return
+        _check_syntax(self._rendering, origin)
         self._rendering = turns.taking_text(self._rendering)
         try:
             if tools:
@@ -220,3 +223,15 @@ def _read(file: Path) -> str:
         return file.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat.template = {file}: the template cannot be read ({error}); name a Jinja file") from None
+
+
+def _check_syntax(rendering: Rendering, origin: str) -> None:
+    try:
+        rendering([turns.USER])
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of {origin} has a syntax error, line {error.lineno}: {error.message}; mend it there, "
+            f"or name another with chat.template = file.jinja"
+        ) from None
+    except turns.REFUSALS:
+        return  # it may refuse this conversation

@@ -1,7 +1,7 @@
 """TRL's trainers: they take TRL's arguments, and `train()` runs everything on this machine as `slipstream.train` does.
 
-The script is the task's file. Every worker imports it, and builds the trainer for its task: there, `train()` and what
-follows from it do nothing.
+The script is the task's file. Every worker imports it, and builds the trainer for its task: there, the import ends at
+that trainer's `train()`, and the `train()` of any other trainer before it does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from protocol.config import ConfigError
-from rollout_worker.task.task import Task
+from rollout_worker.task.task import Task, end_import_at
 from slipstream.script import loading_a_task, run, without_frames
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
 from slipstream.trl.translate import Translation, translate
@@ -24,7 +24,8 @@ from slipstream.trl.translate import Translation, translate
 
 class TrainOutput(NamedTuple):
     """What `train()` gives, under transformers' names. training_loss: mean over the steps; metrics: the figures of the
-    run's `summary.json`, with `train_loss` and `train_runtime` in seconds. All are 0 while a worker imports the script.
+    run's `summary.json`, with `train_loss` and `train_runtime` in seconds. All are 0 while a worker imports the script
+    for the task of another trainer.
     """
 
     global_step: int
@@ -106,6 +107,7 @@ class _Trainer:
 
         Raises as `slipstream.train` does.
         """
+        end_import_at(self)
         if loading_a_task() is not None:
             return TrainOutput(0, 0.0, {"train_loss": 0.0, "train_runtime": 0.0})
         if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":

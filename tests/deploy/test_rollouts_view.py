@@ -189,13 +189,21 @@ async def test_before_the_first_step_the_queue_is_asked(
     assert [rollout.index for rollout in found] == expected
 
 
+async def test_i7_the_empty_file_of_a_run_without_a_step_hides_nothing_of_the_queue(queue: str, tmp_path: Path) -> None:
+    """Where all rewards are equal from the start, this is all that there is to read."""
+    found = await asyncio.to_thread(find, written(tmp_path), Wanted(2), QueueClient(queue))
+    assert [rollout.index for rollout in found] == [3, 2]
+
+
 async def test_a_queue_that_is_named_is_asked_although_there_is_a_file(queue: str, tmp_path: Path) -> None:
     found = await asyncio.to_thread(find, written(tmp_path, view(9)), Wanted(1), QueueClient(queue), ask=True)
     assert [rollout.index for rollout in found] == [3]
 
 
 def test_where_there_is_neither_file_nor_queue_both_are_named(tmp_path: Path) -> None:
-    with pytest.raises(QueueError, match=rf"no {tmp_path}/rollouts.jsonl as yet, and the queue at {NOBODY.url} did"):
+    with pytest.raises(
+        QueueError, match=rf"no rollout in {tmp_path}/rollouts.jsonl as yet, and the queue at {NOBODY.url} did"
+    ):
         find(tmp_path, Wanted(1), NOBODY)
 
 

@@ -65,6 +65,18 @@ def test_some_that_do_not_fit_are_told(
     assert told in capsys.readouterr().err
 
 
+def test_i7_a_prompt_that_cannot_be_rendered_is_named_with_its_row_and_reason(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [{"function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}}]
+    unanswered = [*SHORT, {"role": "assistant", "content": "", "tool_calls": calls}]
+    check(run_file, task_of(SHORT, SHORT, unanswered, SHORT))
+    told = (
+        "1 of 4 prompts that were tried cannot be rendered, and will be dropped; row 2: the conversation ends in tool"
+    )
+    assert told in capsys.readouterr().err
+
+
 def test_a_system_prompt_beside_prompts_that_are_text_is_refused(run_file: Path) -> None:
     """They would be used without it, and nothing would say so."""
     told = r"chat.system_prompt = 'Be brief.': the prompts of .* are text.*make each prompt a list of messages"

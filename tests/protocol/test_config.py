@@ -132,6 +132,7 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
     [
         (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; did you mean queue.capacity_bytes?"),
         (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, token"),
+        (MINIMAL + "[rollout]\nmax_tokens_turn = 3\n", "did you mean rollout.max_turn_tokens?"),  # i7: the order alone
         (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; did you mean [queue]?"),
         (MINIMAL + "[zebra]\nport = 3\n", "[zebra] is not a section; the sections are: run, model, task"),
         ("seed = 3\n" + MINIMAL, "[seed] is not a section"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from protocol import reasons, routes
@@ -17,6 +20,7 @@ from protocol.messages import (
     Trouble,
     WorkerReport,
 )
+from rollout_queue.broker import Broker, Clock
 from rollout_queue.observe.notices import MOST_CHARACTERS, MOST_NOTICES, Notices
 from rollout_queue.observe.variance import WINDOW, Rewards, Variance
 from tests.kit import config, group
@@ -69,6 +73,23 @@ def test_sixteen_groups_without_variance_are_named_with_mean_reward_and_remedy(n
         assert part in text
     assert "rollout.temperature" in text
     assert "learner.zero_variance" in text
+
+
+def test_i7_what_to_read_is_named_with_the_run_file_that_is_there(tmp_path: Path) -> None:
+    """A script has none in its working directory: it is in the run's."""
+    settings = config(run={"dir": tmp_path / "my runs"})
+    store: Any = None
+    settings.run_dir.mkdir(parents=True)
+
+    def told() -> str:
+        made = Broker(settings, store, Clock())
+        for _ in range(16):
+            made.observations.variance.ended(True, Rewards(0.0, True))
+        return made.observations.variance.notice() or ""
+
+    assert "`slipstream rollouts run.toml`" in told()
+    settings.run_file.touch()
+    assert f"`slipstream rollouts '{settings.run_file}'`" in told()
 
 
 def test_large_steps_have_four_steps_patience() -> None:

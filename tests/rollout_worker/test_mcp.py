@@ -252,7 +252,7 @@ async def test_a_name_that_two_servers_have_is_refused_naming_both():
 
     async with mcp_tools([STDIO], HERE) as tools:
         with pytest.raises(
-            ConfigError, match=f"two tools are named 'add', one from a function of {__name__}, one from the MCP"
+            ConfigError, match=f"two tools are named 'add', one from the function at {__file__}:.*, one from the MCP"
         ):
             ToolBox([add, *tools])
 

@@ -62,7 +62,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "JSON object"),
     ("hermes", '<tool_call>{"name": 3}</tool_call>', "JSON object"),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments"'),
-    ("hermes", '{"name": "f", "arguments": {}}</tool_call>', "without <tool_call>"),
+    ("hermes", '{"name": "f", "arguments": {}}</tool_call>', "was not opened"),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
     ("qwen3_xml", "<tool_call>\nf(1)\n</tool_call>", "names no function"),

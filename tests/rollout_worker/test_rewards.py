@@ -153,6 +153,15 @@ def test_a_reward_that_cannot_take_the_columns_is_refused_before_it_runs():
         RewardFunctions([lambda completions: []]).check_signatures(BATCH.columns)
 
 
+def test_i7_a_parameter_that_is_no_column_is_told_with_the_columns_there_are():
+    def correct(completions, anwser, bonus=0.1, **kwargs):
+        return []
+
+    told = "correct takes 'anwser', which is not a column.*; did you mean answer\\? the columns are: prompt, answer$"
+    with pytest.raises(ConfigError, match=told):
+        RewardFunctions([correct]).check_signatures(BATCH.columns)
+
+
 @pytest.mark.parametrize("returned", [itertools.repeat(1.0), iter(int, 1)])
 async def test_i9_a_reward_without_end_is_too_many(returned):
     """It ate memory for as long as the worker ran."""

@@ -33,8 +33,8 @@ def model(path, **settings):
     return ModelSection(path=str(path), **settings)
 
 
-def with_template(template):
-    return TemplateFormat(build_tokenizer(template), [END_OF_TURN], SCHEMAS, "my-model")
+def with_template(template, tools=SCHEMAS):
+    return TemplateFormat(build_tokenizer(template), [END_OF_TURN], tools, "my-model")
 
 
 async def test_a_prompt_is_the_templates_text_tokenised_once():
@@ -104,12 +104,18 @@ def test_a_turns_text_keeps_all_but_the_token_that_ended_it():
             ),
             "none of the notations",
         ),
-        ("{% for m in messages %}{{ m.content }}", "refuses a tool message"),  # which does not even compile
     ],
 )
 def test_a_template_that_cannot_be_used_with_tools_is_refused_by_name(template, why):
     with pytest.raises(ConfigError, match=f"chat template of my-model cannot be used with tools: .*({why})"):
         with_template(template)
+
+
+@pytest.mark.parametrize("tools", [[], SCHEMAS])
+def test_i7_a_syntax_error_in_a_template_is_named_with_its_line(tools):
+    told = "^the chat template of my-model has a syntax error, line 2: Expected an expression.*; mend it there"
+    with pytest.raises(ConfigError, match=told):
+        with_template("{% for m in messages %}{{ m.content }}\n{{ }}{% endfor %}", tools)
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,22 @@ def test_a_tool_without_a_schema_is_refused_with_a_remedy(tools, message):
         ToolBox(tools)
 
 
+def test_i7_of_two_tools_of_one_name_both_are_told_with_file_and_line():
+    def named_alike(query: str) -> str:
+        """Look up.
+
+        Args:
+            query: What.
+        """
+        return query
+
+    named_alike.__name__ = "look_up"
+    lines = [function.__code__.co_firstlineno for function in (look_up, named_alike)]
+    told = f"one from the function at {__file__}:{lines[0]}, one from the function at {__file__}:{lines[1]}; rename one"
+    with pytest.raises(ConfigError, match=told):
+        ToolBox([look_up, named_alike])
+
+
 class Greedy(str):
     """A long text that tells when all of it is copied."""
 

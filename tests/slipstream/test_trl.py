@@ -65,6 +65,42 @@ def test_a_worker_loads_the_script_as_its_task_and_trains_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_i7_the_tool_is_the_one_that_the_tiny_model_was_warmed_up_on(name: str) -> None:
+    """By another schema it makes no call, and trains nothing."""
+    known = load_task(TaskSection(path=f"{SCRIPTS.parents[2]}/examples/multiply/task.py:task"))
+    task = load_task(TaskSection(path=f"{SCRIPTS}/{name}.py:trainer"))
+    assert ToolBox(task.tools).schemas[0] == ToolBox(known.tools).schemas[0]
+
+
+TWO_TRAINERS = """
+from slipstream.trl import GRPOTrainer
+def accuracy(completions, **kwargs):
+    return [0.0] * len(completions)
+first = GRPOTrainer("org/model", accuracy, None, [{"prompt": "1"}])
+print("first", first.train().global_step)
+second = GRPOTrainer("org/model", accuracy, None, [{"prompt": "2"}])
+try:
+    second.train()
+except Exception:
+    pass
+print("result")
+raise ValueError("workers do not come here")
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("first", ""), ("second", "first 0\n")])
+def test_i7_the_import_for_a_task_ends_at_its_own_train(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What follows would show a result of no steps before the run has begun."""
+    file = tmp_path / "two.py"
+    file.write_text(TWO_TRAINERS)
+    task = load_task(TaskSection(path=f"{file}:{name}"))
+    assert list(task.dataset) == [{"prompt": "1" if name == "first" else "2"}]
+    assert capsys.readouterr().out == said
+
+
 def test_functions_run_with_the_settings_of_its_config(
     supervised: list[tuple[RunConfig, bool]], capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
 ) -> None:

@@ -10,5 +10,5 @@ NOTATION = TaggedValues(
     key=re.compile(r"<arg_key>(?P<key>[^<>\n]{1,256})</arg_key>\s*<arg_value>"),
     ends_value=re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))"),
     closing=re.compile(r"</tool_call>"),
-    shape="<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>",
+    shape="name, then arg_key and arg_value for each argument, all tags closed",
 )

@@ -11,5 +11,5 @@ NOTATION = TaggedValues(
     key=re.compile(r'<parameter name="?(?P<key>[^"<>\n]{1,256})"?>'),
     ends_value=re.compile(r"</parameter>(?=\s*(?:<parameter name=|</invoke>))"),
     closing=re.compile(r"</invoke>(?:\s*</minimax:tool_call>)?"),
-    shape='<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>',
+    shape='<invoke name="name"><parameter name="key">value</parameter></invoke>',
 )

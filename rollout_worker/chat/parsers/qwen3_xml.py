@@ -11,6 +11,6 @@ NOTATION = TaggedValues(
     key=re.compile(r"<parameter=(?P<key>[^<>\n]{1,256})>"),
     ends_value=re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))"),
     closing=re.compile(r"</function>(?:\s*</tool_call>)?"),
-    shape="<tool_call><function=name><parameter=key>value</parameter></function></tool_call>",
+    shape="function=name, then parameter=key and a value for each argument, all tags closed",
     lines=True,
 )

@@ -10,7 +10,10 @@ from rollout_worker.chat.parsers.base import Calls, Source, Unreadable, call_of,
 
 class TaggedJson:
     """`opens` and `closes` are the tags; `arguments` and `name` the keys. stray: a closing tag alone is a call that
-    went wrong, where that tag is never ordinary text."""
+    went wrong, where that tag is never ordinary text.
+
+    The policy is told without the tags: they are special tokens, which no text may hold.
+    """
 
     def __init__(
         self,
@@ -29,14 +32,14 @@ class TaggedJson:
 
     def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
         if opened["stray"] is not None:
-            return [MalformedCall(f"{self._closes} without {self._opens} before it")], opened.end()
+            return [MalformedCall("a tool call is closed that was not opened")], opened.end()
         try:
             value, end = read_json(source.text, opened.end())
         except Unreadable as error:
             return self._malformed(source, error.at, f"the tool call is not valid JSON: {error}")
         end = skip_space(source.text, end)
         if not source.text.startswith(self._closes, end):
-            return self._malformed(source, end, f"{self._closes} does not follow the tool call's JSON")
+            return self._malformed(source, end, "the closing tag does not follow the tool call's JSON")
         values = value if isinstance(value, list) and value else [value]
         return [call_of(each, self._arguments, self._name) for each in values], end + len(self._closes)
 
@@ -45,5 +48,5 @@ class TaggedJson:
         following = source.find(self._next, at)
         if following is None or following["close"] is None:
             end = len(source.text) if following is None else following.start()
-            return [MalformedCall(f"{self._opens} is not closed by {self._closes}: {why}")], end
+            return [MalformedCall(f"the tool call is not closed: {why}")], end
         return [MalformedCall(why)], following.end()

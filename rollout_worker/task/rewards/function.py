@@ -11,11 +11,13 @@ from typing import Any
 
 from protocol import reasons
 from protocol.config import ConfigError
+from protocol.config.text import nearest
 from rollout_worker import user_code
 from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
 from rollout_worker.task.rewards.notes import Notes
 from rollout_worker.user_code.texts import type_name
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Python iterates over them, but not over rewards in the order of the completions.
 _NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
@@ -34,7 +36,9 @@ class FunctionReward:
         """Raises `ConfigError` if it cannot be called with the columns of `row`."""
         arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
         try:
-            inspect.signature(self._function).bind(**arguments)
+            signature = inspect.signature(self._function)
+            self._check_columns(signature, arguments, row)
+            signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError(
                 f"Task(rewards=...): {self.name} cannot be called with {', '.join(arguments)} ({error}); write it as "
@@ -42,6 +46,18 @@ class FunctionReward:
             ) from None
         except ValueError:  # a builtin without a signature
             return
+
+    def _check_columns(self, signature: inspect.Signature, given: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        for name, parameter in signature.parameters.items():
+            needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
+            if needed and name not in given:
+                columns = [str(column) for column in row]
+                close = nearest(name, columns)
+                meant = f"did you mean {close}? " if close else ""
+                raise ConfigError(
+                    f"Task(rewards=...): {self.name} takes {name!r}, which is not a column of the data set; {meant}"
+                    f"the columns are: {', '.join(columns)}"
+                )
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Raises `RewardError`."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from protocol import reasons
 from rollout_worker.user_code import UserCodeError
 
 # What a call is counted as that names no tool, and calls of the tools that are too many to be counted by name.
@@ -36,8 +37,8 @@ class ArgumentsError(ValueError):
 class ToolResult:
     """The tool message that answers a call. `reason`: why the call failed, a code of `protocol.reasons`, None if it did
     not; `counted_as`: the tool's name in metrics, `UNKNOWN` of a call that names no tool; `coerced`: its arguments were
-    read although they were not as the schema asks; `error`: what the tool's own code raised; `defused`: it held the
-    text of special tokens, which was broken."""
+    read although they were not as the schema asks; `error`: what the tool's own code raised; `defused`: the tool
+    answered with the text of special tokens, which was broken."""
 
     name: str
     content: str
@@ -51,6 +52,11 @@ class ToolResult:
     @property
     def failed(self) -> bool:
         return self.reason is not None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the content is the tool's, and not ours about a call that did not reach it."""
+        return self.reason not in (reasons.TOOL_MALFORMED, reasons.TOOL_UNKNOWN, reasons.TOOL_ARGUMENTS)
 
     def message(self) -> dict[str, str]:
         """With the id of the call that it answers, if that had one."""

@@ -13,7 +13,7 @@ from rollout_worker.task.tools.base import ArgumentsError, Tool
 from rollout_worker.task.tools.reading import short
 from rollout_worker.task.tools.results import as_text
 from rollout_worker.task.tools.schema import described
-from rollout_worker.user_code import UserCode, UserCodeError
+from rollout_worker.user_code import UserCode, UserCodeError, defined_at
 
 
 class IsolatedCode(Protocol):
@@ -36,7 +36,12 @@ class FunctionTool:
         found = described(function)
         self.name, self.schema = found.name, found.schema
         self.function = _converting(function, found.converters) if found.converters else function
-        self.origin = f"a function of {getattr(function, '__module__', None) or 'the task'}"
+        place = defined_at(function)
+        self.origin = (
+            f"the function at {place}"
+            if place
+            else f"a function of {getattr(function, '__module__', None) or 'the task'}"
+        )
         self._code = code or UserCode()
         self._isolated = isolated
 

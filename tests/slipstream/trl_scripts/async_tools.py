@@ -15,11 +15,11 @@ from slipstream.trl import AsyncGRPOConfig, AsyncGRPOTrainer
 
 async def multiply(a: int, b: int) -> int:
     """
-    Multiplies two integers on a slow server.
+    Multiply two integers.
 
     Args:
-        a: The first integer.
-        b: The second integer.
+        a: First factor.
+        b: Second factor.
     """
     await asyncio.sleep(0.05)
     return a * b

@@ -13,14 +13,11 @@ from slipstream.trl import GRPOConfig, GRPOTrainer
 
 def multiply(a: int, b: int) -> int:
     """
-    Multiplies two integers.
+    Multiply two integers.
 
     Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The product of the two integers.
+        a: First factor.
+        b: Second factor.
     """
     return a * b
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.masks.top_entropy import lowest_kept
+from learner.algorithm.masks.top_entropy import kept, lowest_kept
 from learner.algorithm.proximal import Between
 from learner.algorithm.rollouts import Floats, StepRollouts
 from learner.algorithm.router_loss import Routing
@@ -90,7 +90,7 @@ class Preparation:
         if algorithm.top_entropy is not None and known[0].entropy is not None:
             entropies = [of.entropy for of in known if of.entropy is not None]
             self._lowest_entropy = lowest_kept(torch.cat(entropies), algorithm.top_entropy)
-            self._kept = (torch.cat(entropies) >= self._lowest_entropy).sum()
+            self._kept = kept(torch.cat(entropies), self._lowest_entropy).sum()
 
     def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
         """The row's tokens, with the policy's scores of them."""
@@ -128,7 +128,7 @@ class Preparation:
             return None
         entropy = scores.entropy.detach() if known.entropy is None else known.entropy
         lowest = lowest_kept(entropy, share) if self._lowest_entropy is None else self._lowest_entropy
-        return entropy >= lowest
+        return kept(entropy, lowest)
 
     def _entropy_weights(self, logprobs: torch.Tensor, top: torch.Tensor | None) -> torch.Tensor:
         """Of the mean over the step's tokens, or over those of highest entropy where these alone are learnt from."""

@@ -19,6 +19,8 @@ from pydantic import ValidationError
 
 from protocol.config import text as config_text
 from protocol.config.schema import RunConfig
+from protocol.config.sections.algorithm import AlgorithmSection
+from protocol.config.sections.presets import PRESETS
 from protocol.config.sections.run import file_of
 
 # What a process needs of the files that a run file names; `tokenizer`: the model's folder, whatever it holds; `chat`:
@@ -58,6 +60,8 @@ def resolve(
     for section, table in tables.items():
         if not isinstance(values.setdefault(section, {}), dict):
             raise ConfigError(f"{path}: {section} must be a table, written [{section}]")
+        if section == "learner" and "algorithm" in table:
+            _forget_preset(values[section])
         values[section].update(table)
         if given_one := [key for key in _WHEN_IT_ENDS if section == "learner" and key in table]:
             for key in set(_WHEN_IT_ENDS) - {*given_one}:
@@ -69,6 +73,15 @@ def resolve(
     if faults := missing_files(config, needs):
         raise ConfigError("\n".join(faults))
     return config
+
+
+def _forget_preset(learner: dict[str, Any]) -> None:
+    """Take out what a file has only because its own preset, or the default, has it, as a file that was printed whole
+    does: another preset on the command line would otherwise change nothing."""
+    own = PRESETS.get(str(learner.get("algorithm", "grpo")), {})
+    for name, field in AlgorithmSection.model_fields.items():
+        if name in learner and learner[name] == own.get(name, field.default):
+            del learner[name]
 
 
 def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from learner.algorithm import masks
 from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.masks import top_entropy
 from learner.algorithm.masks.top_entropy import lowest_kept
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
@@ -82,3 +83,9 @@ def test_top_entropy_needs_the_whole_step_and_says_so() -> None:
     mask = masks.build(LearnerSection(top_entropy_quantile=0.5))["low_entropy"]
     with pytest.raises(ValueError, match=r"set Tokens.top_entropy"):
         mask(tokens([1.0], [1.0]))
+
+
+def test_tokens_of_one_entropy_stand_or_go_together_whatever_rounding_makes_of_them() -> None:
+    """The same context in two rows: its entropies differ in the last digit."""
+    entropies = torch.tensor([0.5, 0.3 + 1e-7, 0.3, 0.3 - 1e-7, 0.1])
+    assert top_entropy.kept(entropies, lowest_kept(entropies, 0.5)).tolist() == [True, True, True, True, False]

@@ -18,6 +18,7 @@ from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.corrections.base import Corrected, Correction
 from learner.algorithm.regularisers.base import Regulariser
+from learner.algorithm.regularisers.kl_in_loss import KlInLoss
 from learner.algorithm.rollouts import StepRollouts
 from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
@@ -26,7 +27,7 @@ from tests.kit.trl import trl_advantages, trl_loss
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "loss": {"kl_coef": 0.5, "kl_bias_correction": False},
-    "corrected": {"kl_coef": 0.5},
+    "corrected": {"kl_coef": 0.5, "delta": "none"},
     "reward": {"kl_coef": 0.5, "kl_in_reward": True},
     "entropy": {"entropy_coef": 0.5},
 }
@@ -290,3 +291,13 @@ def test_the_figure_is_a_mean_over_the_trained_tokens(kind: str) -> None:
     figures = algorithm.figures({name: float(value) for name, value in algorithm(given).sums.items()})
     expected = float(one(kind)(given).sums["kl_reference"]) / int((given.weights > 0).sum())
     assert figures["kl_reference"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("log_ratio", [-60.0, -18.0, 18.0, 60.0])
+def test_one_wild_token_does_not_make_the_gradient_through_the_kl(log_ratio: float) -> None:
+    """As `delta` holds it in the objective."""
+    section = LearnerSection(kl_coef=0.04)
+    row = tokens([1.0], [1.0], behaviour=torch.tensor([-60.0]), logprobs=torch.tensor([-60.0 + log_ratio]))
+    KlInLoss(section)(row.but(reference=torch.tensor([-2.0]))).losses.sum().backward()
+    assert row.logprobs.grad is not None
+    assert abs(row.logprobs.grad.item()) <= 0.04 * section.delta * 120

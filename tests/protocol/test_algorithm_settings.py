@@ -131,3 +131,22 @@ def test_the_readers_of_a_setting_are_variants_that_there_are() -> None:
         for part, variants in readers.items():
             known: tuple[Any, ...] = get_args(FIELDS[part].annotation) or (True, False)
             assert set(variants) <= set(known), f"{name}: {part}"
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_a_preset_on_the_command_line_is_the_preset_beside_a_file_that_was_printed_whole(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """Which has every setting of its own preset in it."""
+    plain, printed = run_file(tmp_path), tmp_path / "printed.toml"
+    printed.write_text(to_toml(load(plain)))
+    given = ["--learner.algorithm", algorithm]
+    assert load(printed, given).learner == load(plain, given).learner
+
+
+def test_a_preset_s_bounds_are_its_objective_s() -> None:
+    assert LearnerSection(algorithm="gspo").clip_high == 4e-4
+    assert LearnerSection(algorithm="gspo", objective="ppo_clip").clip_high == 0.28
+    assert LearnerSection(algorithm="trl_grpo", objective="ppo_clip").clip_high == 0.2, "the preset's own objective"
+    assert not LearnerSection(algorithm="rloo", advantage="gdpo").kl_in_reward, "whose rewards nobody would read"
+    assert LearnerSection(algorithm="decoupled_ppo", correction="none").proximal == "recomputed"

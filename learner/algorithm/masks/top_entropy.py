@@ -11,6 +11,10 @@ from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
 
 
+# Nats.
+ROUNDING = 1e-5
+
+
 class TopEntropy(Mask):
     """Keeps the share `top_entropy_quantile` of the step's tokens, those of highest entropy ("Beyond the 80/20 rule",
     arXiv:2506.01939, which takes 0.2); 0 keeps the highest one.
@@ -29,6 +33,12 @@ class TopEntropy(Mask):
         if tokens.top_entropy is None:
             raise ValueError("nobody said which tokens have the step's highest entropies: set Tokens.top_entropy")
         return tokens.top_entropy
+
+
+def kept(entropies: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
+    """Which entropies are at least `lowest`, bool [N]. Those of a context that several rows hold are equal but for
+    rounding."""
+    return entropies >= lowest - ROUNDING
 
 
 def lowest_kept(entropies: torch.Tensor, share: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from protocol.config.sections.base import CountOrZero, Section, setting
-from protocol.config.sections.presets import PRESETS
+from protocol.config.sections.presets import PRESETS, TIED_TO
 
 # The objectives that read clip_high and delta together.
 _CLIPS = ("ppo_clip", "gspo", "sequence_clip")
@@ -255,7 +255,12 @@ class AlgorithmSection(Section):
         if not isinstance(values, dict):
             return values
         preset = PRESETS.get(str(values.get("algorithm", "grpo")), {})
-        return {**preset, **values}
+
+        def has_its_part(name: str) -> bool:
+            parts = {part: preset.get(part, cls.model_fields[part].default) for part in TIED_TO.get(name, ())}
+            return all(values.get(part, whose) == whose for part, whose in parts.items())
+
+        return {**{name: value for name, value in preset.items() if has_its_part(name)}, **values}
 
     @field_validator("delta", mode="before")
     @classmethod

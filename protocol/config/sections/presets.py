@@ -31,7 +31,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "vespo": {"objective": "vespo", "normaliser": "tokens"},
     "tis": {"objective": "reinforce", "correction": "token_truncate", "normaliser": "tokens"},
     "icepop": {"objective": "reinforce", "correction": "token_mask", "normaliser": "tokens"},
-    "decoupled_ppo": {"correction": "decoupled", "clip_low": 0.2, "clip_high": 0.2, "normaliser": "tokens"},
+    "decoupled_ppo": {
+        "correction": "decoupled",
+        "proximal": "interpolated",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "normaliser": "tokens",
+    },
+}
+# What a preset sets for one part only: where a run file has another part, it is not set.
+TIED_TO: Mapping[str, tuple[str, ...]] = {
+    "clip_low": ("objective",),
+    "clip_high": ("objective",),
+    "proximal": ("correction",),
+    "kl_in_reward": ("advantage",),
 }
 
 
@@ -129,6 +142,6 @@ ABOUT: Mapping[str, About] = {
     "decoupled_ppo": About(
         "arXiv:2505.24298",
         "",
-        'data is stale: set `proximal = "interpolated"` beside it, else its clip never acts',
+        'data is stale: the clip holds the step, and the weight pays for the staleness; `proximal = "last_step"` is exact',
     ),
 }

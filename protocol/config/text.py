@@ -106,7 +106,7 @@ def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | N
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that `word` was most likely meant to be, if any; the same parts in another order are nearest."""
+    """The one of `words` that `word` was most likely meant to be, if any: first of all the same parts, reordered."""
     words, parts = list(words), sorted(word.split("_"))
     if reordered := [known for known in words if sorted(known.split("_")) == parts]:
         return reordered[0]

@@ -37,15 +37,16 @@ class FunctionReward:
         arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
         try:
             signature = inspect.signature(self._function)
-            self._check_columns(signature, arguments, row)
+        except (TypeError, ValueError):  # a builtin without a signature
+            return
+        self._check_columns(signature, arguments, row)
+        try:
             signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError(
                 f"Task(rewards=...): {self.name} cannot be called with {', '.join(arguments)} ({error}); write it as "
                 f"def {self.name}(completions, **kwargs)"
             ) from None
-        except ValueError:  # a builtin without a signature
-            return
 
     def _check_columns(self, signature: inspect.Signature, given: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         for name, parameter in signature.parameters.items():

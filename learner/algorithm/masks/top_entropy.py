@@ -10,7 +10,6 @@ from learner.algorithm.masks.base import Mask
 from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
 
-
 # Nats.
 ROUNDING = 1e-5
 

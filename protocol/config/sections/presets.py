@@ -142,6 +142,6 @@ ABOUT: Mapping[str, About] = {
     "decoupled_ppo": About(
         "arXiv:2505.24298",
         "",
-        'data is stale: the clip holds the step, and the weight pays for the staleness; `proximal = "last_step"` is exact',
+        'data is stale: the clip holds the step, and a weight pays for the age; `proximal = "last_step"` is exact',
     ),
 }

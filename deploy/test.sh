@@ -14,5 +14,6 @@ if [[ $# -gt 0 ]]; then
     exec pytest "$@"
 fi
 # Most of the first ones wait for processes that they start; the others share one vLLM server.
-pytest -n "$(nproc)" --dist loadfile -m "not e2e"
+# One thread each, or they would wait for one another.
+OMP_NUM_THREADS=1 pytest -n "$(nproc)" --dist loadfile -m "not e2e"
 exec pytest -m e2e --durations=5

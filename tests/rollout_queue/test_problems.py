@@ -20,8 +20,9 @@ PACKAGE = Path(rollout_queue.__file__).parent
 ON_THE_WIRE = {
     401: "unauthorized",
     403: "fingerprint origin",
-    409: "run_finished run_exists session_superseded lease_lapsed not_leased ack_ambiguous step_missing step_unknown "
-    "version_conflict version_missing server_unknown transition_forbidden unregistered gave_up",
+    409: "run_finished run_exists session_awaited session_superseded lease_lapsed not_leased ack_ambiguous "
+    "step_missing step_unknown version_conflict version_missing server_unknown transition_forbidden unregistered "
+    "gave_up",
     410: "ticket_unknown ticket_ended",
     413: "too_large",
     422: "decode out_of_range max_tickets worker_mismatch server_mismatch schema_version ticket_mismatch group_size "

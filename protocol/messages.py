@@ -160,7 +160,8 @@ class Ticket(msgspec.Struct):
     """Permission to produce one group. It expires `expires_in_s` after issue or the last heartbeat.
 
     `seed` is the run's: with it, every worker puts the data set's rows into the same order. `step`: the learner's, at
-    issue.
+    issue. Of kind eval, `index` is the number of a row of the evaluation's data set, and `temperature`, if given, is in
+    place of the run's.
     """
 
     id: str
@@ -171,6 +172,7 @@ class Ticket(msgspec.Struct):
     expires_in_s: float
     kind: TicketKind = "train"
     step: Natural = 0
+    temperature: float | None = None
 
 
 class Fingerprint(msgspec.Struct, frozen=True):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from protocol import reasons
@@ -21,14 +21,16 @@ from protocol.figures import NEW_SEGMENTS, SERVER_MOVES
 from protocol.messages import FinishReason, Rollout, Segment
 from rollout_worker import user_code
 from rollout_worker.budget import Limits
+from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat, MalformedCall, Message, ParsedTurn, PromptError
 from rollout_worker.chat.parsers.own import plain_turn
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
+from rollout_worker.scene import Scene
 from rollout_worker.segment import SegmentDraft, whole_conversation
-from rollout_worker.task.tools import ToolBox, ToolResult
+from rollout_worker.task.tools import ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
 from rollout_worker.turnstile import Turnstile
@@ -89,6 +91,14 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """The first turn of an episode, sampled with its group's, and the reservation that its slot is of."""
+
+    pending: PendingChoice
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
 class _Next:
     """What the next turn is sampled after: the segment so far and `suffix`, or a new segment's `prompt`."""
 
@@ -106,30 +116,22 @@ class EpisodeRunner:
     sampler: Sampler
     limits: Limits
     timeout_s: float
+    capacity: Capacity
     clock: Callable[[], float] = time.monotonic
     troubles: Troubles = field(default_factory=Troubles)
     code: user_code.UserCode = field(default_factory=user_code.UserCode)
     parse_timeout_s: float = 60.0
     turnstile: Turnstile = field(default_factory=Turnstile)
 
-    async def run(
-        self,
-        prompt_ids: list[int],
-        chat: ChatFormat,
-        tools: ToolBox,
-        affinity: Affinity,
-        pending: PendingChoice | None,
-        prompt: str | Sequence[Message] = "",
-    ) -> Episode:
-        """An episode from its prompt to its end; `pending`, if given, is its first turn. Raises `EpisodeFailed`.
-
-        prompt: what `prompt_ids` were made of; a new segment is rendered from its messages, and needs some."""
-        episode = Episode.begin(prompt_ids)
+    async def run(self, scene: Scene, affinity: Affinity, first: Opening | None = None) -> Episode:
+        """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
+        `EpisodeFailed`."""
+        episode = Episode.begin(scene.prompt_ids)
         episode.affinity = affinity
         try:
             with self._timed(episode, "total"):
                 async with asyncio.timeout(self.timeout_s):
-                    episode.rollout.finish_reason = await self._turns(episode, chat, tools, affinity, pending, prompt)
+                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first)
         except TimeoutError:
             if not episode.rollout.turns:
                 detail = f"no turn was done in {self.timeout_s:g} s"
@@ -143,16 +145,8 @@ class EpisodeRunner:
             episode.rollout.timings["servers"] = affinity.waited_s
         return episode
 
-    async def _turns(
-        self,
-        episode: Episode,
-        chat: ChatFormat,
-        tools: ToolBox,
-        affinity: Affinity,
-        pending: PendingChoice | None,
-        prompt: str | Sequence[Message],
-    ) -> FinishReason:
-        rollout = episode.rollout
+    async def _turns(self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None) -> FinishReason:
+        rollout, chat = episode.rollout, scene.chat
         following: _Next | None = _Next()
         answers: list[Message] = []
         while following is not None:
@@ -160,9 +154,11 @@ class EpisodeRunner:
             budget = self.limits.turn(episode.sampled_tokens, len(prompt_ids))
             if budget.tokens <= 0:
                 return budget.ends_as
-            with self._timed(episode, "generate"):
-                turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending)
-            pending = None
+            async with self._slot(episode, first):
+                with self._timed(episode, "generate"):
+                    pending = None if first is None else first.pending
+                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending)
+            first = None
             await self.turnstile.passed()
             if following.prompt is not None:
                 episode.open_segment(following.prompt)
@@ -172,33 +168,55 @@ class EpisodeRunner:
             episode.messages += [*answers, parsed.message()]
             if turn.finish_reason == "length":
                 return budget.ends_as
-            if not parsed.calls:
-                return "stop"
+            ended: FinishReason | None = None
             if rollout.turns >= self.limits.max_turns:
-                return "turn_limit"
-            if (left := self.limits.turn(episode.sampled_tokens, len(episode.ids))).tokens <= 0:
-                return left.ends_as
-            with self._timed(episode, "tools"):
-                results = await tools.run(parsed.calls)
-                results = await for_policy(results, self.limits.tool_result_tokens, chat)
-                await self.turnstile.passed()
-            self._count(results, rollout)
-            answers = [result.message() for result in results]
+                ended = "turn_limit"
+            elif (left := self.limits.turn(episode.sampled_tokens, len(episode.ids))).tokens <= 0:
+                ended = left.ends_as
+            if parsed.calls:
+                if ended is not None:
+                    return ended
+                with self._timed(episode, "tools"):
+                    results = await scene.tools.run(parsed.calls)
+                    results = await for_policy(results, self.limits.tool_result_tokens, chat)
+                    await self.turnstile.passed()
+                self._count(results, rollout)
+                answers = [result.message() for result in results]
+            else:
+                said = await scene.respond(episode.messages) if scene.respond is not None else None
+                if said is None:
+                    return "stop"
+                if ended is not None:
+                    return ended
+                answers = said
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
-            following = _Next(suffix) if suffix is not None else await self._anew(episode, chat, prompt, answers)
+            following = _Next(suffix) if suffix is not None else await self._anew(episode, scene, answers)
         return "aborted"
 
-    async def _anew(
-        self, episode: Episode, chat: ChatFormat, prompt: str | Sequence[Message], answers: Sequence[Message]
-    ) -> _Next | None:
+    @asynccontextmanager
+    async def _slot(self, episode: Episode, first: Opening | None) -> AsyncIterator[None]:
+        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation."""
+        if first is not None:
+            try:
+                yield
+            finally:
+                first.reservation.give()
+            return
+        async with self.capacity.turn(begun=episode.rollout.turns > 0):
+            yield
+
+    async def _anew(self, episode: Episode, scene: Scene, answers: Sequence[Message]) -> _Next | None:
         """A new segment's prompt: the whole conversation, rendered. None where that cannot be had."""
+        prompt = scene.prompt
         if isinstance(prompt, str):
             why = "its prompt is text, and no messages that could be rendered anew"
         elif len(episode.drafts) == MOST_SEGMENTS:
             why = f"it has {MOST_SEGMENTS} segments, the most that a rollout may have"
         else:
             try:
-                return _Next(prompt=await chat.prompt_ids(whole_conversation(prompt, [*episode.messages, *answers])))
+                return _Next(
+                    prompt=await scene.chat.prompt_ids(whole_conversation(prompt, [*episode.messages, *answers]))
+                )
             except PromptError as error:
                 why = f"its conversation cannot be rendered: {error}"
         detail = f"an episode ended early: the chat format cannot tell what follows a turn, and {why}"

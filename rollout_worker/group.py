@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -12,31 +11,21 @@ from dataclasses import dataclass
 from protocol import reasons
 from protocol.messages import Group, Ticket, WorkerReport
 from rollout_worker import user_code
-from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.episode import Episode, EpisodeRunner
+from rollout_worker.capacity import Reservation
+from rollout_worker.chat.base import ChatFormat
+from rollout_worker.drivers import Driver, Plan, TicketFailed
+from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import PendingChoice
+from rollout_worker.inference.pool import ServerPool
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
 from rollout_worker.task.task import Row
-from rollout_worker.task.tools import ToolBox
 from rollout_worker.transcript import of_prompt, transcript
 from rollout_worker.troubles import Troubles
 
 logger = logging.getLogger(__name__)
 
 MIN_ROLLOUTS = 2
-
-
-class TicketFailed(Exception):
-    """The ticket gave no group. `reason`: a code of `protocol.reasons`; `retryable` false: another try would fail
-    alike."""
-
-    def __init__(self, reason: str, detail: str, retryable: bool) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.retryable = retryable
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +36,25 @@ class GroupRunner:
     rows: RowReader
     rewards: RewardFunctions
     chat: ChatFormat
-    tools: ToolBox
-    episodes: EpisodeRunner
+    driver: Driver
+    pool: ServerPool
     counters: WorkerReport
     troubles: Troubles
     keep_messages: bool
     wall_clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
 
-    async def run(self, ticket: Ticket) -> Group:
-        """The group of a ticket. Raises `TicketFailed`."""
+    async def run(self, ticket: Ticket, reservation: Reservation) -> Group:
+        """The group of a ticket, whose first turns have the slots of `reservation`. Raises `TicketFailed`."""
         if ticket.kind != "train":
             detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows 'train' only"
             self.troubles.add("ticket", reasons.TICKET_KIND, detail)
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
-        started_at, born = self.wall_clock(), self.episodes.sampler.pool.tick
+        started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
-        prompt_ids = await self._prompt_ids(row)
-        outcomes = await self._run_episodes(row, prompt_ids, ticket.group_size, born)
-        episodes = self._counted(outcomes)
+        outcomes = await self.driver.run(Plan(row, ticket.group_size, born, reservation))
+        reservation.give_all()
+        episodes = self._counted([self._checked(outcome) for outcome in outcomes])
         if self.keep_messages:
             prompt = of_prompt(self.chat.shown(row.columns["prompt"]))
             for episode in episodes:
@@ -96,60 +86,11 @@ class GroupRunner:
             late = failure.kind == reasons.TIMEOUT
             raise TicketFailed(reasons.ROW, detail, retryable=late) from None
 
-    async def _prompt_ids(self, row: Row) -> list[int]:
-        try:
-            ids = await self.chat.prompt_ids(row.columns["prompt"])
-        except PromptError as error:
-            raise self._prompt_failed(row, f"cannot be rendered: {error}", "render") from error
-        limit = self.episodes.limits.max_model_len
-        if not 0 < len(ids) < limit:
-            why = f"has {len(ids)} tokens, vllm.max_model_len is {limit}; raise it, or shorten the prompt"
-            raise self._prompt_failed(row, why, "length")
-        return ids
-
-    def _prompt_failed(self, row: Row, why: str, key: str) -> TicketFailed:
-        detail = f"the prompt of row {row.number} {why}"
-        self.troubles.add("prompt", key, detail)
-        return TicketFailed(reasons.PROMPT, detail, retryable=False)
-
-    async def _run_episodes(
-        self, row: Row, prompt_ids: list[int], count: int, born: int
-    ) -> list[Episode | EpisodeFailed]:
-        sampler, limits = self.episodes.sampler, self.episodes.limits
-        affinities = [Affinity(born=born) for _ in range(count)]
-        first = sampler.first_turn(affinities, prompt_ids, limits.turn(0, len(prompt_ids)).tokens)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                fills = [tasks.create_task(fill) for fill in first.fills]
-                runs = [
-                    tasks.create_task(self._run_episode(row, prompt_ids, affinity, pending))
-                    for affinity, pending in zip(affinities, first.pending, strict=True)
-                ]
-                await asyncio.wait(runs)
-                for fill in fills:
-                    fill.cancel()
-        finally:
-            sampler.pool.release(affinities)  # an episode that was cancelled before it began did not
-        return [self._checked(run.result()) for run in runs]
-
-    async def _run_episode(
-        self, row: Row, prompt_ids: list[int], affinity: Affinity, pending: PendingChoice
-    ) -> Episode | EpisodeFailed:
-        """A failure is returned, not raised: it must not end the siblings."""
-        try:
-            prompt = row.columns["prompt"]
-            return await self.episodes.run(prompt_ids, self.chat, self.tools, affinity, pending, prompt)
-        except EpisodeFailed as failure:
-            return failure
-        except Exception as error:
-            logger.exception("an episode failed unexpectedly")
-            return EpisodeFailed(reasons.INTERNAL, str(user_code.failure_of(error, None)), retryable=True)
-
     def _checked(self, outcome: Episode | EpisodeFailed) -> Episode | EpisodeFailed:
         """The outcome, or a failure if the weights that sampled some of it have failed their proof since (I5)."""
         if isinstance(outcome, Episode):
             try:
-                self.episodes.sampler.pool.check(outcome.affinity)
+                self.pool.check(outcome.affinity)
             except EpisodeFailed as failure:
                 return failure
         return outcome
@@ -192,7 +133,7 @@ class GroupRunner:
 
     async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode]) -> list[Episode]:
         """The episodes that have a reward, which their rollouts now hold."""
-        started = self.episodes.clock()
+        started = self.clock()
         prompt = row.columns["prompt"]
         batch = RewardBatch(
             prompt=prompt,
@@ -215,7 +156,7 @@ class GroupRunner:
             key = f"{error.function} {error.kind}"
             self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
-        seconds = self.episodes.clock() - started
+        seconds = self.clock() - started
         rewarded = []
         for episode, score in zip(episodes, scores, strict=True):
             if score.reward is None:

@@ -28,11 +28,12 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_worker.budget import Limits
-from rollout_worker.capacity import Capacity
+from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat
+from rollout_worker.drivers import Conversations, TicketFailed
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
-from rollout_worker.group import GroupRunner, TicketFailed
+from rollout_worker.group import GroupRunner
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
@@ -54,6 +55,8 @@ _IDLE_HEARTBEAT_S = 1.0
 _GIVE_BACK_S = 5.0
 _FAILURES_BEFORE_PAUSE = 8
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
+# Episodes open for each slot: those beyond wait for tools, resets and judges.
+_OPEN_PER_SLOT = 8
 
 
 class Queue(Protocol):
@@ -96,7 +99,7 @@ class Worker:
             capacity=config.worker.episodes,
             failures=Counter(),
         )
-        self.capacity = Capacity(config.worker.episodes, clock)
+        self.capacity = Capacity(config.worker.episodes, _OPEN_PER_SLOT * config.worker.episodes, clock)
         self._config = config
         self._task = task
         self._chat = chat
@@ -121,23 +124,26 @@ class Worker:
             clock=clock,
         )
         self._sampler = Sampler(client, self._pool, config, chat.stop_token_ids, stream_first_turn, sleep=sleep)
+        episodes = EpisodeRunner(
+            self._sampler,
+            Limits.of(config),
+            config.worker.episode_timeout_s,
+            self.capacity,
+            clock,
+            self._troubles,
+            code,
+            config.worker.tool_timeout_s,
+        )
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
             rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep),
             chat=chat,
-            tools=tools,
-            episodes=EpisodeRunner(
-                self._sampler,
-                Limits.of(config),
-                config.worker.episode_timeout_s,
-                clock,
-                self._troubles,
-                code,
-                config.worker.tool_timeout_s,
-            ),
+            driver=Conversations(chat, tools, episodes, self._troubles),
+            pool=self._pool,
             counters=self.counters,
             troubles=self._troubles,
             keep_messages=config.worker.keep_messages,
+            clock=clock,
         )
         self._running: dict[str, asyncio.Task[None]] = {}
         self._failed_in_a_row = 0
@@ -168,7 +174,7 @@ class Worker:
         return msgspec.structs.replace(
             self.counters,
             ticket_ids=list(self._running),
-            episodes_in_flight=self.capacity.in_flight,
+            episodes_in_flight=self.capacity.open,
             requests_retried=self._sampler.retries,
             hung_calls=self._code.hung,
             waiting_for_servers=self._pool.waiting,
@@ -184,13 +190,12 @@ class Worker:
         group_size = self._config.rollout.group_size
         while True:
             await self._pool.wait_serving()
-            await self.capacity.wait_for(group_size)
+            await self.capacity.wait_for_room(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
                 # Rows are tried a few times only: where nothing succeeds, do not run through them.
                 await self._sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(self._pauses, 10)))
                 self._pauses += 1
-            room = self.capacity.free // group_size
-            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
+            request = TicketRequest(self._id, self.capacity.room(group_size), wait_s=_POLL_S, have=list(self._running))
             with self.capacity.asking():
                 try:
                     reply = await self._heartbeat.when_registered(partial(self._queue.tickets, request))
@@ -202,23 +207,23 @@ class Worker:
                 self._begin(ticket, tasks)
 
     def _begin(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
-        """Start a ticket's work. Its permits are taken here, so that the next request does not count on them, and
+        """Start a ticket's work. Its slots are taken here, so that the next request does not count on them, and
         come back however the work ends, even before its first line."""
-        self.capacity.take(ticket.group_size)
-        task = tasks.create_task(self._work(ticket))
+        reservation = self.capacity.begin(ticket.group_size)
+        task = tasks.create_task(self._work(ticket, reservation))
         self._running[ticket.id] = task
 
         def end(_: asyncio.Task[None]) -> None:
-            self.capacity.give(ticket.group_size)
+            self.capacity.end(ticket.group_size, reservation)
             del self._running[ticket.id]
 
         task.add_done_callback(end)
 
-    async def _work(self, ticket: Ticket) -> None:
+    async def _work(self, ticket: Ticket, reservation: Reservation) -> None:
         """From ticket to submitted group; whatever fails is counted and the ticket given back, a group that cannot be
         sent too. Raises `QueueError`."""
         try:
-            await self._submit(await self._groups.run(ticket))
+            await self._submit(await self._groups.run(ticket, reservation))
         except TicketFailed as failure:
             await self._fail(ticket, failure)
         except QueueError:

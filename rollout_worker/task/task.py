@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
@@ -52,32 +52,37 @@ class Task:
     command lines of MCP servers, connected where the task runs. rewards: `f(completions, prompts, completion_ids,
     **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
     `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
-    environment_factory and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
-    train_dataset, reward_funcs. Raises `ConfigError`.
+    environment, agent and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
+    train_dataset, reward_funcs, environment_factory. Raises `ConfigError`.
     """
 
     dataset: DataSource = _NOT_GIVEN
     rewards: Sequence[Callable[..., Any] | str] = _NOT_GIVEN
     tools: Sequence[Callable[..., Any] | Tool] = ()
     mcp_servers: Sequence[str] = ()
-    environment_factory: Callable[..., Any] | None = None
+    environment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
+    agent: Callable[..., Any] | None = None
     reward_weights: Sequence[float] | None = None
     eval_dataset: DataSource | None = None
     dataset_split: str | None = None
     dataset_config: str | None = None
     train_dataset: InitVar[DataSource | None] = None
     reward_funcs: InitVar[Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None] = None
+    environment_factory: InitVar[Callable[..., Any] | Mapping[str, Callable[..., Any]] | None] = None
     # Of the task file; `load_task` sets it.
     folder: Path | None = field(default=None, init=False, repr=False, compare=False)
 
-    def __post_init__(self, train_dataset: Any, reward_funcs: Any) -> None:
-        self._take("dataset", "train_dataset", train_dataset)
-        self._take("rewards", "reward_funcs", reward_funcs)
+    def __post_init__(self, train_dataset: Any, reward_funcs: Any, environment_factory: Any) -> None:
+        self._take("dataset", "train_dataset", train_dataset, _NOT_GIVEN)
+        self._take("rewards", "reward_funcs", reward_funcs, _NOT_GIVEN)
+        self._take("environment", "environment_factory", environment_factory, None)
         if callable(self.rewards) or isinstance(self.rewards, str):
             object.__setattr__(self, "rewards", [self.rewards])
         object.__setattr__(self, "tools", self.tools or ())
-        if self.environment_factory is not None:
+        if self.environment is not None:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
+        if self.agent is not None:
+            raise ConfigError("Task(agent=...) is not supported yet; give the functions as tools=[...]")
         if self.eval_dataset is not None:
             raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
         check_addresses(self.mcp_servers)
@@ -86,11 +91,11 @@ class Task:
         if not is_lazy(self.dataset):
             _ = self.rows
 
-    def _take(self, name: str, trls: str, value: Any) -> None:
+    def _take(self, name: str, trls: str, value: Any, absent: Any) -> None:
         """A value that was given by TRL's name."""
         if value is None:
             return
-        if getattr(self, name) is not _NOT_GIVEN:
+        if getattr(self, name) is not absent:
             raise ConfigError(f"Task({name}=..., {trls}=...): these are two names of the same; give one of them")
         object.__setattr__(self, name, value)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from rollout_queue.ledger import validation
 from rollout_worker.budget import Limits
+from rollout_worker.capacity import Capacity
 from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.episode import MOST_SEGMENTS, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
+from rollout_worker.scene import Scene
 from rollout_worker.segment import whole_conversation
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
@@ -30,6 +33,7 @@ PROMPT = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
 ROOMY = Limits(max_turn_tokens=1000, max_episode_tokens=1000, max_model_len=4000, max_turns=8)
 TOOLS = ToolBox([multiply])
 CHAT = chat_format(TOOLS.schemas)
+SCENE = Scene("", PROMPT, CHAT, TOOLS)
 
 
 def letter_by_letter(text):
@@ -72,8 +76,12 @@ class ScriptedSampler:
 
 async def play(*turns, limits=ROOMY, chat=CHAT, tools=TOOLS, timeout_s=30.0, prompt="", troubles=None):
     sampler = ScriptedSampler(*turns)
-    runner = EpisodeRunner(sampler, limits, timeout_s, troubles=troubles or Troubles())
-    return await runner.run(list(PROMPT), chat, tools, Affinity(), None, prompt), sampler
+    runner = EpisodeRunner(sampler, limits, timeout_s, slots(), troubles=troubles or Troubles())
+    return await runner.run(Scene(prompt, list(PROMPT), chat, tools), Affinity()), sampler
+
+
+def slots():
+    return Capacity(1, 1, time.monotonic)
 
 
 async def test_i4_f18_each_request_is_the_last_one_its_sample_and_the_tools_answer():
@@ -382,15 +390,15 @@ async def test_f6_a_timeout_before_the_first_turn_fails_the_episode():
 async def test_f15_a_failed_episode_lets_go_of_its_server():
     sampler = ScriptedSampler(EpisodeFailed("server", "down", retryable=True))
     with pytest.raises(EpisodeFailed):
-        await EpisodeRunner(sampler, ROOMY, 5.0).run(list(PROMPT), CHAT, TOOLS, Affinity(), None)
+        await EpisodeRunner(sampler, ROOMY, 5.0, slots()).run(SCENE, Affinity())
     assert sampler.released == 1
 
 
 async def test_timings_say_where_the_time_went():
     ticks = iter(range(100))
     sampler = ScriptedSampler(CALL, "6")
-    runner = EpisodeRunner(sampler, ROOMY, 5.0, clock=lambda: float(next(ticks)))
-    episode = await runner.run(list(PROMPT), CHAT, TOOLS, Affinity(), None)
+    runner = EpisodeRunner(sampler, ROOMY, 5.0, slots(), clock=lambda: float(next(ticks)))
+    episode = await runner.run(SCENE, Affinity())
     assert episode.rollout.timings == {"generate": 2.0, "tools": 1.0, "total": 7.0}
 
 
@@ -411,8 +419,8 @@ async def test_i9_a_parser_of_ones_own_runs_behind_the_boundary(tmp_path, parser
     troubles = Troubles()
     sampler = ScriptedSampler("go", "6")
     async with UserCode() as code:
-        runner = EpisodeRunner(sampler, ROOMY, 20.0, troubles=troubles, code=code, parse_timeout_s=0.05)
-        episode = await runner.run(list(PROMPT), chat, TOOLS, Affinity(), None, "")
+        runner = EpisodeRunner(sampler, ROOMY, 20.0, slots(), troubles=troubles, code=code, parse_timeout_s=0.05)
+        episode = await runner.run(Scene("", list(PROMPT), chat, TOOLS), Affinity())
     assert episode.rollout.turns == 2
     assert json.dumps(episode.messages)
     if kind is not None:

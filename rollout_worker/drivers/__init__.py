@@ -1,0 +1,6 @@
+"""Who drives the episodes of a group: the policy's own turns, one module a way."""
+
+from rollout_worker.drivers.base import Driver, Plan, TicketFailed
+from rollout_worker.drivers.conversation import Conversations
+
+__all__ = ["Conversations", "Driver", "Plan", "TicketFailed"]

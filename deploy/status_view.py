@@ -11,9 +11,10 @@ from rich.text import Text
 
 from learner.report.rollout_text import printable
 from protocol.client import QueueClient
-from protocol.status import Status
+from protocol.status import Status, episodes_at
 
 _NOTICES_SHOWN = 8
+_TOLD_SHARE = 0.05
 
 
 async def show(client: QueueClient, watch: bool) -> None:
@@ -40,6 +41,8 @@ def render(status: Status) -> RenderableType:
         for what, counts in (("dropped", status.drops), ("rejected", status.rejections))
         if counts
     ]
+    if status.workers:
+        parts.append(Text(_open(status)))
     if hung := sum(worker.hung_calls for worker in status.workers):
         parts.append(Text(f"hung: {hung} calls of user code have not come back"))
     return Group(*parts)
@@ -100,12 +103,12 @@ def _figures(status: Status) -> Table:
 def _workers(status: Status) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("worker", overflow="ellipsis", min_width=12)  # the one that is cut where the terminal is narrow
-    for column in ("episodes", "done/failed", "tokens", "tools/failed", "idle", "seen"):
+    for column in ("slots", "done/failed", "tokens", "tools/failed", "idle", "seen"):
         table.add_column(column, no_wrap=True)
     for w in status.workers:
         table.add_row(
             _text(w.worker_id),
-            f"{w.episodes_in_flight}/{w.capacity}",
+            f"{w.episodes_generating}/{w.capacity}",
             f"{w.episodes_done}/{w.episodes_failed}",
             _short(w.tokens_sampled),
             f"{w.tool_calls}/{w.tool_failures}",
@@ -113,6 +116,15 @@ def _workers(status: Status) -> Table:
             _ago(w.seen_s_ago),
         )
     return table
+
+
+def _open(status: Status) -> str:
+    """Where the open episodes of all workers are."""
+    at = episodes_at(status)
+    places = ", ".join(f"{count} {place.replace('_', ' ')}" for place, count in at.items())
+    full = max((w.full_share for w in status.workers), default=0.0)
+    why = f"; slots idle at worker.open_episodes: {_percent(full)}" if full >= _TOLD_SHARE else ""
+    return f"{sum(at.values())} episodes open: {places}{why}"
 
 
 def _servers(status: Status) -> Table:

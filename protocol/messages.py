@@ -231,8 +231,11 @@ class TicketFailure(msgspec.Struct):
 class WorkerReport(msgspec.Struct):
     """A worker's heartbeat: renews the tickets named and carries counters, all cumulative since its start.
 
-    `capacity`: episodes that it may run at once; `waited_s`: seconds that capacity was idle because there were no
-    tickets, where one second means all of the capacity for a second; `elapsed_s`: seconds since its first request;
+    `capacity`: slots, episodes that may generate at once; `most_open`: episodes that it may have open. Of those
+    `episodes_in_flight`, all that are open now, so many have a slot (`generating`), wait for one (`waiting`), run user
+    code (`in_tools`) or are judged (`in_judgement`); the others are over and wait for their group's.
+    `waited_s`: seconds that slots were idle because there were no tickets, where one second means all of the slots for
+    a second; `full_s`: because no more were to be open; `elapsed_s`: seconds since its first request;
     `cpu_s`: CPU seconds of its process since then; `hung_calls`: calls of user code that were given up and have not
     come back; `waiting_for_servers`: episodes that wait now for a vLLM server that may be asked. `fingerprint`: what
     the queue accepts or refuses the worker by;
@@ -244,7 +247,12 @@ class WorkerReport(msgspec.Struct):
     host: str = ""
     pid: int = 0
     capacity: Natural = 0
+    most_open: Natural = 0
     episodes_in_flight: Natural = 0
+    episodes_generating: Natural = 0
+    episodes_waiting: Natural = 0
+    episodes_in_tools: Natural = 0
+    episodes_in_judgement: Natural = 0
     episodes_done: Natural = 0
     episodes_failed: Natural = 0
     tokens_sampled: Natural = 0
@@ -252,6 +260,7 @@ class WorkerReport(msgspec.Struct):
     tool_failures: Natural = 0
     requests_retried: Natural = 0
     waited_s: Seconds = 0.0
+    full_s: Seconds = 0.0
     elapsed_s: Seconds = 0.0
     cpu_s: Seconds = 0.0
     hung_calls: Natural = 0

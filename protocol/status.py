@@ -58,8 +58,8 @@ class LearnerStatus(msgspec.Struct):
 
 
 class WorkerStatus(msgspec.Struct):
-    """`wait_share`: part of its capacity that was idle because there were no tickets, since its start; `hung_calls`:
-    calls of user code that were given up and have not come back; `waiting_for_servers`: episodes that wait for a vLLM
+    """`wait_share`: part of its slots that was idle because there were no tickets, since its start; `full_share`:
+    because no more episodes were to be open; the episodes' fields are those of `WorkerReport`; `hung_calls`: calls of user code that were given up and have not come back; `waiting_for_servers`: episodes that wait for a vLLM
     server that may be asked."""
 
     worker_id: str
@@ -79,6 +79,12 @@ class WorkerStatus(msgspec.Struct):
     failures: dict[str, int] = {}
     hung_calls: int = 0
     waiting_for_servers: int = 0
+    most_open: int = 0
+    episodes_generating: int = 0
+    episodes_waiting: int = 0
+    episodes_in_tools: int = 0
+    episodes_in_judgement: int = 0
+    full_share: float = 0.0
 
 
 class Wait(msgspec.Struct):
@@ -157,3 +163,13 @@ class Status(msgspec.Struct):
     rejections: dict[str, int] = {}
     notices: list[Notice] = []
     gave_up: str | None = None
+
+
+def episodes_at(status: Status) -> dict[str, int]:
+    """Open episodes of all workers by what they do now; `over` are those that wait for the rest of their group, and
+    the few between two of the others."""
+    at = {
+        place: sum(getattr(worker, f"episodes_{place}") for worker in status.workers)
+        for place in ("generating", "waiting", "in_tools", "in_judgement")
+    }
+    return {**at, "over": max(0, sum(worker.episodes_in_flight for worker in status.workers) - sum(at.values()))}

@@ -130,8 +130,8 @@ class EpisodeRunner:
         episode.affinity = affinity
         try:
             with self._timed(episode, "total"):
-                async with asyncio.timeout(self.timeout_s):
-                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first)
+                async with asyncio.timeout(self.timeout_s) as limit:
+                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first, limit)
         except TimeoutError:
             if not episode.rollout.turns:
                 detail = f"no turn was done in {self.timeout_s:g} s"
@@ -145,7 +145,9 @@ class EpisodeRunner:
             episode.rollout.timings["servers"] = affinity.waited_s
         return episode
 
-    async def _turns(self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None) -> FinishReason:
+    async def _turns(
+        self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None, limit: asyncio.Timeout
+    ) -> FinishReason:
         rollout, chat = episode.rollout, scene.chat
         following: _Next | None = _Next()
         answers: list[Message] = []
@@ -154,7 +156,7 @@ class EpisodeRunner:
             budget = self.limits.turn(episode.sampled_tokens, len(prompt_ids))
             if budget.tokens <= 0:
                 return budget.ends_as
-            async with self._slot(episode, first):
+            async with self._slot(episode, first, limit):
                 with self._timed(episode, "generate"):
                     pending = None if first is None else first.pending
                     turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending)
@@ -176,7 +178,7 @@ class EpisodeRunner:
             if parsed.calls:
                 if ended is not None:
                     return ended
-                with self._timed(episode, "tools"):
+                with self._timed(episode, "tools"), self.capacity.being("tools"):
                     results = await scene.tools.run(parsed.calls)
                     results = await for_policy(results, self.limits.tool_result_tokens, chat)
                     await self.turnstile.passed()
@@ -194,15 +196,24 @@ class EpisodeRunner:
         return "aborted"
 
     @asynccontextmanager
-    async def _slot(self, episode: Episode, first: Opening | None) -> AsyncIterator[None]:
-        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation."""
+    async def _slot(self, episode: Episode, first: Opening | None, limit: asyncio.Timeout) -> AsyncIterator[None]:
+        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation. The wait for
+        one does not count against the episode's time-out: it is the worker that is slow."""
         if first is not None:
             try:
                 yield
             finally:
                 first.reservation.give()
             return
-        async with self.capacity.turn(begun=episode.rollout.turns > 0):
+        loop, due = asyncio.get_running_loop(), limit.when()
+        assert due is not None, "an episode has a time-out"
+        left_s = due - loop.time()
+        limit.reschedule(None)
+        async with self.capacity.turn(begun=episode.rollout.turns > 0) as waited_s:
+            limit.reschedule(loop.time() + left_s)
+            if waited_s:
+                timings = episode.rollout.timings
+                timings["slots"] = timings.get("slots", 0.0) + waited_s
             yield
 
     async def _anew(self, episode: Episode, scene: Scene, answers: Sequence[Message]) -> _Next | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from protocol import reasons
 from protocol.messages import Group, Ticket, WorkerReport
 from rollout_worker import user_code
-from rollout_worker.capacity import Reservation
+from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.drivers import Driver, Plan, TicketFailed
 from rollout_worker.episode import Episode
@@ -38,6 +38,7 @@ class GroupRunner:
     chat: ChatFormat
     driver: Driver
     pool: ServerPool
+    capacity: Capacity
     counters: WorkerReport
     troubles: Troubles
     keep_messages: bool
@@ -149,7 +150,8 @@ class GroupRunner:
             self.counters.failures[reasons.REWARD_RETRIED] += error.retryable
 
         try:
-            scores = await self.rewards.score(batch, told)
+            with self.capacity.being("judgement", len(episodes)):
+                scores = await self.rewards.score(batch, told)
         except RewardError as error:
             if isinstance(error.__cause__, user_code.NotCalled):
                 raise _shut_off(error) from None

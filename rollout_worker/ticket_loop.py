@@ -55,8 +55,6 @@ _IDLE_HEARTBEAT_S = 1.0
 _GIVE_BACK_S = 5.0
 _FAILURES_BEFORE_PAUSE = 8
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
-# Episodes open for each slot: those beyond wait for tools, resets and judges.
-_OPEN_PER_SLOT = 8
 
 
 class Queue(Protocol):
@@ -97,9 +95,10 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             capacity=config.worker.episodes,
+            most_open=config.most_open,
             failures=Counter(),
         )
-        self.capacity = Capacity(config.worker.episodes, _OPEN_PER_SLOT * config.worker.episodes, clock)
+        self.capacity = Capacity(config.worker.episodes, config.most_open, clock)
         self._config = config
         self._task = task
         self._chat = chat
@@ -140,6 +139,7 @@ class Worker:
             chat=chat,
             driver=Conversations(chat, tools, episodes, self._troubles),
             pool=self._pool,
+            capacity=self.capacity,
             counters=self.counters,
             troubles=self._troubles,
             keep_messages=config.worker.keep_messages,
@@ -175,10 +175,15 @@ class Worker:
             self.counters,
             ticket_ids=list(self._running),
             episodes_in_flight=self.capacity.open,
+            episodes_generating=self.capacity.generating,
+            episodes_waiting=self.capacity.waiting,
+            episodes_in_tools=self.capacity.at("tools"),
+            episodes_in_judgement=self.capacity.at("judgement"),
             requests_retried=self._sampler.retries,
             hung_calls=self._code.hung,
             waiting_for_servers=self._pool.waiting,
             waited_s=self.capacity.waited_s,
+            full_s=self.capacity.full_s,
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,
             failures=dict(self.counters.failures),
@@ -190,12 +195,13 @@ class Worker:
         group_size = self._config.rollout.group_size
         while True:
             await self._pool.wait_serving()
-            await self.capacity.wait_for_room(group_size)
+            room = await self.capacity.wait_for_room(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
                 # Rows are tried a few times only: where nothing succeeds, do not run through them.
                 await self._sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(self._pauses, 10)))
                 self._pauses += 1
-            request = TicketRequest(self._id, self.capacity.room(group_size), wait_s=_POLL_S, have=list(self._running))
+                room = await self.capacity.wait_for_room(group_size)
+            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
             with self.capacity.asking():
                 try:
                     reply = await self._heartbeat.when_registered(partial(self._queue.tickets, request))
@@ -238,17 +244,22 @@ class Worker:
         try:
             await self._heartbeat.when_registered(partial(self._queue.submit, group))
             self._failed_in_a_row = self._pauses = 0
+            self.capacity.cautious = False
         except Refused as refusal:
             # The queue has ended the ticket itself.
             if refusal.status == 410:
                 self.counters.failures[reasons.LOST] += 1
                 return
-            self._failed_in_a_row += 1
+            self._failed()
             self.counters.failures[reasons.refused(refusal.reason)] += 1
             self._troubles.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
 
-    async def _fail(self, ticket: Ticket, failure: TicketFailed) -> None:
+    def _failed(self) -> None:
         self._failed_in_a_row += 1
+        self.capacity.cautious = True
+
+    async def _fail(self, ticket: Ticket, failure: TicketFailed) -> None:
+        self._failed()
         self.counters.failures[reasons.failed(failure.reason)] += 1
         detail = encodable(str(failure))
         await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, detail, failure.retryable))

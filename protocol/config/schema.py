@@ -34,6 +34,12 @@ REMOVED: dict[tuple[str, str], str] = {
 REMOVED_VALUES = {
     ("learner", "objective", "grpo"): 'write advantage = "grpo" and objective = "ppo_clip", or leave it out',
 }
+# "auto" of worker.open_episodes: so many for each slot, as far as they fit in so many bytes.
+_OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80
+_TOO_FEW_OPEN = {
+    "rollout.group_size": "a group could not be opened",
+    "worker.episodes": "some of its slots could never be used",
+}
 
 
 class RunConfig(Section):
@@ -71,6 +77,15 @@ class RunConfig(Section):
         return 2 * (worker.episode_timeout_s + worker.reward_timeout_s) if age == "auto" else age
 
     @property
+    def most_open(self) -> int:
+        """`worker.open_episodes` with its "auto" worked out."""
+        opened, slots = self.worker.open_episodes, self.worker.episodes
+        if opened != "auto":
+            return opened
+        held = _OPEN_BYTES // (_BYTES_PER_TOKEN * self.vllm.max_model_len)
+        return max(slots, self.rollout.group_size, min(_OPEN_PER_SLOT * slots, held))
+
+    @property
     def server_names(self) -> dict[str, str]:
         """URL of each server by its name, in the order of the run file."""
         return {f"vllm-{i}": url for i, url in enumerate(self.vllm.urls)}
@@ -86,11 +101,17 @@ class RunConfig(Section):
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "
                 f"vllm.max_model_len = {self.vllm.max_model_len}: lower the one or raise the other"
             )
-        if rollout.group_size > self.worker.episodes:
-            raise ValueError(
-                f"rollout.group_size = {rollout.group_size} is more than worker.episodes = "
-                f"{self.worker.episodes}: no worker could ever take a ticket; raise worker.episodes"
+        if self.worker.open_episodes != "auto":
+            least = max(
+                ("rollout.group_size", rollout.group_size),
+                ("worker.episodes", self.worker.episodes),
+                key=lambda one: one[1],
             )
+            if self.worker.open_episodes < least[1]:
+                raise ValueError(
+                    f"worker.open_episodes = {self.worker.open_episodes} is less than {least[0]} = {least[1]}: "
+                    f"{_TOO_FEW_OPEN[least[0]]}; raise worker.open_episodes, or leave it out"
+                )
         if queue.capacity_groups < learner.groups_per_step:
             raise ValueError(
                 f"queue.capacity_groups = {queue.capacity_groups} is less than learner.groups_per_step = "

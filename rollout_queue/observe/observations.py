@@ -190,7 +190,7 @@ class Observations:
 
     @property
     def worker_wait_share(self) -> float | None:
-        """Share of all workers' capacity that was idle because there were no tickets."""
+        """Share of all workers' slots that was idle because there were no tickets."""
         reports = [heard.report for heard in self._workers.values()]
         capacity_s = sum(report.elapsed_s * report.capacity for report in reports)
         waited_s = sum(report.waited_s * report.capacity for report in reports)
@@ -231,6 +231,7 @@ def _worker_status(report: WorkerReport, seen_s_ago: float) -> WorkerStatus:
     return WorkerStatus(
         **{name: getattr(report, name) for name in _REPORTED},
         wait_share=min(1.0, report.waited_s / report.elapsed_s) if report.elapsed_s else 0.0,
+        full_share=min(1.0, report.full_s / report.elapsed_s) if report.elapsed_s else 0.0,
         cpu_ms_per_episode=1000 * report.cpu_s / report.episodes_done if report.episodes_done else None,
         seen_s_ago=seen_s_ago,
     )

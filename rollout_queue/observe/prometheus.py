@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from protocol.messages import ServerState
-from protocol.status import Status
+from protocol.status import Status, episodes_at
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,8 +57,12 @@ def _gauges(status: Status) -> Iterator[Metric]:
         "slipstream_learner_wait_share", "share of time that the learner waited for groups", status.learner.wait_share
     )
     yield _gauge(
-        "slipstream_worker_wait_share", "share of capacity idle because there were no tickets", status.worker_wait_share
+        "slipstream_worker_wait_share", "share of slots idle because there were no tickets", status.worker_wait_share
     )
+    yield _gauge("slipstream_episodes", "open episodes of all workers, by what they do", episodes_at(status), "at")
+    yield _gauge("slipstream_slots", "episodes that the workers let generate", sum(w.capacity for w in status.workers))
+    full = max((worker.full_share for worker in status.workers), default=None)
+    yield _gauge("slipstream_worker_full_share", "share of slots idle as enough is open, of the fullest worker", full)
     per_second = {name: getattr(rates, name) for name in rates.__struct_fields__}
     yield _gauge("slipstream_rate_per_second", "events per second, over the last minute", per_second, "of")
     yield _gauge("slipstream_stalled", "1 while the stall alarm is raised", int(status.stall.stalled))

@@ -1,4 +1,5 @@
-"""Episodes that begin with the row's prompt, all with the same one: their first turns are sampled by one request."""
+"""Episodes that begin with the row's prompt, all with the same one: their first turns are sampled by one request, or
+by one for each part of a large group that gets its slots."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from rollout_worker.chat.base import ChatFormat
 from rollout_worker.drivers.base import Plan, outcome, prompt_ids
 from rollout_worker.episode import Episode, EpisodeRunner, Opening
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity
+from rollout_worker.inference.router import Affinity, Siblings
 from rollout_worker.scene import Scene
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
@@ -28,16 +29,19 @@ class Conversations:
         prompt, limits = plan.row.columns["prompt"], self.episodes.limits
         ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, self.troubles)
         scene = Scene(prompt, ids, self.chat, self.tools)
-        sampler = self.episodes.sampler
-        affinities = [Affinity(born=plan.born) for _ in range(plan.count)]
-        first = sampler.first_turn(affinities, ids, limits.turn(0, len(ids)).tokens)
+        sampler, siblings = self.episodes.sampler, Siblings()
+        affinities = [Affinity(siblings=siblings, born=plan.born) for _ in range(plan.count)]
+        fills: list[asyncio.Task[None]] = []
+        runs: list[asyncio.Task[Episode | EpisodeFailed]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                fills = [tasks.create_task(fill) for fill in first.fills]
-                runs = [
-                    tasks.create_task(outcome(self.episodes.run(scene, affinity, Opening(pending, plan.reservation))))
-                    for affinity, pending in zip(affinities, first.pending, strict=True)
-                ]
+                async for count in plan.reservation.parts():
+                    part = affinities[len(runs) : len(runs) + count]
+                    first = sampler.first_turn(part, ids, limits.turn(0, len(ids)).tokens)
+                    fills += [tasks.create_task(fill) for fill in first.fills]
+                    for affinity, pending in zip(part, first.pending, strict=True):
+                        opening = Opening(pending, plan.reservation)
+                        runs.append(tasks.create_task(outcome(self.episodes.run(scene, affinity, opening))))
                 await asyncio.wait(runs)
                 for fill in fills:
                     fill.cancel()

@@ -29,7 +29,7 @@ from rollout_worker.inference.errors import (
     UnknownWeights,
 )
 from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Asked, Choice, GenerateRequest, Sampled, sampled_of, sampling_params
 
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
@@ -78,9 +78,8 @@ class Sampler:
     def first_turn(self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int) -> FirstTurn:
         """The first turn of all affinities, in as few requests as the servers' limit allows."""
         loop = asyncio.get_running_loop()
-        siblings = Siblings()
         for affinity in affinities:
-            affinity.siblings = siblings
+            affinity.siblings = affinities[0].siblings
         pending: list[PendingChoice] = [loop.create_future() for _ in affinities]
         step = self._config.vllm.max_num_seqs
         fills = [

@@ -29,6 +29,11 @@ def a_status() -> Status:
         seen_s_ago=2.2,
         failures={"tool:multiply": 3},
         hung_calls=5,
+        episodes_generating=40,
+        episodes_waiting=3,
+        episodes_in_tools=20,
+        episodes_in_judgement=16,
+        full_share=0.25,
     )
     return Status(
         run="quickstart",
@@ -81,7 +86,9 @@ def shown(status: Status, width: int = 100) -> str:
         "now waiting  learner for publication, 12.3 s",
         "worker w1 for tickets, 4.0 s",
         "gpu-node-17.cluster.example-4711-ab12",
-        "96/128",
+        "40/128",
+        "96 episodes open: 40 generating, 3 waiting, 20 in tools, 16 in judgement, 17 over; slots idle at "
+        "worker.open_episodes: 25%",
         "2040/3",
         "hung: 5 calls of user code have not come back",
         "quarantined",
@@ -91,7 +98,7 @@ def shown(status: Status, width: int = 100) -> str:
     ],
 )
 def test_i7_a_status_shows(fact: str) -> None:
-    assert fact in shown(a_status())
+    assert fact in shown(a_status(), width=200)
 
 
 def test_i7_a_stall_is_the_second_line_with_its_cause() -> None:

@@ -274,7 +274,11 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
     ("line", "says"),
     [
         ("rollout.max_turn_tokens = 4096", "leaves no room for a prompt in vllm.max_model_len = 4096"),
-        ("worker.episodes = 4", "rollout.group_size = 8 is more than worker.episodes = 4: no worker could ever take"),
+        (
+            "worker = {episodes = 4, open_episodes = 7}",
+            "open_episodes = 7 is less than rollout.group_size = 8: a group",
+        ),
+        ("worker.open_episodes = 255", "worker.open_episodes = 255 is less than worker.episodes = 256: some of its"),
         ("queue.capacity_groups = 15", "queue.capacity_groups = 15 is less than learner.groups_per_step = 16: a step"),
         ("queue.depth = 0.01", "queue.depth = 0.01 allows no group at all"),
         ("weight_sync.every = 6", "weight_sync.every = 6 with queue.max_staleness = 4: the servers' weights would"),
@@ -288,6 +292,22 @@ def test_settings_that_do_not_fit_together_are_told_with_the_symptom(folder: Pat
     message = fault_of(folder, f"{line}\n{MINIMAL}")
     assert says in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "most"),
+    [
+        ("", 8 * 256),
+        ("worker.open_episodes = 300", 300),
+        ("worker.episodes = 4", 32),
+        ("worker.episodes = 1\nrollout.group_size = 16", 16),
+        ("vllm.max_model_len = 131072\nlearner.token_budget = 131072", 409),
+        ("vllm.max_model_len = 1000000\nlearner.token_budget = 1000000", 256),
+    ],
+)
+def test_how_many_episodes_are_open_at_most(folder: Path, lines: str, most: int) -> None:
+    (folder / "run.toml").write_text(f"{lines}\n{MINIMAL}")
+    assert load(folder / "run.toml").most_open == most
 
 
 class _Pair(Section):

@@ -499,12 +499,23 @@ async def test_worker_figures() -> None:
             report = WorkerReport(
                 name, [], capacity=capacity, episodes_done=10, waited_s=waited, elapsed_s=10.0, cpu_s=0.02, host="h"
             )
+            report.episodes_in_flight, report.episodes_generating, report.episodes_waiting = 9, 3, 1
+            report.episodes_in_tools, report.episodes_in_judgement, report.full_s = 2, 1, capacity
             await client.heartbeat(report)
         queue.time.now += 5.0
         status = await client.status()
         assert [(w.worker_id, w.wait_share, w.seen_s_ago) for w in status.workers] == [("a", 0.5, 5.0), ("b", 0.1, 5.0)]
         assert status.worker_wait_share == pytest.approx(0.4)
         assert status.worker_cpu_ms_per_episode == pytest.approx(2.0)
+        assert [w.full_share for w in status.workers] == [0.3, 0.1]
+        lines = (await client._call("GET", routes.METRICS)).decode().splitlines()
+        at = {"generating": 6, "waiting": 2, "in_tools": 4, "in_judgement": 2, "over": 4}
+        for line in (
+            *(f'slipstream_episodes{{at="{place}"}} {count}.0' for place, count in at.items()),
+            "slipstream_slots 4.0",
+            "slipstream_worker_full_share 0.3",
+        ):
+            assert line in lines
 
 
 async def test_a_heartbeat_s_figures_are_finite_and_its_share_at_most_one() -> None:

@@ -1,6 +1,7 @@
 """Episodes on a scripted sampler: what is asked for, what is kept, and how they end."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -25,7 +26,7 @@ from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode
 from tests.kit import config
-from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply
+from tests.kit.worker import END_OF_TURN, TOKENIZER, chat_format, multiply, until
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
 MALFORMED = "<tool_call>multiply(2, 3)</tool_call>"
@@ -385,6 +386,56 @@ async def test_f6_a_timeout_before_the_first_turn_fails_the_episode():
     with pytest.raises(EpisodeFailed, match=r"no turn was done in 0.05 s") as caught:
         await play(None, timeout_s=0.05)
     assert (caught.value.reason, caught.value.retryable) == ("timeout", True)
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Its time can be set forward: what is due by then fires."""
+
+    ahead_s = 0.0
+
+    def time(self):
+        return super().time() + self.ahead_s
+
+
+@pytest.mark.parametrize("slow", ["slot", "tool"])
+def test_f22_an_episode_that_waits_for_a_slot_is_not_slow(slow):
+    """All slots are taken while its tool runs, for longer than an episode may take."""
+    capacity = slots()
+    tool_may_end = threading.Event()
+
+    def wait_and_multiply(a: int, b: int) -> int:
+        """Multiply two integers.
+
+        Args:
+            a: The first factor.
+            b: The second factor.
+        """
+        tool_may_end.wait(30.0)
+        return a * b
+
+    async def main():
+        wait_and_multiply.__name__ = "multiply"
+        runner = EpisodeRunner(ScriptedSampler(CALL, "6"), ROOMY, 500.0, capacity)
+        scene = Scene("", list(PROMPT), CHAT, ToolBox([wait_and_multiply], 3600.0))
+        running = asyncio.create_task(runner.run(scene, Affinity()))
+        await until(lambda: capacity.at("tools") == 1)
+        async with capacity.turn():
+            if slow == "slot":
+                tool_may_end.set()
+                await until(lambda: capacity.waiting == 1)
+            loop.ahead_s += 1000.0
+            await asyncio.sleep(0)
+        if slow == "tool":
+            await asyncio.wait([running])
+            tool_may_end.set()
+        return await running
+
+    loop = JumpingLoop()
+    with contextlib.closing(loop):
+        episode = loop.run_until_complete(main())
+    waited_s = episode.rollout.timings.get("slots", 0.0)
+    assert (episode.rollout.finish_reason, waited_s > 0.0) == {"slot": ("stop", True), "tool": ("timeout", False)}[slow]
+    assert (capacity.free, capacity.at("tools")) == (1, 0)
 
 
 async def test_f15_a_failed_episode_lets_go_of_its_server():

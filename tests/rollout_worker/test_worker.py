@@ -248,19 +248,71 @@ async def test_the_report_counts_what_was_done():
 
 
 async def test_no_more_tickets_are_asked_for_than_there_is_room():
+    """Seven slots hold three groups of two, and no more is open until a group has succeeded; then as many as keep the
+    slots busy, up to the most."""
     queue = StandInQueue(tickets_for(20, 2))
+    most = {"before a group succeeded": 0, "after": 0}
     original = queue.tickets
 
     async def tickets(request):
         reply = await original(request)
-        assert 2 * (queue.issued - len(queue.groups)) <= 7
+        when = "after" if queue.groups else "before a group succeeded"
+        most[when] = max(most[when], 2 * (queue.issued - len(queue.groups)))
         return reply
 
+    async def slow(completions, answer, **columns):
+        await until(lambda: len(queue.groups) >= 3 or queue.issued >= 3)
+        if 3 < queue.issued < 8:
+            await until(lambda: 2 * (queue.issued - len(queue.groups)) == 10 or not queue.tickets_left)
+        return accuracy(completions, answer)
+
     queue.tickets = tickets
-    run = await roll(task(), fake(), queue=queue, config=config(WORKER, worker={"episodes": 7}))
+    run_config = config(WORKER, worker={"episodes": 7, "open_episodes": 11})
+    run = await roll(task(rewards=[slow]), fake(), queue=queue, config=run_config)
     assert len(queue.groups) == 20
     assert queue.requests[0].max_tickets == 3
+    assert most == {"before a group succeeded": 6, "after": 10}
     assert idle(run.worker)
+    assert (run.worker.capacity.open, run.worker.report().most_open) == (0, 11)
+
+
+async def test_f22_groups_that_are_judged_leave_their_slots_to_others():
+    """With slots for one group, later ones are judged before the second: it waits for all others."""
+    queue = StandInQueue(tickets_for(6, 2))
+    reports = []
+
+    async def judge(completions, answer, **columns):
+        judge.calls += 1
+        if judge.calls == 2:
+            await until(lambda: len(queue.groups) == 5)
+            reports.append(run_worker[0].report())
+        return accuracy(completions, answer)
+
+    judge.calls = 0
+    run_worker = []
+
+    def seen(worker):
+        run_worker[:] = [worker]
+        return False
+
+    run_config = config(WORKER, worker={"episodes": 2})
+    run = await roll(task(rewards=[judge]), fake(), queue=queue, config=run_config, stop_when=seen)
+    assert len(queue.groups) == 6
+    (then,) = reports
+    assert (then.episodes_in_flight, then.episodes_in_judgement) == (2, 2)
+    assert (then.episodes_generating, then.episodes_waiting, then.episodes_in_tools) == (0, 0, 0)
+    assert idle(run.worker)
+
+
+async def test_a_group_of_more_episodes_than_there_are_slots_is_made():
+    server = fake()
+    run_config = config(WORKER, rollout={"group_size": 50}, worker={"episodes": 20})
+    run = await roll(task(), server, tickets=2, config=run_config)
+    assert [len(group.rollouts) for group in run.queue.groups] == [50, 50]
+    assert {rollout.reward for rollout in run.rollouts} == {1.0}
+    assert {len({span.server for span in rollout.segments[0].version_spans}) for rollout in run.rollouts} == {1}
+    assert any("slots" in rollout.timings for rollout in run.rollouts)
+    assert (run.worker.capacity.free, run.worker.capacity.open, run.worker.capacity.waiting) == (20, 0, 0)
 
 
 async def test_f22_a_slow_tool_of_one_episode_does_not_hold_up_another():

@@ -17,8 +17,16 @@ class WorkerSection(Section):
     )
     episodes: Count = setting(
         256,
-        description="episodes that one worker runs at once",
-        why="fills a server of 64 to 256 sequences while tools run",
+        description="slots: episodes that one worker lets generate at once; one that waits for a tool, a judge or "
+        "its group holds none",
+        why="fills a server of 64 to 256 sequences",
+    )
+    open_episodes: Count | Literal["auto"] = setting(
+        "auto",
+        description="most episodes that one worker has open at once, those included that wait for tools, judges or "
+        "their group; no more are opened than keep the slots busy; auto: 8 for each slot, as far as 4 GiB hold their "
+        "tokens",
+        why="at a tool time of heavy tail 4 for each slot were enough; an open episode costs 80 bytes a token",
     )
     request_timeout_s: Seconds = setting(
         600.0, description="time-out of one generation request", why="TRL's request_timeout"

@@ -248,7 +248,7 @@ class Worker:
             self._troubles.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
 
     async def _fail(self, ticket: Ticket, failure: TicketFailed) -> None:
-        self._failed_in_a_row += 1
+        self._failed_in_a_row += ticket.kind == "train"  # rows of an evaluation are not to hold up the training
         self.counters.failures[reasons.failed(failure.reason)] += 1
         detail = encodable(str(failure))
         await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, detail, failure.retryable))

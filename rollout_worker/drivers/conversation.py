@@ -27,10 +27,10 @@ class Conversations:
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
         prompt, limits = plan.row.columns["prompt"], self.episodes.limits
         ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, self.troubles)
-        scene = Scene(prompt, ids, self.chat, self.tools)
+        scene = Scene(prompt, ids, self.chat, self.tools, temperature=plan.temperature)
         sampler = self.episodes.sampler
         affinities = [Affinity(born=plan.born) for _ in range(plan.count)]
-        first = sampler.first_turn(affinities, ids, limits.turn(0, len(ids)).tokens)
+        first = sampler.first_turn(affinities, ids, limits.turn(0, len(ids)).tokens, plan.temperature)
         try:
             async with asyncio.TaskGroup() as tasks:
                 fills = [tasks.create_task(fill) for fill in first.fills]

@@ -35,9 +35,7 @@ def told(evaluation: Evaluation) -> str:
     """An evaluation in one line."""
     rows = evaluation.rows
     if rows is None:
-        return (
-            f"evaluation of step {evaluation.step}: it had no rows, as it waited for {evaluation.waits_for or 'them'}"
-        )
+        return f"evaluation of step {evaluation.step}: it ended ({evaluation.ended}) before any row was handed out"
     parts = [f"{evaluation.done} of {rows} rows" if evaluation.failed else f"{rows} rows"]
     if evaluation.group_size > 1:
         parts[0] += f" x {evaluation.group_size}"
@@ -54,6 +52,6 @@ def told(evaluation: Evaluation) -> str:
     reward = "no reward" if evaluation.reward is None else f"reward {evaluation.reward:.3f}"
     text = f"evaluation of step {evaluation.step}: {reward} ({', '.join(parts)})"
     if evaluation.failed:
-        why = ", ".join(f"{count} {reason}" for reason, count in sorted(evaluation.failures.items()))
-        text += f"; {evaluation.failed} rows failed: {why}"
+        why = ", ".join(f"{reason} {count}" for reason, count in sorted(evaluation.failures.items()))
+        text += f"; failed: {why}"
     return text

@@ -174,14 +174,12 @@ def _out(broker: Broker, ticket_id: str) -> TicketRecord | EvalRow | None:
 def _granted(broker: Broker, worker_id: str, wanted: int) -> Decision:
     """Tickets for a worker: those of evaluations first, as far as their share goes, and training's for what is left."""
     config, ledger, run = broker.config, broker.ledger, broker.ledger.run
-    size = config.rollout.group_size
     capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
-    most = capacity if run.all_steps_made else int(capacity * config.eval.share)
-    asking = eval_tickets.Asking(worker_id, wanted * size, most)
+    asking = eval_tickets.asking(config, run, worker_id, wanted, capacity)
     served, wall_time = broker.fleet.served_version, broker.clock.wall()
     evals = eval_tickets.issue(broker.evaluations, run, served, ledger.issued, asking, wall_time)
     episodes = broker.evaluations.episodes_of(evals.rows)
-    count = min(wanted - ceil(episodes / size), broker.grant().count)
+    count = min(wanted - ceil(episodes / config.rollout.group_size), broker.grant().count)
     issued = tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
     return msgspec.structs.replace(issued, evals=evals)
 

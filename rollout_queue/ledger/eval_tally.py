@@ -35,21 +35,21 @@ def result_of(group: Group, facts: GroupFacts) -> RowResult:
 
 
 class _Mean(msgspec.Struct):
-    """Mean and sample deviation of values that come one by one (Welford 1962)."""
+    """Mean and sample deviation of values that come one by one (the latter by Welford 1962)."""
 
     count: int = 0
-    mean: float = 0.0
+    total: float = 0.0
     squares: float = 0.0
 
     def add(self, value: float) -> None:
+        before = self.total / self.count if self.count else value
         self.count += 1
-        distance = value - self.mean
-        self.mean += distance / self.count
-        self.squares += distance * (value - self.mean)
+        self.total += value
+        self.squares += (value - before) * (value - self.total / self.count)
 
     @property
     def value(self) -> float | None:
-        return self.mean if self.count else None
+        return self.total / self.count if self.count else None
 
     @property
     def std(self) -> float | None:
@@ -124,7 +124,7 @@ class EvalTally:
             rollouts=self._rollouts,
             reward=self._rewards.value,
             reward_std=self._rewards.std,
-            rewards={name: of.mean for name, of in self._components.items()},
+            rewards={name: of.total / of.count for name, of in self._components.items()},
             best=self._best.value if record.group_size > 1 else None,
             passes=self._passes and self._rewards.count > 0,
             mean_length=self._tokens / self._rollouts if self._rollouts else None,

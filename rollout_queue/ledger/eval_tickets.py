@@ -12,6 +12,7 @@ from itertools import chain
 import msgspec
 
 from protocol import reasons
+from protocol.config import RunConfig
 from protocol.evaluations import Ended, Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Ticket
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
@@ -44,6 +45,12 @@ class Asking(msgspec.Struct, frozen=True):
     worker_id: str
     episodes: int
     most: int
+
+
+def asking(config: RunConfig, run: RunState, worker_id: str, wanted: int, capacity: int) -> Asking:
+    """A worker of `capacity` episodes asks for `wanted` tickets, which it counts as if all were the training's."""
+    most = capacity if run.all_steps_made else int(config.eval.share * capacity)
+    return Asking(worker_id, wanted * config.rollout.group_size, most)
 
 
 def ask(evaluations: Evaluations, run: RunState, request: EvaluationRequest, wall_time: float) -> Decision:

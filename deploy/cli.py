@@ -197,6 +197,7 @@ def rollouts(
     step: Annotated[int | None, typer.Option(min=1, help="of this optimiser step only")] = None,
     worst: Annotated[bool, typer.Option("--worst", help="the lowest rewards first")] = False,
     best: Annotated[bool, typer.Option("--best", help="the highest rewards first")] = False,
+    evals: Annotated[bool, typer.Option("--eval", help="of evaluations, as far as the queue remembers")] = False,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="how many")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
     queue: QueueUrl = None,
@@ -207,7 +208,7 @@ def rollouts(
     if worst and best:
         raise ConfigError("--worst and --best: choose one of the two")
     config = load(run_file, context.args)
-    wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest")
+    wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals)
     client = _client(config, queue, patience_s=0.0)
     try:
         found = find(config.run_dir, wanted, client, ask=queue is not None)

@@ -25,6 +25,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
         for index in range(config.vllm.count):
             check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
     from deploy import task_check
+    from rollout_worker.task.evaluation import check_evaluation
     from rollout_worker.task.rewards import build_rewards
     from rollout_worker.task.task import load_task
 
@@ -34,6 +35,8 @@ def check(config: RunConfig, resume: bool) -> int | None:
     task = load_task(config.task)
     build_rewards(config, task.rewards, task.reward_weights)
     rows = task.rows.size
+    if warning := check_evaluation(config, task.eval_dataset):
+        task_check.warn(warning)
     epochs.in_steps(config, rows)
     model_check.check(config)
     if not config.vllm.servers and on_cpu():

@@ -29,15 +29,17 @@ MAX_VALUE = 40
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which rollouts to show: at most `limit`, those of `step` if it is given."""
+    """Which rollouts to show: at most `limit`, those of `step` if it is given; `evals`: those of evaluations, which the
+    queue alone has."""
 
     limit: int
     step: int | None = None
     order: Literal["newest", "worst", "best"] = "newest"
+    evals: bool = False
 
     def choose(self, rollouts: Iterable[RolloutView]) -> list[RolloutView]:
         """From rollouts in the order in which they were written; holds no more than `limit` of them at a time."""
-        candidates = (rollout for rollout in rollouts if self.step is None or rollout.step == self.step)
+        candidates = (rollout for rollout in rollouts if self.step in (None, rollout.step, rollout.evaluation))
         if self.order == "newest":
             return list(deque(candidates, maxlen=self.limit))[::-1]
         sign = 1 if self.order == "worst" else -1
@@ -49,7 +51,7 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
 
     Raises `ConfigError` for a step that is not there, and `QueueError`.
     """
-    path = run_dir / FILE_NAME
+    path, ask = run_dir / FILE_NAME, ask or wanted.evals
     if not ask and path.exists() and path.stat().st_size:  # the learner makes it at its start, empty
         found, where = wanted.choose(_read(path)), str(path)
     else:
@@ -80,6 +82,8 @@ def render(rollout: RolloutView) -> RenderableType:
     """Two lines of facts, then the messages, each call with its answer on one line."""
     parts = ", ".join(f"{_printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
     step = "not trained" if rollout.step is None else f"step {rollout.step}"
+    if rollout.evaluation is not None:
+        step = f"evaluation of step {rollout.evaluation}"
     head = Text.assemble((step, "bold"), "  reward ", (_number(rollout.reward), "bold"), f" ({parts})" if parts else "")
     if rollout.advantage is not None:
         head.append(f"  advantage {rollout.advantage:+.2f}")
@@ -188,5 +192,5 @@ async def _ask(client: QueueClient, wanted: Wanted) -> list[RolloutView]:
     """In the order in which they came."""
     async with client:
         if wanted.order == "worst" and wanted.step is None:
-            return await client.rollouts(wanted.limit, worst=True)
-        return (await client.rollouts(max(wanted.limit, WINDOW)))[::-1]
+            return await client.rollouts(wanted.limit, worst=True, evals=wanted.evals)
+        return (await client.rollouts(max(wanted.limit, WINDOW), evals=wanted.evals))[::-1]

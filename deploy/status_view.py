@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from learner.report.evaluations import told
 from learner.report.rollout_text import printable
 from protocol.client import QueueClient
 from protocol.status import Status, episodes_at
@@ -93,11 +94,28 @@ def _figures(status: Status) -> Table:
         f"{rates.steps:.2f} steps, {rates.groups:.1f} groups, {rates.tokens_sampled:.0f} tokens sampled, "
         f"{rates.tokens_trained:.0f} trained",
     )
+    for evaluation in _evaluations(status):
+        table.add_row("evaluation", _text(evaluation))
     learner, workers = _percent(status.learner_wait_share), _percent(status.worker_wait_share)
     table.add_row("time idle", f"learner {learner}, workers {workers}")
     waits = [f"{wait.who} for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits]
     table.add_row("now waiting", _text("\n".join(waits) or "nobody"))
     return table
+
+
+def _evaluations(status: Status) -> list[str]:
+    """A line for each open one, and one for the newest that has ended."""
+    ended = [evaluation for evaluation in status.evaluations if evaluation.ended is not None]
+    lines = [told(ended[-1]).removeprefix("evaluation ")] if ended else []
+    for evaluation in status.evaluations:
+        if evaluation.ended is None:
+            failed = f", {evaluation.failed} failed" if evaluation.failed else ""
+            rows = "its" if evaluation.rows is None else evaluation.rows
+            line = (
+                f"of step {evaluation.step}: {evaluation.done} of {rows} rows done{failed}, {evaluation.seconds:.0f} s"
+            )
+            lines.append(f"{line}; waits for {evaluation.waits_for}" if evaluation.waits_for else line)
+    return lines
 
 
 def _workers(status: Status) -> Table:

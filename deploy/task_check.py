@@ -13,6 +13,7 @@ from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.task.columns import check_rows
+from rollout_worker.task.evaluation import count_eval_rows, named_eval
 from rollout_worker.task.rewards.classifier import ClassifierReward
 from rollout_worker.task.task import Task
 from rollout_worker.task.tools import open_tools
@@ -31,18 +32,20 @@ def check(config: RunConfig, task: Task) -> None:
     If some are too long, or cannot be read, that is told.
     """
     rows = task.rows
+    if config.eval.is_on:
+        _check_eval_rows(config, task)
     found = check_rows(rows)
     if found.unusable:
         number, why = next(iter(found.unusable.items()))
-        _warn(
+        warn(
             f"{len(found.unusable)} of {found.looked_at} rows that were looked at cannot be used, and will be dropped; "
             f"row {number}: {why:.200}"
         )
     for name, firsts in found.mixed.items():
         each = ", ".join(f"{kind} in row {number}" for kind, number in firsts.items())
-        _warn(f"the column {name!r} is not of one kind: {each}; make it one, or a reward that compares it may fail")
+        warn(f"the column {name!r} is not of one kind: {each}; make it one, or a reward that compares it may fail")
     if rows.size is None and config.task.shuffle:
-        _warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
+        warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
     asyncio.run(_ask_reward_servers(config, task))
     chat = build_chat_format(config, asyncio.run(_schemas(config, task)))
     (_, first), *others = [(number, row) for number, row in rows.sample(SAMPLE) if number not in found.unusable]
@@ -56,7 +59,7 @@ def check(config: RunConfig, task: Task) -> None:
             refused[number] = (str(error).strip() or type(error).__name__).splitlines()[0]
     if refused:
         number, why = next(iter(refused.items()))
-        _warn(
+        warn(
             f"{len(refused)} of {1 + len(others)} prompts that were tried cannot be rendered, and will be dropped; row "
             f"{number}: {why:.200}; mend that row, or the template"
         )
@@ -68,11 +71,28 @@ def check(config: RunConfig, task: Task) -> None:
     if too_long == len(lengths):
         raise ConfigError(f"task.path = {config.task.path}: no prompt fits into the context: {told}; {remedy}")
     if too_long:
-        _warn(f"{too_long} of {len(lengths)} prompts that were tried do not fit and will be dropped: {told}; {remedy}")
+        warn(f"{too_long} of {len(lengths)} prompts that were tried do not fit and will be dropped: {told}; {remedy}")
     elif cramped:
-        _warn(
+        warn(
             f"{cramped} of {len(lengths)} prompts that were tried leave less than rollout.max_turn_tokens = {turn} for "
             f"the first turn: {told}; {remedy}"
+        )
+
+
+def _check_eval_rows(config: RunConfig, task: Task) -> None:
+    """Raises `ConfigError` if rows of the eval_dataset differ in their columns, and as `count_eval_rows` does. What
+    cannot be used is told."""
+    rows = task.eval_rows
+    count_eval_rows(rows, config.eval.rows)
+    try:
+        found = check_rows(rows)
+    except ConfigError as error:
+        raise named_eval(error) from None
+    if found.unusable:
+        number, why = next(iter(found.unusable.items()))
+        warn(
+            f"{len(found.unusable)} of {found.looked_at} rows of the eval_dataset that were looked at cannot be used, "
+            f"and will count as failed; row {number}: {why:.200}"
         )
 
 
@@ -135,5 +155,6 @@ def _first(config: RunConfig, chat: ChatFormat, row: Any) -> int:
         ) from None
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """On stderr, for who starts the run."""
     print(f"slipstream: warning: {text}", file=sys.stderr, flush=True)

@@ -16,9 +16,10 @@ from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
 from learner import checkpoint as checkpoints
-from learner import start
+from learner import evaluations, start
 from learner.blocking_client import BlockingQueueClient
 from learner.checkpoint import Checkpoint, CheckpointInfo
+from learner.evaluations import Evaluator
 from learner.feed.feeder import Feeder
 from learner.model.policy import Scoring, load_policy
 from learner.model.precision import warning
@@ -142,6 +143,8 @@ class Loop:
         self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, begin.step)
         self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, begin.step)
         self._curve = Curve(config.run_dir / "reward.png")
+        journal = evaluations.journal_of(config, begin.step)
+        self._evaluator = Evaluator(config, self._client, self._position.session, journal, self._progress)
         try:
             self._run_session()
         except Stopped as stopped:
@@ -153,6 +156,8 @@ class Loop:
         with self._progress.phase(what), self._client.waiting(self._position.session, f"loading: {what}"):
             self._publish()
             self._finish_publication()
+        self._evaluator.begin()
+        self._evaluator.ask_if_due(self._position.step, self._published)
         pin = self._trainer.device.type == "cuda"
         with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
             self._publisher.on_failure = feeder.fail
@@ -161,8 +166,13 @@ class Loop:
             if self._published != self._position.version:
                 self._publish()
             self._finish_publication()
+        if self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
+            self._evaluator.ask_if_due(self._position.step, self._published)
         if self._checkpointed != self._position.step:
             self._checkpoint()
+        self._evaluator.wait()
+        if late := self._evaluator.fresh():
+            self._steps.amend(late)
         self._conclude()
 
     def _train(self, feeder: Feeder) -> None:
@@ -181,17 +191,21 @@ class Loop:
             times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
             ended, cpu = ended + step_s, cpu + cpu_s
             tokens = batch.tally.tokens + (self._steps.records[-1].num_tokens if self._steps.records else 0)
-            record = StepRecord(batch.step, batch.version + 1, batch.tally, figures, times, num_tokens=tokens)
+            record = StepRecord(
+                batch.step, batch.version + 1, batch.tally, figures, times, tokens, self._evaluator.fresh()
+            )
             self._position = feeder.trained(batch, record.report(self._publisher.in_flight))
             self._steps.append(record)
             self._rollouts.append(batch.samples[: learner.sample_rollouts])
             self._stop.release()
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
+            if batch.step < learner.steps:
+                self._evaluator.ask_if_due(batch.step, self._published)
             self._progress.show(record)
             self._warn_of_sampler(figures)
             if batch.samples and learner.show_rollout_every and batch.step % learner.show_rollout_every == 0:
                 self._progress.show_rollout(batch.samples[0])
-            self._curve.grow(self._steps.records)
+            self._curve.grow(self._steps.records, self._evaluator.records)
             if learner.checkpoint_every and batch.step % learner.checkpoint_every == 0:
                 self._checkpoint()
 
@@ -205,8 +219,10 @@ class Loop:
         config, records = self._config, self._steps.records
         status = self._client.call(lambda queue: queue.status())
         # The figures first: a run that is finished is not entered again.
-        summary.write(config.run_dir, summary.summarise(records, self._publications.records, status))
-        self._curve.finish(records)
+        summary.write(
+            config.run_dir, summary.summarise(records, self._publications.records, status, self._evaluator.records)
+        )
+        self._curve.finish(records, self._evaluator.records)
         self._client.call(lambda queue: queue.finish(self._position.session))
         rewards = [record.tally.reward_mean for record in records]
         self._progress.say(f"reward {sparkline(rewards, min(60, self._progress.console.width - 7))}")

@@ -29,6 +29,7 @@ from tenacity import (
 )
 
 from protocol import codec, reasons, routes
+from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import (
     BeginSession,
     Checkpointed,
@@ -210,9 +211,21 @@ class QueueClient:
     async def status(self) -> Status:
         return await self._ask(Status, "GET", routes.STATUS)
 
-    async def rollouts(self, limit: int, worst: bool = False) -> list[RolloutView]:
-        """At most `limit` of the rollouts that the queue remembers, newest first; `worst`: lowest reward first."""
-        return await self._ask(list[RolloutView], "GET", f"{routes.ROLLOUTS}?limit={limit}&worst={str(worst).lower()}")
+    async def evaluate(self, request: EvaluationRequest) -> list[Evaluation]:
+        """Ask for an evaluation; returns all that the queue knows, in the order in which they were asked for."""
+        return await self._ask(list[Evaluation], "POST", routes.EVALUATIONS, request)
+
+    async def evaluations(self, wait_s: float = 0.0) -> list[Evaluation]:
+        """All evaluations that the queue knows; while one is open, waits up to `wait_s` for one to end."""
+        path = f"{routes.EVALUATIONS}?wait_s={wait_s:g}"
+        body = await self._call("GET", path, wait_s=wait_s)
+        return self._understood(path, codec.decode_json, body, list[Evaluation])
+
+    async def rollouts(self, limit: int, worst: bool = False, evals: bool = False) -> list[RolloutView]:
+        """At most `limit` of the rollouts that the queue remembers, newest first; `worst`: lowest reward first;
+        `evals`: those of evaluations."""
+        asked = f"limit={limit}&worst={str(worst).lower()}&eval={str(evals).lower()}"
+        return await self._ask(list[RolloutView], "GET", f"{routes.ROLLOUTS}?{asked}")
 
     async def finish(self, session: int) -> None:
         await self._call("POST", routes.FINISH, FinishRun(session))

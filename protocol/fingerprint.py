@@ -46,6 +46,7 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
             **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),
             "task.shuffle": str(config.task.shuffle),
+            "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
         },
     )
 
@@ -64,6 +65,16 @@ def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
         return f"the data set has {given.rows} rows, the run's has {expected.rows}"
     if None not in (expected.data, given.data) and expected.data != given.data:
         return f"rows of the data set differ: {given.data}, the run has {expected.data}"
+    return eval_difference(expected, given)
+
+
+def eval_difference(expected: Fingerprint, given: Fingerprint) -> str | None:
+    """How the rows that evaluations take differ, in words; None if they do not, or one of the two does not name
+    them."""
+    if None not in (expected.eval_rows, given.eval_rows) and expected.eval_rows != given.eval_rows:
+        return f"the eval_dataset has {given.eval_rows} rows, the run's has {expected.eval_rows}"
+    if None not in (expected.eval_data, given.eval_data) and expected.eval_data != given.eval_data:
+        return f"rows of the eval_dataset differ: {given.eval_data}, the run has {expected.eval_data}"
     return None
 
 

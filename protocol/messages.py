@@ -179,9 +179,9 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """What a process takes rollouts to be. Where two differ, groups of the one are wrong data to the other.
 
     tokenizer, chat: digests of the vocabulary, and of the chat format with its template; rollout: settings that shape
-    an episode, as text by name. Of a worker alone: rows of its data set and the digest of a sample of them, and the
-    digest of its task file and its tools' schemas, which may change; libraries: versions of those that write prompts,
-    which may differ.
+    an episode, as text by name. Of a worker alone: rows of its data set and the digest of a sample of them, the same of
+    the rows that evaluations take, and the digest of its task file and its tools' schemas, which may change; libraries:
+    versions of those that write prompts, which may differ.
     """
 
     release: str
@@ -190,6 +190,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
     rollout: dict[str, str]
     rows: int | None = None
     data: str | None = None
+    eval_rows: int | None = None
+    eval_data: str | None = None
     task: str | None = None
     libraries: dict[str, str] = {}
 

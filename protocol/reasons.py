@@ -36,6 +36,7 @@ UNREGISTERED = "unregistered"
 SESSION_AWAITED = "session_awaited"
 GAVE_UP = "gave_up"
 ORIGIN = "origin"
+EVALUATIONS_OPEN = "evaluations_open"
 
 # Why the queue rejects a group at the door; UNDECODABLE and TOO_LARGE are among them too.
 SCHEMA_VERSION = "schema_version"
@@ -68,6 +69,7 @@ ZERO_VARIANCE = "zero_variance"
 NO_TOKENS = "no_tokens"
 SEGMENT_TOO_LONG = "segment_too_long"
 OTHER = "other"
+DEADLINE = "deadline"
 
 # Why a sampled token does not train; OVERAGE is one too.
 NO_CONTEXT = "no_context"

@@ -17,7 +17,8 @@ MAX_TEXT = 4000
 class RolloutView(msgspec.Struct):
     """messages: the conversation, from the prompt on, long texts cut, None where it was not kept; versions: oldest and
     newest that sampled it; step: the one that it arrived for, None if it has not been leased; staleness, of its oldest
-    token, and advantage: None of a rollout that was not trained; extra: what its rewards noted, long texts cut."""
+    token, and advantage: None of a rollout that was not trained; extra: what its rewards noted, long texts cut;
+    evaluation: the step of the evaluation that it is of, None for training."""
 
     ticket_id: str
     index: int
@@ -37,9 +38,10 @@ class RolloutView(msgspec.Struct):
     staleness: int | None = None
     advantage: float | None = None
     extra: dict[str, str] = {}
+    evaluation: int | None = None
 
     @classmethod
-    def of(cls, group: Group, number: int) -> Self:
+    def of(cls, group: Group, number: int, evaluation: int | None = None) -> Self:
         """Rollout `number` of a group."""
         rollout = group.rollouts[number]
         versions = [span.version for segment in rollout.segments for span in segment.version_spans]
@@ -59,6 +61,7 @@ class RolloutView(msgspec.Struct):
             versions=(min(versions), max(versions)) if versions else None,
             messages=_readable(rollout.messages),
             extra={name: _cut(text) for name, text in rollout.extra.items()},
+            evaluation=evaluation,
         )
 
 

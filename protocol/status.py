@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol.evaluations import Evaluation
 from protocol.messages import Server
 
 
@@ -133,7 +134,8 @@ class TicketCounts(msgspec.Struct):
 
 class Status(msgspec.Struct):
     """`depth`: groups outstanding, in optimiser steps; `depth_target`: what admission aims at, d of DESIGN.md;
-    `gave_up`: why the run can go no further, if the queue found so."""
+    `gave_up`: why the run can go no further, if the queue found so; `evaluations`: those that are open and the newest
+    of the others, in the order in which they were asked for."""
 
     run: str
     uptime_s: float
@@ -163,6 +165,7 @@ class Status(msgspec.Struct):
     rejections: dict[str, int] = {}
     notices: list[Notice] = []
     gave_up: str | None = None
+    evaluations: list[Evaluation] = []
 
 
 def episodes_at(status: Status) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +21,11 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import RunConfig
+from protocol.evaluations import Evaluation
 from protocol.messages import RunPosition, Server
-from rollout_queue.ledger import servers, tickets
+from rollout_queue.ledger import eval_tickets, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, Load
+from rollout_queue.ledger.evaluations import Evaluations
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, StoreContents, TicketState
 from rollout_queue.ledger.refusal import Refusal
@@ -67,9 +70,11 @@ class Broker:
         self.judging = asyncio.Lock()  # one group at a time: several threads of Python would keep the loop waiting
         self.groups_came = WakeUp()
         self.room_came = WakeUp()
+        self.evaluations_ended = WakeUp()
         self.admission = Admission(config)
         self.fleet = Fleet()
         self.ledger = Ledger(config, StoreContents(), self.now)
+        self.evaluations = Evaluations(config, StoreContents(), self.now)
         self.register = Register()
         self.trial = Trial(config)
         run_file = config.run_file if config.run_file.is_file() else Path("run.toml")  # else of the user's own name
@@ -94,6 +99,7 @@ class Broker:
                 # is up before the learner must not end.
                 contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
+            self.evaluations = Evaluations(self.config, contents, self.now)
             self.fleet = Fleet(contents.servers)
             self.trial.begin(self.ledger.ever_accepted)
             self.ready = True
@@ -116,6 +122,7 @@ class Broker:
         self.closing = True
         self.groups_came.notify()
         self.room_came.notify()
+        self.evaluations_ended.notify()
 
     def check_ready(self) -> None:
         """Refuses (STORE_FAILED, NOT_READY) while the store has failed or is not loaded."""
@@ -148,6 +155,7 @@ class Broker:
             self._fail(f"a change was not completed: {error!r}; start the queue again")
             raise
         self.ledger.apply(decision, self.now)
+        self.evaluations.apply(decision.evals, self.now)
         if decision.server is not None:
             self.fleet.apply(decision.server)
         try:
@@ -158,17 +166,23 @@ class Broker:
         moved = decision.run is not None
         if moved or TicketState.READY in states:
             self.groups_came.notify()
-        if moved or decision.server is not None or states & _FREES_ROOM:
+        if moved or decision.server is not None or states & _FREES_ROOM or decision.evals.frees_room:
             self.room_came.notify()
+        if any(record.result is not None for record in decision.evals.records):
+            self.evaluations_ended.notify()
 
     async def expire(self) -> None:
         """End the tickets and leases whose time is over. Their holders are told when they come back."""
         async with self.lock:
-            await self.commit(tickets.expire(self.ledger, self.now))
+            decision = tickets.expire(self.ledger, self.now)
+            late = eval_tickets.expire(self.evaluations, self.now, self.clock.wall())
+            await self.commit(msgspec.structs.replace(decision, evals=late))
 
     def grant(self) -> Grant:
         """How many tickets may be issued now."""
         run = self.ledger.run
+        if run.all_steps_made:
+            return Grant(0, "the learner has made its last step")
         load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session)
         return self.admission.grant(load)
 
@@ -191,9 +205,14 @@ class Broker:
             finished=run.finished,
         )
 
+    def evaluation_views(self) -> list[Evaluation]:
+        """Every evaluation that is open or remembered, in the order in which they were asked for."""
+        return eval_tickets.views(self.evaluations, self.ledger.run, self.fleet.served_version, self.clock.wall())
+
     async def _expire_when_due(self) -> None:
         while self.failure is None:
-            await asyncio.sleep(max(0.05, self.ledger.next_deadline(self.now) - self.now))
+            due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline() or math.inf)
+            await asyncio.sleep(max(0.05, due - self.now))
             with suppress(Refusal):  # where the store failed, `on_failure` tells the service
                 await self.expire()
 

@@ -21,6 +21,7 @@ from protocol.config import RunConfig
 from protocol.messages import Fingerprint
 from rollout_worker import user_code
 from rollout_worker.task import Task
+from rollout_worker.task.evaluation import count_eval_rows
 from rollout_worker.task.rows import Rows
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ async def fingerprint_of(
     """This worker's fingerprint; `tools`: their schemas. `data` is None where the rows cannot be read in time: they are
     not compared then."""
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
-    rows, data = None, None
+    rows, data, eval_rows, eval_data = None, None, None, None
     try:
         data = await code.call(lambda: _digest_of_rows(task.rows), str, timeout_s, user_code.Kind.DATA)
         rows = await code.call(
@@ -52,8 +53,22 @@ async def fingerprint_of(
         )  # a short stream's is known by now
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
+    if config.eval.is_on:
+        try:
+            eval_data = await code.call(lambda: _digest_of_rows(task.eval_rows), str, timeout_s, user_code.Kind.DATA)
+            eval_rows = await code.call(
+                lambda: count_eval_rows(task.eval_rows, config.eval.rows), _as_is, timeout_s, user_code.Kind.DATA
+            )
+        except user_code.UserCodeError as error:
+            logger.warning("evaluations have to wait for another worker: the eval_dataset cannot be read: %s", error)
     return msgspec.structs.replace(  # type: ignore[no-any-return]
-        shared, rows=rows, data=data, task=_digest_of_task(config.task.file, tools), libraries=_versions()
+        shared,
+        rows=rows,
+        data=data,
+        eval_rows=eval_rows,
+        eval_data=eval_data,
+        task=_digest_of_task(config.task.file, tools),
+        libraries=_versions(),
     )
 
 

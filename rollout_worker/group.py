@@ -7,9 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from protocol import reasons
-from protocol.messages import Group, Ticket, WorkerReport
+from protocol.messages import Group, Ticket, TicketKind, WorkerReport
 from rollout_worker import user_code
 from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat
@@ -25,7 +26,9 @@ from rollout_worker.troubles import Troubles
 
 logger = logging.getLogger(__name__)
 
+# An advantage needs rollouts to compare.
 MIN_ROLLOUTS = 2
+KINDS = get_args(TicketKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +50,21 @@ class GroupRunner:
 
     async def run(self, ticket: Ticket, reservation: Reservation) -> Group:
         """The group of a ticket, whose first turns have the slots of `reservation`. Raises `TicketFailed`."""
-        if ticket.kind != "train":
-            detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows 'train' only"
+        if ticket.kind not in KINDS:
+            detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows {' and '.join(KINDS)} only"
             self.troubles.add("ticket", reasons.TICKET_KIND, detail)
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
-        outcomes = await self.driver.run(Plan(row, ticket.group_size, born, reservation))
+        outcomes = await self.driver.run(Plan(row, ticket.group_size, born, reservation, ticket.temperature))
         reservation.give_all()
-        episodes = self._counted([self._checked(outcome) for outcome in outcomes])
+        fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
+        episodes = self._counted([self._checked(outcome) for outcome in outcomes], fewest)
         if self.keep_messages:
             prompt = of_prompt(self.chat.shown(row.columns["prompt"]))
             for episode in episodes:
                 episode.rollout.messages = transcript(prompt, episode.messages)
-        rewarded = self._still_proven(await self._rewarded(ticket, row, episodes))
+        rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, fewest), fewest)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = episode.segments(server_names)
@@ -78,6 +82,8 @@ class GroupRunner:
 
     async def _row(self, ticket: Ticket) -> Row:
         try:
+            if ticket.kind == "eval":
+                return await self.rows.read_eval(ticket.index)
             return await self.rows.read(ticket.index, ticket.seed)
         except user_code.NotCalled as failure:
             raise _shut_off(failure) from None
@@ -96,19 +102,19 @@ class GroupRunner:
                 return failure
         return outcome
 
-    def _still_proven(self, episodes: list[Episode]) -> list[Episode]:
+    def _still_proven(self, episodes: list[Episode], fewest: int) -> list[Episode]:
         """Those that the queue will take: a proof may have failed while a judge was at work. Raises `TicketFailed` if
         too few are left."""
         proven = [episode for episode in episodes if self._checked(episode) is episode]
         lost = len(episodes) - len(proven)
         if lost:
             self.counters.failures[reasons.UNVERIFIED_SERVER] += lost
-        if len(proven) < MIN_ROLLOUTS:
+        if len(proven) < fewest:
             detail = f"the weights that sampled {lost} of {len(episodes)} episodes failed their proof"
             raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
         return proven
 
-    def _counted(self, outcomes: list[Episode | EpisodeFailed]) -> list[Episode]:
+    def _counted(self, outcomes: list[Episode | EpisodeFailed], fewest: int) -> list[Episode]:
         """The episodes that did not fail, with all counted. Raises `TicketFailed` if too few are left."""
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
@@ -121,8 +127,8 @@ class GroupRunner:
         for failure in failures:
             self.counters.failures[failure.reason] += 1
             self.troubles.add("episode", failure.reason, f"an episode failed ({failure.reason}): {failure}")
-        if len(episodes) < MIN_ROLLOUTS:
-            # An advantage needs rollouts to compare: the ticket fails, for the commonest reason.
+        if len(episodes) < fewest:
+            # The ticket fails, for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
             detail = next(str(failure) for failure in failures if failure.reason == reason)
             raise TicketFailed(
@@ -132,7 +138,7 @@ class GroupRunner:
             )
         return episodes
 
-    async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode]) -> list[Episode]:
+    async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode], fewest: int) -> list[Episode]:
         """The episodes that have a reward, which their rollouts now hold."""
         started = self.clock()
         prompt = row.columns["prompt"]
@@ -169,7 +175,7 @@ class GroupRunner:
             episode.rollout.metrics |= score.metrics
             episode.rollout.extra |= score.extra
             rewarded.append(episode)
-        if len(rewarded) < MIN_ROLLOUTS:
+        if len(rewarded) < fewest:
             missing = len(episodes) - len(rewarded)
             detail = f"every reward function gave None for {missing} of {len(episodes)} episodes"
             self.troubles.add("reward", reasons.NO_REWARD, f"{detail}; at row {row.number}")

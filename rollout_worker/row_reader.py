@@ -5,7 +5,7 @@ A row that was read belongs to its ticket: nothing that is done to it is seen by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,17 @@ class RowReader:
         self._timeout_s = timeout_s
 
     async def read(self, index: int, seed: int) -> Row:
-        """The row of a ticket's running `index`. Raises `UserCodeError`, whose text names the row, and
+        """The row of a training ticket's running `index`. Raises `UserCodeError`, whose text names the row, and
         `NotCalled`."""
+        return await self._called(self._read, index=index, seed=seed)
+
+    async def read_eval(self, number: int) -> Row:
+        """A row of the eval_dataset. Raises as `read` does."""
+        return await self._called(self._read_eval, index=number)
+
+    async def _called(self, read: Callable[..., Row], index: int, **arguments: int) -> Row:
         try:
-            row: Row = await self._code.call(self._read, _same, self._timeout_s, Kind.DATA, index=index, seed=seed)
+            row: Row = await self._code.call(read, _same, self._timeout_s, Kind.DATA, index=index, **arguments)
             return row
         except NotCalled:
             raise
@@ -43,12 +50,18 @@ class RowReader:
 
     def _read(self, index: int, seed: int) -> Row:
         _, number = self._task.place_of(index, seed, self._shuffle)
+        return self._plain(lambda: self._task.row_for(index, seed, self._shuffle), f"row {number} of the data set")
+
+    def _read_eval(self, index: int) -> Row:
+        return self._plain(lambda: self._task.eval_rows.row_for(index, 0, False), f"row {index} of the eval_dataset")
+
+    def _plain(self, row_of: Callable[[], Row], name: str) -> Row:
         try:
-            row = self._task.row_for(index, seed, self._shuffle)
+            row = row_of()
             return row._replace(columns=plain_columns(row.columns))
         except BaseException as error:
             failure = failure_of(error, self._task_file)
-            raise UserCodeError(f"row {number} of the data set: {failure}", failure.kind, failure.where) from None
+            raise UserCodeError(f"{name}: {failure}", failure.kind, failure.where) from None
 
 
 def plain_columns(row: Any) -> dict[str, Any]:

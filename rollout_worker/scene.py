@@ -16,10 +16,11 @@ Respond = Callable[[Sequence[Message]], Awaitable[list[Message] | None]]
 class Scene:
     """prompt: what `prompt_ids` were made of; a new segment is rendered from its messages, and needs some. chat: the
     format that shows `tools`. respond: an environment's answer to a turn without calls; without it such a turn is the
-    last."""
+    last. temperature: of this episode, None for the run's."""
 
     prompt: str | Sequence[Message]
     prompt_ids: list[int]
     chat: ChatFormat
     tools: ToolBox
     respond: Respond | None = None
+    temperature: float | None = None

@@ -229,7 +229,7 @@ class Worker:
         """From ticket to submitted group; whatever fails is counted and the ticket given back, a group that cannot be
         sent too. Raises `QueueError`."""
         try:
-            await self._submit(await self._groups.run(ticket, reservation))
+            await self._submit(ticket, await self._groups.run(ticket, reservation))
         except TicketFailed as failure:
             await self._fail(ticket, failure)
         except QueueError:
@@ -240,7 +240,7 @@ class Worker:
             self._troubles.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
             await self._fail(ticket, TicketFailed(reasons.INTERNAL, why, retryable=True))
 
-    async def _submit(self, group: Group) -> None:
+    async def _submit(self, ticket: Ticket, group: Group) -> None:
         try:
             await self._heartbeat.when_registered(partial(self._queue.submit, group))
             self._failed_in_a_row = self._pauses = 0
@@ -250,16 +250,18 @@ class Worker:
             if refusal.status == 410:
                 self.counters.failures[reasons.LOST] += 1
                 return
-            self._failed()
+            self._failed(ticket)
             self.counters.failures[reasons.refused(refusal.reason)] += 1
             self._troubles.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
 
-    def _failed(self) -> None:
-        self._failed_in_a_row += 1
-        self.capacity.cautious = True
+    def _failed(self, ticket: Ticket) -> None:
+        """Rows of an evaluation are not to hold up the training."""
+        if ticket.kind == "train":
+            self._failed_in_a_row += 1
+            self.capacity.cautious = True
 
     async def _fail(self, ticket: Ticket, failure: TicketFailed) -> None:
-        self._failed()
+        self._failed(ticket)
         self.counters.failures[reasons.failed(failure.reason)] += 1
         detail = encodable(str(failure))
         await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, detail, failure.retryable))

@@ -18,6 +18,7 @@ from protocol.messages import WorkerReport
 from rollout_worker.chat import build_chat_format
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
+from rollout_worker.task.evaluation import check_evaluation, count_eval_rows
 from rollout_worker.task.tools import open_tools
 from rollout_worker.ticket_loop import Queue, UserCodeShutOff, Worker
 from rollout_worker.user_code import UserCode
@@ -39,6 +40,9 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     logging.raiseExceptions = False
     task = load_task(config.task)
     _ = task.rows  # whatever is wrong with the data set ends the worker here
+    check_evaluation(config, task.eval_dataset)
+    if config.eval.is_on:
+        count_eval_rows(task.eval_rows, config.eval.rows)
     sys.setswitchinterval(_SWITCH_S)
     own_name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -10,6 +10,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, get_type_hints
 
 import msgspec
 
+# Bytes; far above any line.
+_MOST_LINE = 4 * 1024**2
+
 
 @dataclass(frozen=True)
 class Record:
@@ -72,6 +75,19 @@ class Journal(Generic[R]):
         self.records.append(record)
         with self._path.open("ab") as file:
             file.write(_line(record))
+
+    def amend(self, figures: Mapping[str, Any]) -> None:
+        """Put figures into the newest line that came too late for it; where there is no line, nowhere."""
+        with self._path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - _MOST_LINE)
+            file.seek(start)
+            lines = file.read().splitlines(keepends=True)
+            if not lines or (start and len(lines) == 1):
+                return
+            last = msgspec.json.decode(lines[-1])
+            file.seek(size - len(lines[-1]))
+            file.write(msgspec.json.encode({**last, **figures}) + b"\n")
 
 
 class _Versioned(msgspec.Struct):

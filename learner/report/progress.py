@@ -28,6 +28,7 @@ from learner.report.record import StepRecord
 from learner.report.rollout_text import printable
 from learner.report.sampler_kl import suspicious
 from learner.report.waits import waits_of
+from protocol.evaluations import Evaluation
 from protocol.rollouts import RolloutView
 from protocol.status import Status
 
@@ -72,6 +73,7 @@ class Progress:
         self._show_sampler_kl = show_sampler_kl
         self._phase: _Phase | None = None
         self._newest: StepRecord | None = None
+        self._evaluation: Evaluation | None = None
         self._step_s: deque[float] = deque(maxlen=ESTIMATE_OVER)
         self._printed_at = -float("inf")
         self._gone = False
@@ -100,6 +102,12 @@ class Progress:
         """A line that a person should act on."""
         self._print(Text(f"! {printable(text)}", style="bold yellow"))
         self._to_log(logging.WARNING, text)
+
+    def show_evaluation(self, evaluation: Evaluation, text: str) -> None:
+        """An evaluation that has ended, in a line that stays; the newest is named beside the steps from here on."""
+        if self._evaluation is None or evaluation.step >= self._evaluation.step:
+            self._evaluation = evaluation
+        self.say(text)
 
     def show_rollout(self, view: RolloutView) -> None:
         self._print(rollout_text.render(view))
@@ -157,7 +165,7 @@ class Progress:
     def _step_line(self, record: StepRecord, width: int | None = None) -> str:
         left_s = (self._total_steps - record.step) * fmean(self._step_s)
         depth = self.status.depth if self.status is not None else None
-        return line(record, self._total_steps, left_s, depth, width, self._show_sampler_kl)
+        return line(record, self._total_steps, left_s, depth, width, self._show_sampler_kl, self._evaluation)
 
     def _print(self, what: RenderableType, whole: bool = False) -> None:
         # A file gets one line for each; a terminal's lines are broken at words.
@@ -186,17 +194,19 @@ def line(
     depth: float | None = None,
     width: int | None = None,
     show_sampler_kl: bool = False,
+    evaluation: Evaluation | None = None,
 ) -> str:
     """A step in as many of its figures as `width` characters hold, the most asked for first.
 
     left_s: seconds until the last step; depth: groups outstanding at the queue, in optimiser steps; show_sampler_kl:
-    even where it is not suspicious.
+    even where it is not suspicious; evaluation: the newest that has ended.
     """
     tally, times, kl = record.tally, record.times, record.figures.sampler_kl_staleness_0
     shows_kl = kl is not None and (show_sampler_kl or suspicious(record.figures))
     figures = [
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
         f"reward {tally.reward_mean:.3f}",
+        *_evaluated(evaluation),
         f"{_duration(left_s)} left",
         *([f"sampler KL {kl:.2g}"] if shows_kl else []),
         f"{times.step_s:.2f} s, {times.wait_s / times.step_s:.0%} waiting",
@@ -207,6 +217,12 @@ def line(
     while width is not None and len(figures) > 1 and len(" | ".join(figures)) > width:
         figures.pop()
     return " | ".join(figures)
+
+
+def _evaluated(evaluation: Evaluation | None) -> list[str]:
+    if evaluation is None or evaluation.reward is None:
+        return []
+    return [f"eval {evaluation.reward:.3f} at step {evaluation.step}"]
 
 
 def _duration(seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -39,7 +39,8 @@ MOST_REPORTED = 64
 class StepRecord(Record):
     """An optimiser step, which made `version`. Its line has the names of TRL 1.16 where the meaning is the same.
 
-    num_tokens: prompt and sampled tokens of all groups that arrived, from the start of the run to this step.
+    num_tokens: prompt and sampled tokens of all groups that arrived, from the start of the run to this step;
+    evaluation: figures of one that ended since the step before, if any; `eval/step` says which step it belongs to.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -48,13 +49,14 @@ class StepRecord(Record):
         "sampler_kl_staleness_0": "sampler/kl_staleness_0",
         "sampler_tokens_staleness_0": "sampler/tokens_staleness_0",
     }
-    SPREAD: ClassVar[Sequence[str]] = ("metrics", "objective", "task_metrics")
+    SPREAD: ClassVar[Sequence[str]] = ("metrics", "objective", "task_metrics", "evaluation")
 
     version: int
     tally: Tally
     figures: StepFigures
     times: StepTimes
     num_tokens: int = 0
+    evaluation: Mapping[str, float] = field(default_factory=dict)
 
     def report(self, publishing: int | None) -> LearnerReport:
         """What the status page shows of it; `publishing` is the version on its way to the servers."""

@@ -8,12 +8,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from learner.report.evaluations import EvaluationRecord
 from learner.report.record import PublicationRecord, StepRecord
 from protocol.status import Status
 
 
 class Summary(msgspec.Struct):
     """Over the steps of the surviving time line. wall_s: their time, without the start; rates are per second of it.
+
+    eval_reward_first, eval_reward_last, eval_reward_best: of the evaluations that have a reward, by step.
 
     Shares are from 0 to 1; `_ms` are milliseconds, percentiles over publications; None where nothing was measured.
     """
@@ -23,6 +26,10 @@ class Summary(msgspec.Struct):
     step_s_mean: float | None
     reward_first10: float | None
     reward_last10: float | None
+    evaluations: int
+    eval_reward_first: float | None
+    eval_reward_last: float | None
+    eval_reward_best: float | None
     rollouts: int
     rollouts_two_versions: int
     groups_trained: int
@@ -45,10 +52,17 @@ class Summary(msgspec.Struct):
     probe_max_abs_diff: float | None
 
 
-def summarise(steps: Sequence[StepRecord], publications: Sequence[PublicationRecord], status: Status) -> Summary:
+def summarise(
+    steps: Sequence[StepRecord],
+    publications: Sequence[PublicationRecord],
+    status: Status,
+    evaluations: Sequence[EvaluationRecord] = (),
+) -> Summary:
     """`status` gives what only the queue knows: drops of every cause, tokens sampled, the workers' figures."""
     tallies, times = [step.tally for step in steps], [step.times for step in steps]
     rewards = [tally.reward_mean for tally in tallies]
+    in_order = sorted(evaluations, key=lambda record: record.step)
+    evaluated = [reward for record in in_order if (reward := record.evaluation.reward) is not None]
     published = [record.publication for record in publications]
     pauses_ms = [publication.pause_s * 1e3 for publication in published]
     wall_s = sum(of.step_s for of in times)
@@ -59,6 +73,10 @@ def summarise(steps: Sequence[StepRecord], publications: Sequence[PublicationRec
         step_s_mean=_ratio(wall_s, len(steps)),
         reward_first10=_mean(rewards[:10]),
         reward_last10=_mean(rewards[-10:]),
+        evaluations=len(evaluations),
+        eval_reward_first=evaluated[0] if evaluated else None,
+        eval_reward_last=evaluated[-1] if evaluated else None,
+        eval_reward_best=max(evaluated, default=None),
         rollouts=sum(tally.rollouts for tally in tallies),
         rollouts_two_versions=sum(tally.two_span_rollouts for tally in tallies),
         groups_trained=sum(tally.groups_trained for tally in tallies),

@@ -14,6 +14,7 @@ from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
     DeploySection,
+    EvalSection,
     LearnerSection,
     ModelSection,
     QueueSection,
@@ -53,6 +54,7 @@ class RunConfig(Section):
     queue: QueueSection = QueueSection()
     worker: WorkerSection = WorkerSection()
     learner: LearnerSection = LearnerSection()
+    eval: EvalSection = EvalSection()
     weight_sync: WeightSyncSection = WeightSyncSection()
     vllm: VllmSection = VllmSection()
     deploy: DeploySection = DeploySection()

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from protocol import codec, reasons, routes
 from protocol.client import MSGPACK
+from protocol.evaluations import EvaluationRequest
 from protocol.messages import (
     BeginSession,
     Checkpointed,
@@ -25,11 +26,12 @@ from protocol.messages import (
     LeaseRequest,
     PolicyCommand,
     ServerChange,
+    ServerState,
 )
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
 from rollout_queue.broker import Broker
-from rollout_queue.ledger import leases, servers
+from rollout_queue.ledger import eval_tickets, leases, servers
 from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.observe.observations import FEEDER, LEARNER
@@ -54,7 +56,9 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
         case BeginSession():
             async with broker.lock:
                 forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
-                await broker.commit(leases.begin(broker.ledger, message, forgotten))
+                decision = leases.begin(broker.ledger, message, forgotten)
+                gone = eval_tickets.begin(broker.evaluations, message)
+                await broker.commit(msgspec.structs.replace(decision, evals=gone))
                 broker.trial.begin(broker.ledger.ever_accepted)
             seen.session_began(broker.now)
         case Checkpointed():
@@ -67,6 +71,33 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
             _fence(broker, message.session)
             seen.learner_waits(message.what, broker.now)
     return reply_json(broker.position())
+
+
+@router.post(routes.EVALUATIONS)
+async def ask_for_evaluation(request: Request, broker: ReadyBroker) -> Response:
+    """Open an evaluation, or find that its step has one; answers all of them."""
+    message: EvaluationRequest = await read_json(request, EvaluationRequest)
+    async with broker.lock:
+        _fence(broker, message.session)
+        await broker.commit(eval_tickets.ask(broker.evaluations, broker.ledger.run, message, broker.clock.wall()))
+    return reply_json(broker.evaluation_views())
+
+
+@router.get(routes.EVALUATIONS)
+async def read_evaluations(request: Request, broker: ReadyBroker) -> Response:
+    """All open evaluations and the newest of those that have ended, in the order in which they were asked for.
+
+    `wait_s`: while one is open, answer when one ends, or after this many seconds.
+    """
+    given = request.query_params.get("wait_s", "0")
+    try:
+        wait_s = float(given)
+    except ValueError:
+        raise Refusal(reasons.UNDECODABLE, f"wait_s = {given[:20]}: give seconds") from None
+    ended = broker.evaluations_ended.listen()
+    if wait_s > 0 and broker.evaluations.open and not broker.closing:
+        await wait(ended, min(wait_s, MAX_WAIT_S))
+    return reply_json(broker.evaluation_views())
 
 
 @router.post(routes.LEASES)
@@ -157,7 +188,11 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
             servers.check_unfenced(broker.fleet, server)
         else:
             _fence(broker, change.session)
-        await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
+        decision = servers.put(broker.fleet, broker.ledger, server, broker.clock.wall())
+        if decision.server is not None and server.state is ServerState.QUARANTINED:
+            tainted = eval_tickets.taint(broker.evaluations, servers.Fleet([decision.server]))
+            decision = msgspec.structs.replace(decision, evals=tainted)
+        await broker.commit(decision)
     _note_ready(broker)
     return reply_json(broker.fleet.get(name))
 
@@ -168,7 +203,8 @@ async def finish(request: Request, broker: ReadyBroker) -> Response:
     message: FinishRun = await read_json(request, FinishRun)
     async with broker.lock:
         _fence(broker, message.session)
-        await broker.commit(leases.finish(broker.ledger))
+        left = eval_tickets.finish(broker.evaluations, broker.clock.wall())
+        await broker.commit(msgspec.structs.replace(leases.finish(broker.ledger), evals=left))
     broker.observations.waits.end(LEARNER)
     return reply_json(broker.position())
 

@@ -35,12 +35,13 @@ async def read_status(broker: ReadyBroker) -> Response:
 @router.get(routes.ROLLOUTS)
 async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     """Recent rollouts as a list of `RolloutView`: the newest `limit`, newest first, or with `worst=true` those of the
-    lowest reward, lowest first."""
+    lowest reward, lowest first. With `eval=true` those of evaluations, else those of training."""
     limit = request.query_params.get("limit", "16")
     if not (limit.isdecimal() and len(limit) < 9 and int(limit) >= 1):
         raise Refusal(reasons.UNDECODABLE, f"limit = {limit[:20]}: ask for 1 to {_MOST_ROLLOUTS} rollouts")
-    worst = request.query_params.get("worst", "") in ("1", "true")
-    return Response(broker.observations.recent.json(min(int(limit), _MOST_ROLLOUTS), worst), media_type=JSON)
+    worst, evals = (request.query_params.get(name, "") in ("1", "true") for name in ("worst", "eval"))
+    seen = broker.observations.recent_evals if evals else broker.observations.recent
+    return Response(seen.json(min(int(limit), _MOST_ROLLOUTS), worst), media_type=JSON)
 
 
 @router.get(routes.METRICS)

@@ -34,6 +34,7 @@ STATUS: Mapping[str, int] = {
     reasons.UNREGISTERED: 409,
     reasons.SESSION_AWAITED: 409,
     reasons.GAVE_UP: 409,
+    reasons.EVALUATIONS_OPEN: 409,
     reasons.TICKET_UNKNOWN: 410,
     reasons.TICKET_ENDED: 410,
     reasons.TOO_LARGE: 413,

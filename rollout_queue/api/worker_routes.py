@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from math import ceil
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from protocol import reasons, routes
@@ -15,8 +17,8 @@ from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketReq
 from rollout_queue.api.bodies import read_body, read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
 from rollout_queue.broker import Broker
-from rollout_queue.ledger import registration, tickets, validation
-from rollout_queue.ledger.records import TicketRecord, TicketState
+from rollout_queue.ledger import eval_tally, eval_tickets, registration, tickets, validation
+from rollout_queue.ledger.records import EVAL_TICKET, Decision, EvalRow, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.observe import recent
 from rollout_queue.observe.variance import Rewards
@@ -36,25 +38,28 @@ async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
     _check_welcome(broker, worker)
     if message.have is not None:
         undelivered = tickets.undelivered(ledger, worker, message.have)[: message.max_tickets]
+        rows = eval_tickets.undelivered(broker.evaluations, worker, message.have)
         for record in undelivered:
             ledger.renew_ticket(record.id, broker.now)
-        if undelivered:
-            return _reply(broker, undelivered)
+        for row in rows:
+            broker.evaluations.renew_ticket(row.id, broker.now)
+        if undelivered or rows:
+            return _reply(broker, undelivered, rows)
     deadline = broker.now + min(message.wait_s, MAX_WAIT_S)
     while True:
         room_came = broker.room_came.listen()
         _check_welcome(broker, worker)
         broker.observations.worker_seen(worker, broker.now)
-        if broker.grant().count or ledger.run.finished:
+        if broker.grant().count or broker.evaluations.open or ledger.run.finished:
             async with broker.lock:
                 if ledger.run.finished:
                     raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
-                count = min(message.max_tickets, broker.grant().count)
-                if count and not broker.closing and not await request.is_disconnected():
-                    decision = tickets.issue(ledger, worker, count)
+                decision = _granted(broker, worker, message.max_tickets)
+                if decision and not broker.closing and not await request.is_disconnected():
                     await broker.commit(decision)
-                    waits.end(worker)
-                    return _reply(broker, decision.tickets)
+                    if decision.tickets or decision.evals.rows:
+                        waits.end(worker)
+                        return _reply(broker, decision.tickets, decision.evals.rows)
         grant = broker.grant()
         broker.admission.observe_refusal(grant)
         waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
@@ -72,6 +77,9 @@ async def give_back_ticket(id: str, request: Request, broker: ReadyBroker) -> Re
             reason = reasons.failed(failure.reason)
             await broker.commit(tickets.fail(broker.ledger, record, reason, failure.retryable))
             _note_failure(broker, record, reason, failure.detail)
+        row = broker.evaluations.ticket(id)
+        if row is not None and row.worker_id == failure.worker_id:
+            await _fail_row(broker, row, reasons.failed(failure.reason), failure.retryable)
     return Response(status_code=204)
 
 
@@ -88,6 +96,10 @@ async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
         broker.trial.trouble(trouble.kind, trouble.text)
     lost = []
     for ticket_id in report.ticket_ids:
+        row = broker.evaluations.ticket(ticket_id)
+        if row is not None and row.worker_id == id:
+            broker.evaluations.renew_ticket(ticket_id, broker.now)
+            continue
         record = broker.ledger.get(ticket_id)
         if record is None or (record.state is TicketState.ISSUED and record.worker_id != id):
             lost.append(ticket_id)
@@ -103,14 +115,17 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
     Refused if its ticket has ended without a group, if it breaks a rule, and while there is no room for it.
     """
     try:
-        if broker.ledger.get(id, TicketState.ISSUED) is not None:
+        if _out(broker, id) is not None:
             limit = broker.config.queue.max_group_bytes
             with broker.bodies.share() as share:
                 body = await read_body(request, limit, "raise queue.max_group_bytes or shorten the episodes", share)
                 if await _take_in(broker, id, body):
                     return Response(b"new", 201)
-        stored = await broker.call(broker.store.records, [id])
-        tickets.check_accepted(broker.ledger, id, stored.get(id))
+        if id.startswith(EVAL_TICKET):
+            eval_tickets.check_accepted(broker.evaluations, id)
+        else:
+            stored = await broker.call(broker.store.records, [id])
+            tickets.check_accepted(broker.ledger, id, stored.get(id))
         async for _ in request.stream():
             pass
         return Response(b"had", 200)
@@ -123,30 +138,64 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
 async def _take_in(broker: Broker, ticket_id: str, body: bytes) -> bool:
     """Whether the group is new: false if its ticket is not out any more."""
     seen = broker.observations
-    if (record := broker.ledger.get(ticket_id, TicketState.ISSUED)) is None:
+    if (record := _out(broker, ticket_id)) is None:
         return False
+    step, recent_ones = None, seen.recent
+    if isinstance(record, EvalRow):
+        step, recent_ones = broker.evaluations.of(record.evaluation).record.step, seen.recent_evals
     broker.register.check(broker.ledger.run, record.worker_id)
     async with broker.judging:
         # Both take a while for a large group.
-        arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker))
-        shown = await asyncio.to_thread(recent.pick, arrival.group) if seen.recent.wants(broker.now) else None
+        arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker, record))
+        shown = await asyncio.to_thread(recent.pick, arrival.group, step) if recent_ones.wants(broker.now) else None
     rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
     async with broker.lock:
-        if (record := broker.ledger.get(ticket_id, TicketState.ISSUED)) is None:
+        if (record := _out(broker, ticket_id)) is None:
             return False
         broker.fleet.check(arrival.facts, record.serial)
-        await broker.commit(tickets.submit(broker.ledger, record, arrival.facts), {ticket_id: body})
-        broker.trial.succeeded()
-        seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
+        if isinstance(record, EvalRow):
+            result = eval_tally.result_of(arrival.group, arrival.facts)
+            done = eval_tickets.submit(broker.evaluations, record, result, broker.clock.wall())
+            await broker.commit(Decision(evals=done))
+        else:
+            await broker.commit(tickets.submit(broker.ledger, record, arrival.facts), {ticket_id: body})
+            broker.trial.succeeded()
+            seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
         if shown is not None:
-            seen.recent.add(shown, broker.now)
+            recent_ones.add(shown, broker.now)
     return True
 
 
-def _rules(broker: Broker) -> validation.Rules:
+def _out(broker: Broker, ticket_id: str) -> TicketRecord | EvalRow | None:
+    """The ticket of this id, if it is with a worker."""
+    return broker.ledger.get(ticket_id, TicketState.ISSUED) or broker.evaluations.ticket(ticket_id)
+
+
+def _granted(broker: Broker, worker_id: str, wanted: int) -> Decision:
+    """Tickets for a worker: those of evaluations first, as far as their share goes, and training's for what is left."""
+    config, ledger, run = broker.config, broker.ledger, broker.ledger.run
+    capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
+    asking = eval_tickets.asking(config, run, worker_id, wanted, capacity)
+    served, wall_time = broker.fleet.served_version, broker.clock.wall()
+    evals = eval_tickets.issue(broker.evaluations, run, served, ledger.issued, asking, wall_time)
+    episodes = broker.evaluations.episodes_of(evals.rows)
+    count = min(wanted - ceil(episodes / config.rollout.group_size), broker.grant().count)
+    issued = tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
+    return msgspec.structs.replace(issued, evals=evals)
+
+
+def _rules(broker: Broker, ticket: TicketRecord | EvalRow) -> validation.Rules:
     config, run = broker.config, broker.ledger.run
     longest = min(config.vllm.max_model_len, config.learner.token_budget)
+    if isinstance(ticket, EvalRow):
+        size = broker.evaluations.of(ticket.evaluation).record.group_size
+        return validation.Rules(size, run.version, run.vocabulary, longest, fewest=1)
     return validation.Rules(config.rollout.group_size, run.version, run.vocabulary, longest)
+
+
+async def _fail_row(broker: Broker, row: EvalRow, reason: str, retryable: bool) -> None:
+    failed = eval_tickets.fail(broker.evaluations, row, reason, retryable, broker.clock.wall())
+    await broker.commit(Decision(evals=failed))
 
 
 async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> None:
@@ -158,14 +207,18 @@ async def _count_refused(broker: Broker, ticket_id: str, refusal: Refusal) -> No
     if refusal.reason == reasons.FULL:
         seen.progress.found_full()
     async with broker.lock:
-        record = broker.ledger.get(ticket_id, TicketState.ISSUED)
+        record = _out(broker, ticket_id)
         if record is not None and refusal.reason in (reasons.FULL, reasons.UNREGISTERED):
             broker.ledger.renew_ticket(ticket_id, broker.now)
+            broker.evaluations.renew_ticket(ticket_id, broker.now)
         elif record is not None and refusal.reason != reasons.WORKER_MISMATCH:
             seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
             reason = reasons.rejected(refusal.reason)
-            await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
-            _note_failure(broker, record, reason, refusal.message)
+            if isinstance(record, EvalRow):
+                await _fail_row(broker, record, reason, retryable=True)
+            else:
+                await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
+                _note_failure(broker, record, reason, refusal.message)
 
 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
@@ -182,7 +235,9 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             else:
                 seen.session_came(worker_id)
                 notices.say(refusal.reason, refusal.message, broker.now, worker_id)
-            await broker.commit(registration.give_back(broker.ledger, worker_id))
+            held = registration.give_back(broker.ledger, worker_id)
+            rows = eval_tickets.give_back(broker.evaluations, worker_id, broker.clock.wall())
+            await broker.commit(msgspec.structs.replace(held, evals=rows))
             raise
         await broker.commit(admitted.decision)
         broker.register.enter(worker_id, run.session)
@@ -208,6 +263,7 @@ def _note_failure(broker: Broker, ended: TicketRecord, reason: str, detail: str)
         broker.groups_came.notify()
 
 
-def _reply(broker: Broker, records: Sequence[TicketRecord]) -> Response:
-    messages = [tickets.message(broker.ledger, record) for record in records]
+def _reply(broker: Broker, records: Sequence[TicketRecord], rows: Sequence[EvalRow]) -> Response:
+    messages = [eval_tickets.message(broker.evaluations, broker.ledger.run, row) for row in rows]
+    messages += [tickets.message(broker.ledger, record) for record in records]
     return reply_json(TicketReply(messages, broker.fleet.servers))

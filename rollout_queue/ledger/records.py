@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
+from protocol.evaluations import Evaluation
 from protocol.messages import Fingerprint, Group, Server, TicketKind, VersionSpan
 
 
@@ -43,6 +44,9 @@ _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
     TicketState.REISSUED: frozenset({TicketState.DROPPED}),
 }
 
+
+# What the id of an evaluation's ticket begins with; that of a training ticket begins with a digit.
+EVAL_TICKET = "e"
 
 # Of one server in one group, far above any real one; what is beyond is taken to be one range.
 _MOST_RANGES = 32
@@ -140,6 +144,7 @@ class RunState(msgspec.Struct, frozen=True):
     sums only: no learner can resume from before `pruned_step` any more.
     `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: what
     the first worker that was let in named, in `data_session`, and later ones where it named nothing.
+    `evaluations`: how many were ever asked for, the number of the next one.
     """
 
     version: int = 0
@@ -156,6 +161,11 @@ class RunState(msgspec.Struct, frozen=True):
     vocabulary: int | None = None
     data: Fingerprint | None = None
     data_session: int = 0
+    evaluations: int = 0
+
+    @property
+    def all_steps_made(self) -> bool:
+        return 0 < self.total_steps <= self.step
 
 
 class Distrust(msgspec.Struct, frozen=True):
@@ -180,22 +190,109 @@ class ServerRecord(msgspec.Struct, frozen=True):
     restarted_at: int | None = None
 
 
+class RowResult(msgspec.Struct, frozen=True):
+    """What is kept of the group that an evaluation's row gave.
+
+    rewards, lengths: of its rollouts, lengths in sampled tokens; components: the mean of each reward function;
+    finished: rollouts by what ended them; servers: what sampled it.
+    """
+
+    rewards: tuple[float, ...]
+    components: dict[str, float]
+    lengths: tuple[int, ...]
+    finished: dict[str, int]
+    servers: tuple[SampledBy, ...]
+
+
+class EvalRowState(StrEnum):
+    """Where a row of an evaluation is: with a worker, waiting to be issued again, or at one of its two ends."""
+
+    ISSUED = "issued"
+    AGAIN = "again"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class EvalRow(msgspec.Struct, frozen=True):
+    """A row of an open evaluation that was issued, by its newest ticket. `index`: its number in the data set.
+
+    `worker_id`, `version`: whom it was issued to, and the learner's at that time; `serial`: training tickets issued
+    before it, see `TicketRecord`; `failures`: attempts that failed, without those that a worker gave back as it ended.
+    """
+
+    evaluation: int
+    index: int
+    attempt: int
+    serial: int
+    worker_id: str
+    version: int
+    state: EvalRowState = EvalRowState.ISSUED
+    failures: int = 0
+    reason: str | None = None
+    result: RowResult | None = None
+
+    @property
+    def id(self) -> str:
+        """The ticket's."""
+        return f"{EVAL_TICKET}{self.evaluation}.{self.index}.{self.attempt}"
+
+
+class EvalRecord(msgspec.Struct, frozen=True):
+    """An evaluation as it was asked for; numbers of evaluations grow, and none is used twice.
+
+    `version`: the lowest that may sample for it; `wanted`: rows, None for all; `rows`: how many they are, None until a
+    worker has said how many the data set has; `next_row`: the first that was never issued; `asked_at`: wall time,
+    seconds. `result`: None while it is open; an open one's rows have records of their own.
+    """
+
+    number: int
+    step: int
+    version: int
+    wanted: int | None
+    group_size: int
+    temperature: float | None
+    timeout_s: float
+    asked_at: float
+    rows: int | None = None
+    next_row: int = 0
+    result: Evaluation | None = None
+
+
+class EvalChange(msgspec.Struct, frozen=True):
+    """What a decision changes of the evaluations. `removed`: numbers of those that are forgotten; the rows of one that
+    has a result are forgotten too."""
+
+    records: tuple[EvalRecord, ...] = ()
+    rows: tuple[EvalRow, ...] = ()
+    removed: tuple[int, ...] = ()
+
+    @property
+    def frees_room(self) -> bool:
+        """Whether a worker that was given no ticket may be given one now."""
+        return bool(self.records) or any(row.state is not EvalRowState.ISSUED for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.rows or self.removed)
+
+
 class Decision(msgspec.Struct, frozen=True):
     """Records that replace the ones before them, all together or not at all."""
 
     tickets: tuple[TicketRecord, ...] = ()
     run: RunState | None = None
     server: ServerRecord | None = None
+    evals: EvalChange = EvalChange()
 
     def __bool__(self) -> bool:
-        return bool(self.tickets) or self.run is not None or self.server is not None
+        return bool(self.tickets) or self.run is not None or self.server is not None or bool(self.evals)
 
 
 class StoreContents(msgspec.Struct):
     """What a store holds when the queue starts.
 
     `live`: tickets that have not ended; `to_reissue`: the ended ones whose row waits to be issued again; `counts`:
-    tickets by state; `drops`: dropped ones by reason; `tokens_sampled`: over all groups ever accepted.
+    tickets by state; `drops`: dropped ones by reason; `tokens_sampled`: over all groups ever accepted; `eval_rows`: of
+    the evaluations that are open.
     """
 
     run: RunState = RunState()
@@ -206,3 +303,5 @@ class StoreContents(msgspec.Struct):
     drops: dict[str, int] = {}
     tokens_sampled: int = 0
     servers: list[ServerRecord] = []
+    evaluations: list[EvalRecord] = []
+    eval_rows: list[EvalRow] = []

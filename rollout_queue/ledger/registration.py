@@ -58,13 +58,11 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
     if before is None or run.data_session != run.session:
         changed = None
         if before is not None:  # settings may have changed too: the learner names those
-            changed = fingerprint.difference(msgspec.structs.replace(given, rows=before.rows, data=before.data), given)
+            changed = _change(before, given)
         taken = msgspec.structs.replace(run, data=given, data_session=run.session)
         return Admitted(
             Decision(run=taken),
-            data_changed=changed
-            and f"the data set is not the one of the session before: {changed}. Rows that were trained may come again, "
-            f"others never; undo the change if it was not meant",
+            data_changed=changed,
         )
     if difference := fingerprint.difference(before, given):
         if not live:
@@ -78,6 +76,8 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
         before,
         rows=given.rows,
         data=before.data if before.data is not None else given.data,
+        eval_rows=before.eval_rows if before.eval_rows is not None else given.eval_rows,
+        eval_data=before.eval_data if before.eval_data is not None else given.eval_data,
         task=before.task if before.task is not None else given.task,
     )
     decision = Decision(run=msgspec.structs.replace(run, data=named)) if named != before else Decision()
@@ -88,6 +88,22 @@ def give_back(ledger: Ledger, worker_id: str) -> Decision:
     """Supersede the tickets of a worker that was refused. Their rows are not to blame, so no attempt is counted."""
     held = [record for record in ledger.tickets(TicketState.ISSUED) if record.worker_id == worker_id]
     return Decision(tuple(record.to(TicketState.REISSUED, reason=reasons.FINGERPRINT) for record in held))
+
+
+def _change(before: Fingerprint, given: Fingerprint) -> str | None:
+    """How the data sets differ from those of the session before, and what that means; None if they do not."""
+    trained = msgspec.structs.replace(given, rows=before.rows, data=before.data)
+    if difference := fingerprint.difference(trained, given):
+        return (
+            f"the data set is not the one of the session before: {difference}. Rows that were trained may come again, "
+            f"others never; undo the change if it was not meant"
+        )
+    if difference := fingerprint.eval_difference(before, given):
+        return (
+            f"the eval_dataset is not the one of the session before: {difference}. Evaluations from here on cannot be "
+            f"compared with those before; undo the change if it was not meant"
+        )
+    return None
 
 
 def _warnings(worker_id: str, first: Fingerprint, given: Fingerprint) -> Iterator[str]:

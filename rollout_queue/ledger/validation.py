@@ -12,7 +12,7 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.messages import LARGEST_FIGURE, SCHEMA_VERSION, Group, Rollout, Segment
-from rollout_queue.ledger.records import GroupFacts, TicketRecord
+from rollout_queue.ledger.records import EvalRow, GroupFacts, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
 # Far above any real group: a rollout of a thousand turns has some 6,000. A list or map of the greatest bound takes some
@@ -33,13 +33,15 @@ class _Stamp(msgspec.Struct):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What a run allows. `learner_version`: no token is newer; `vocabulary`: ids are below it, None where it is
-    unknown; `longest`: tokens of a segment up to its last sampled one, which are all that is trained on."""
+    """What a run allows. `group_size`: the ticket's; `learner_version`: no token is newer; `vocabulary`: ids are below
+    it, None where it is unknown; `longest`: tokens of a segment up to its last sampled one, which are all that is
+    trained on; `fewest`: rollouts of a group, since an advantage compares some."""
 
     group_size: int
     learner_version: int
     vocabulary: int | None = None
     longest: int | None = None
+    fewest: int = 2
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -49,7 +51,7 @@ class Arrival(msgspec.Struct, frozen=True):
     facts: GroupFacts
 
 
-def read(body: bytes, ticket: TicketRecord, rules: Rules) -> Arrival:
+def read(body: bytes, ticket: TicketRecord | EvalRow, rules: Rules) -> Arrival:
     """The group in a request's body; refused for the first rule that it breaks."""
     group = decode(body, rules.group_size)
     check(group, ticket, rules)
@@ -80,7 +82,7 @@ def decode(body: bytes, group_size: int) -> Group:
         raise Refusal(reasons.UNDECODABLE, str(error)) from error
 
 
-def check(group: Group, ticket: TicketRecord, rules: Rules) -> None:
+def check(group: Group, ticket: TicketRecord | EvalRow, rules: Rules) -> None:
     """Refuses a group for the first rule that it breaks."""
     if (group.ticket_id, group.index) != (ticket.id, ticket.index) or group.epoch < 0:
         raise Refusal(
@@ -88,8 +90,10 @@ def check(group: Group, ticket: TicketRecord, rules: Rules) -> None:
             f"ticket {ticket.id} is for row {ticket.index}, the group names ticket {group.ticket_id}, row "
             f"{group.index}, epoch {group.epoch}",
         )
-    if not 2 <= len(group.rollouts) <= rules.group_size:
-        raise Refusal(reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are 2 to {rules.group_size}")
+    if not rules.fewest <= len(group.rollouts) <= rules.group_size:
+        raise Refusal(
+            reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are {rules.fewest} to {rules.group_size}"
+        )
     _check_count(len(group.server_names), _MOST_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
     _check_count(len(group.reward_weights), _MOST_FIGURES, "reward weights", "the group")

@@ -53,7 +53,7 @@ class Observations:
         self.progress = Progress(now, start_s)
         self.notices = Notices()
         self.variance = Variance(groups_per_step, run_file)
-        self.recent = RecentRollouts()
+        self.recent, self.recent_evals = RecentRollouts(), RecentRollouts()
         self.rates = RateMeter(now)
         self.waits = Waits()
         self.staleness = StalenessWindow()
@@ -168,6 +168,11 @@ class Observations:
 
     def learner_seen_s_ago(self, now: float) -> float | None:
         return None if self._learner_at is None else now - self._learner_at
+
+    def capacity_of(self, worker_id: str) -> int:
+        """Episodes that a worker runs at once, as it says; 0 where it has said nothing."""
+        heard = self._workers.get(worker_id)
+        return 0 if heard is None else heard.report.capacity
 
     def worker_seen_s_ago(self, now: float) -> float | None:
         """Seconds since any worker was last heard from."""

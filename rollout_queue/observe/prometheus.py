@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from protocol.evaluations import figures
 from protocol.messages import ServerState
 from protocol.status import Status, episodes_at
 
@@ -69,9 +70,24 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("slipstream_gave_up", "1 once the run is given up: see the status", int(status.gave_up is not None))
     yield _gauge("slipstream_notices", "notices to people, the newest 64: see the status", len(status.notices))
     yield _gauge("slipstream_train", "the learner's metrics of its newest step", status.learner.metrics, "name")
+    yield from _evaluations(status)
     yield _gauge("slipstream_workers", "workers heard from within the last hour", len(status.workers))
     states = {str(state): sum(server.state is state for server in status.servers) for state in ServerState}
     yield _gauge("slipstream_servers", "vLLM servers, by state", states, "state")
+
+
+def _evaluations(status: Status) -> Iterator[Metric]:
+    is_open = [evaluation for evaluation in status.evaluations if evaluation.ended is None]
+    yield _gauge("slipstream_evaluations_open", "evaluations that have not ended", len(is_open))
+    rows = {
+        "done": sum(evaluation.done for evaluation in is_open),
+        "failed": sum(evaluation.failed for evaluation in is_open),
+        "left": sum((evaluation.rows or 0) - evaluation.done - evaluation.failed for evaluation in is_open),
+    }
+    yield _gauge("slipstream_evaluation_rows", "rows of evaluations that have not ended", rows, "state")
+    newest = next((found for found in reversed(status.evaluations) if found.ended is not None), None)
+    of_it = {} if newest is None else figures(newest)
+    yield _gauge("slipstream_eval", "figures of the newest evaluation that has ended", of_it, "name")
 
 
 def _counters(status: Status) -> Iterator[Metric]:

@@ -25,12 +25,13 @@ class Shown(msgspec.Struct, frozen=True):
     json: bytes
 
 
-def pick(group: Group) -> list[Shown]:
-    """A few rollouts of a group: the worst, the best and some between."""
+def pick(group: Group, evaluation: int | None = None) -> list[Shown]:
+    """A few rollouts of a group: the worst, the best and some between. `evaluation`: the step of the one that it is of,
+    if it is."""
     order = sorted(range(len(group.rollouts)), key=lambda number: group.rollouts[number].reward)
     count = min(ROLLOUTS_OF_A_GROUP, len(order))
     chosen = {order[i * (len(order) - 1) // max(1, count - 1)] for i in range(count)}
-    return [_shown(group, number) for number in sorted(chosen)]
+    return [_shown(group, number, evaluation) for number in sorted(chosen)]
 
 
 class RecentRollouts:
@@ -62,22 +63,22 @@ class RecentRollouts:
         return codec.encode_json([msgspec.Raw(shown.json) for shown in found[:limit]])
 
 
-def _shown(group: Group, number: int) -> Shown:
+def _shown(group: Group, number: int, evaluation: int | None) -> Shown:
     rollout = group.rollouts[number]
     readable = rollout.messages is not None and len(rollout.messages) <= _MOST_MESSAGES
     if readable:
         try:
-            encoded = codec.encode_json(RolloutView.of(group, number))
+            encoded = codec.encode_json(RolloutView.of(group, number, evaluation))
             if len(encoded) <= _MOST_VIEW:
                 return Shown(rollout.reward, encoded)
         except (ValueError, OverflowError, RecursionError):
             pass  # nested too deep to be written, or a number too large: shown without its messages
-    return Shown(rollout.reward, codec.encode_json(_without_messages(group, number)))
+    return Shown(rollout.reward, codec.encode_json(_without_messages(group, number, evaluation)))
 
 
-def _without_messages(group: Group, number: int) -> RolloutView:
+def _without_messages(group: Group, number: int, evaluation: int | None) -> RolloutView:
     silent = msgspec.structs.replace(group.rollouts[number], messages=None)
-    view = RolloutView.of(msgspec.structs.replace(group, rollouts=[silent]), 0)
+    view = RolloutView.of(msgspec.structs.replace(group, rollouts=[silent]), 0, evaluation)
     return msgspec.structs.replace(view, number=number)
 
 

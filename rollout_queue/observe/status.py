@@ -5,6 +5,7 @@ from __future__ import annotations
 from protocol.messages import ServerState
 from protocol.status import GroupCounts, Stall, Status, Wait
 from rollout_queue.broker import Broker
+from rollout_queue.ledger.eval_tickets import MOST_OPEN
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import stall
 from rollout_queue.observe.observations import LEARNER
@@ -17,6 +18,8 @@ _AWAITED = {
     ServerState.QUARANTINED: "a proof that holds",
     ServerState.DOWN: "a restart",
 }
+# More than can be open, so that the newest result is always among them.
+_MOST_EVALUATIONS = 2 * MOST_OPEN
 
 
 def assemble(broker: Broker) -> Status:
@@ -51,6 +54,7 @@ def assemble(broker: Broker) -> Status:
         rejections=dict(seen.rejections),
         notices=seen.notices.list(now),
         gave_up=broker.trial.gave_up,
+        evaluations=broker.evaluation_views()[-_MOST_EVALUATIONS:],
     )
 
 
@@ -86,6 +90,9 @@ def _waits(broker: Broker) -> list[Wait]:
             reason = f" ({server.reason})" if server.reason else ""
             since_s = max(0.0, broker.clock.wall() - server.changed_at)
             waits.append(Wait(f"server {server.name}", f"{_AWAITED[server.state]}: {server.state}{reason}", since_s))
+    for evaluation in broker.evaluation_views():
+        if evaluation.waits_for is not None:
+            waits.append(Wait(f"evaluation of step {evaluation.step}", evaluation.waits_for, evaluation.seconds))
     return waits
 
 
@@ -99,7 +106,8 @@ def _stall(broker: Broker, groups: GroupCounts) -> Stall:
             quiet_s=seen.progress.quiet_s(now),
             alarm_after_s=alarm_after_s(settings.stall_after_s, seen.median_step_s, trains),
             stall_after_s=settings.stall_after_s,
-            finished=ledger.run.finished,
+            # After the last step no other is expected: the learner waits for what is still evaluated.
+            finished=ledger.run.finished or (ledger.run.all_steps_made and bool(broker.evaluations.open)),
             session=ledger.run.session,
             servers=broker.fleet.servers,
             groups=groups,

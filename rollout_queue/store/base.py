@@ -30,9 +30,9 @@ class Store(Protocol):
         """Store a decision and new payloads by ticket id, all or nothing.
 
         Records replace those before them. A ticket that ends without a payload (a state outside `HOLDS_PAYLOAD`) takes
-        its payload along. Tickets of indices below `run.pruned_below` are kept as sums only. A durable store keeps what
-        was committed when the process is killed. Raises `OverflowError`, and has stored nothing, for a number that it
-        cannot hold.
+        its payload along, an evaluation that ends or is removed its rows. Tickets of indices below `run.pruned_below`
+        are kept as sums only. A durable store keeps what was committed when the process is killed. Raises
+        `OverflowError`, and has stored nothing, for a number that it cannot hold.
         """
         ...
 

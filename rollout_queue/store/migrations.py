@@ -66,6 +66,15 @@ MIGRATIONS = (
             ) WITHOUT ROWID""",
         ),
     ),
+    Migration(
+        "evaluations are kept",
+        (
+            "CREATE TABLE evaluations (number INTEGER PRIMARY KEY, record BLOB NOT NULL)",
+            """CREATE TABLE evaluation_rows (
+                evaluation INT, "row" INT, record BLOB NOT NULL, PRIMARY KEY (evaluation, "row")
+            ) WITHOUT ROWID""",
+        ),
+    ),
 )
 LAYOUT = len(MIGRATIONS)
 

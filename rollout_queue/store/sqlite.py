@@ -10,7 +10,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     Decision,
+    EvalChange,
+    EvalRecord,
+    EvalRow,
     GroupFacts,
     RunState,
     SampledBy,
@@ -30,6 +33,8 @@ from rollout_queue.ledger.records import (
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.lock import held_alone
 from rollout_queue.store.migrations import LAYOUT, layout_of, migrate
+
+T = TypeVar("T")
 
 MEMORY = ":memory:"
 FILE_NAME = "queue.db"
@@ -130,6 +135,8 @@ class SqliteStore:
                 drops=drops,
                 tokens_sampled=tokens_sampled,
                 servers=[msgspec.json.decode(row[0], type=ServerRecord) for row in servers],
+                evaluations=self._decoded("SELECT record FROM evaluations ORDER BY number", EvalRecord),
+                eval_rows=self._decoded("""SELECT record FROM evaluation_rows ORDER BY evaluation, "row" """, EvalRow),
             )
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
@@ -148,6 +155,8 @@ class SqliteStore:
             if (record := decision.server) is not None:
                 row = (record.server.name, msgspec.json.encode(record))
                 self._db.execute("INSERT OR REPLACE INTO servers VALUES (?, ?)", row)
+            if decision.evals:
+                self._put_evaluations(decision.evals)
             self._db.execute("COMMIT")
 
     def payloads(self, ticket_ids: Sequence[str]) -> dict[str, bytes]:
@@ -176,6 +185,24 @@ class SqliteStore:
 
     def close(self) -> None:
         self._opened.close()
+
+    def _put_evaluations(self, change: EvalChange) -> None:
+        """An evaluation that has ended lets go of its rows."""
+        ended = [(record.number,) for record in change.records if record.result is not None]
+        gone = [(number,) for number in change.removed]
+        self._db.executemany(
+            "INSERT OR REPLACE INTO evaluations VALUES (?, ?)",
+            [(record.number, msgspec.json.encode(record)) for record in change.records],
+        )
+        self._db.executemany(
+            "INSERT OR REPLACE INTO evaluation_rows VALUES (?, ?, ?)",
+            [(row.evaluation, row.index, msgspec.json.encode(row)) for row in change.rows],
+        )
+        self._db.executemany("DELETE FROM evaluation_rows WHERE evaluation = ?", [*ended, *gone])
+        self._db.executemany("DELETE FROM evaluations WHERE number = ?", gone)
+
+    def _decoded(self, query: str, kind: type[T]) -> list[T]:
+        return [msgspec.json.decode(row[0], type=kind) for row in self._db.execute(query)]
 
     def _select(self, where: str, *parameters: object) -> list[TicketRecord]:
         return [_record(row) for row in self._db.execute(_SELECT + where, parameters)]

@@ -75,23 +75,32 @@ class Sampler:
         self._names = (f"{self._rng.getrandbits(48):x}-{number}" for number in itertools.count())
         self._usual_tokens = _FIRST_GUESS
 
-    def first_turn(self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int) -> FirstTurn:
-        """The first turn of all affinities, in as few requests as the servers' limit allows."""
+    def first_turn(
+        self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int, temperature: float | None = None
+    ) -> FirstTurn:
+        """The first turn of all affinities, in as few requests as the servers' limit allows. `temperature`: in place of
+        the run's."""
         loop = asyncio.get_running_loop()
         for affinity in affinities:
             affinity.siblings = affinities[0].siblings
         pending: list[PendingChoice] = [loop.create_future() for _ in affinities]
         step = self._config.vllm.max_num_seqs
         fills = [
-            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens)
+            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens, temperature)
             for start in range(0, len(affinities), step)
         ]
         return FirstTurn(pending, fills)
 
     async def sample(
-        self, affinity: Affinity, prompt: list[int], max_tokens: int, pending: PendingChoice | None = None
+        self,
+        affinity: Affinity,
+        prompt: list[int],
+        max_tokens: int,
+        pending: PendingChoice | None = None,
+        temperature: float | None = None,
     ) -> Sampled:
-        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt.
+        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt; `temperature`: in
+        place of the run's.
 
         A turn that a server aborts goes on after the tokens so far, which keep their versions and servers; one whose
         server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another, and the
@@ -105,7 +114,7 @@ class Sampler:
             self.pool.check(affinity)
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
-                part = await self._attempt(affinity, token_ids, room, pending, avoid)
+                part = await self._attempt(affinity, token_ids, room, pending, avoid, temperature)
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -153,22 +162,25 @@ class Sampler:
         max_tokens: int,
         pending: PendingChoice | None,
         avoid: str | None,
+        temperature: float | None,
     ) -> Sampled:
         """What one request gave, or the pending one."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid)
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid, temperature)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
             self._usual_tokens += (len(sampled.token_ids) - self._usual_tokens) / _TURNS_REMEMBERED
         return sampled
 
-    async def _one(self, affinity: Affinity, token_ids: list[int], max_tokens: int, avoid: str | None) -> Sampled:
+    async def _one(
+        self, affinity: Affinity, token_ids: list[int], max_tokens: int, avoid: str | None, temperature: float | None
+    ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(server, token_ids, max_tokens, n=1, stream=False)
+            request = self._request(server, token_ids, max_tokens, 1, temperature, stream=False)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
@@ -176,18 +188,28 @@ class Sampler:
             raise ServerFailed(f"{server.url}: the answer holds no choice")
 
     async def _fill(
-        self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], prompt: list[int], max_tokens: int
+        self,
+        pending: Sequence[PendingChoice],
+        affinities: Sequence[Affinity],
+        prompt: list[int],
+        max_tokens: int,
+        temperature: float | None,
     ) -> None:
         """Sample one continuation of `prompt` for each of `pending`, all in one request."""
         try:
-            await self._fill_from_one(pending, affinities, prompt, max_tokens)
+            await self._fill_from_one(pending, affinities, prompt, max_tokens, temperature)
         except (Doubtful, ServerFailed, UnknownWeights, EpisodeFailed) as error:
             for waiting in pending:
                 if not waiting.done():
                     _fail(waiting, error)
 
     async def _fill_from_one(
-        self, pending: Sequence[PendingChoice], affinities: Sequence[Affinity], prompt: list[int], max_tokens: int
+        self,
+        pending: Sequence[PendingChoice],
+        affinities: Sequence[Affinity],
+        prompt: list[int],
+        max_tokens: int,
+        temperature: float | None,
     ) -> None:
         """Raises if any is left without its continuation, or has one that cannot be trained on: its siblings keep
         theirs."""
@@ -195,7 +217,7 @@ class Sampler:
         expected = self._expected(max_tokens)
         async with self.pool.request(affinities, len(prompt), expected) as running:
             server = running.server
-            request = self._request(server, prompt, max_tokens, n=len(pending), stream=self._stream_first_turn)
+            request = self._request(server, prompt, max_tokens, len(pending), temperature, self._stream_first_turn)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
@@ -235,13 +257,15 @@ class Sampler:
         """How many tokens a turn of at most `max_tokens` is likely to come to."""
         return min(max_tokens, round(self._usual_tokens))
 
-    def _request(self, server: Server, token_ids: list[int], max_tokens: int, n: int, stream: bool) -> GenerateRequest:
+    def _request(
+        self, server: Server, token_ids: list[int], max_tokens: int, n: int, temperature: float | None, stream: bool
+    ) -> GenerateRequest:
         return GenerateRequest(
             model=SERVED_MODEL_NAME,
             request_id=next(self._names),
             token_ids=token_ids,
             sampling_params=sampling_params(
-                self._config, self._stop_token_ids, max_tokens, n, stream_interval=_ONE_CHUNK if stream else None
+                self._config, self._stop_token_ids, max_tokens, n, _ONE_CHUNK if stream else None, temperature
             ),
             cache_salt=f"{self._config.run.name}:{server.version}",
             stream=stream,

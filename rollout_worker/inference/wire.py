@@ -53,9 +53,15 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
 
 
 def sampling_params(
-    config: RunConfig, stop_token_ids: list[int], max_tokens: int, n: int, stream_interval: int | None
+    config: RunConfig,
+    stop_token_ids: list[int],
+    max_tokens: int,
+    n: int,
+    stream_interval: int | None,
+    temperature: float | None = None,
 ) -> SamplingParams:
-    """Those of the run, for `n` turns of at most `max_tokens` tokens after one prompt.
+    """Those of the run, for `n` turns of at most `max_tokens` tokens after one prompt; `temperature`: in place of the
+    run's.
 
     vLLM looks for stop strings in the text, so it has to make one, special tokens and all: a tag that a tokenizer
     counts among them could not be found otherwise.
@@ -74,7 +80,7 @@ def sampling_params(
     further["min_tokens"] = min(further["min_tokens"], max_tokens)  # or vLLM refuses the last turns of an episode
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=rollout.temperature,
+        temperature=rollout.temperature if temperature is None else temperature,
         stop_token_ids=stop_token_ids,
         logprobs=0,
         detokenize=bool(rollout.stop),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.task import columns
 from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
+from rollout_worker.task.evaluation import named_eval, open_eval_rows
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.rows import Place, Row, Rows
 from rollout_worker.task.tools import Tool, ToolBox
@@ -52,7 +53,9 @@ class Task:
     command lines of MCP servers, connected where the task runs. rewards: `f(completions, prompts, completion_ids,
     **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
     `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
-    environment, agent and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
+    eval_dataset: rows that are evaluated on and never trained on, in any of the forms of dataset; eval_dataset_split:
+    which part of it. It is read only where evaluations are on, see [eval] of the run file.
+    environment and agent are refused until they are supported. TRL's names may be used in place of ours:
     train_dataset, reward_funcs, environment_factory. Raises `ConfigError`.
     """
 
@@ -64,6 +67,7 @@ class Task:
     agent: Callable[..., Any] | None = None
     reward_weights: Sequence[float] | None = None
     eval_dataset: DataSource | None = None
+    eval_dataset_split: str | None = None
     dataset_split: str | None = None
     dataset_config: str | None = None
     train_dataset: InitVar[DataSource | None] = None
@@ -83,13 +87,13 @@ class Task:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
         if self.agent is not None:
             raise ConfigError("Task(agent=...) is not supported yet; give the functions as tools=[...]")
-        if self.eval_dataset is not None:
-            raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
         check_addresses(self.mcp_servers)
         RewardFunctions(self.rewards, self.reward_weights)
         ToolBox(self.tools)
         if not is_lazy(self.dataset):
             _ = self.rows
+        if self.eval_dataset is not None and not is_lazy(self.eval_dataset):
+            _ = self.eval_rows
 
     def _take(self, name: str, trls: str, value: Any, absent: Any) -> None:
         """A value that was given by TRL's name."""
@@ -104,12 +108,28 @@ class Task:
         """The data set's rows, loaded when they are asked for first. Raises `ConfigError`, also for a first row that
         no run could use."""
         rows = open_rows(self.dataset, self.dataset_split, self.dataset_config, self.folder)
+        self._check_first(rows)
+        return rows
+
+    @cached_property
+    def eval_rows(self) -> Rows:
+        """The rows of `eval_dataset`, loaded when they are asked for first; it must be given. Raises `ConfigError` as
+        `rows` does."""
+        rows = open_eval_rows(
+            self.eval_dataset, self.eval_dataset_split, self.dataset_config, self.dataset, self.folder
+        )
+        try:
+            self._check_first(rows)
+        except ConfigError as error:
+            raise named_eval(error) from None
+        return rows
+
+    def _check_first(self, rows: Rows) -> None:
         first = next((row for _, row in rows.sample(1)), None)
         if first is None:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
         columns.check_first(first, bool(self.tools or self.mcp_servers))
         RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
-        return rows
 
     def row_for(self, index: int, seed: int, shuffle: bool = True) -> Row:
         """The row of a ticket's running `index`, the same on every worker; `shuffle`: a new order for each epoch."""

@@ -96,7 +96,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _idle("remove_unused_columns", "GRT", "all columns reach the rewards"),
         _set("shuffle_dataset", "GR", "task.shuffle", "by `run.seed` and epoch, the same on every worker"),
         _set("num_generations", "GRA", "rollout.group_size"),
-        _idle("num_generations_eval", "GR", "there is no evaluation", "not yet"),
+        _worked("num_generations_eval", "GR", "`eval.group_size`", "left out: `num_generations`"),
         _worked(
             "max_completion_length",
             "GRA",
@@ -319,17 +319,27 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked("save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only'),
         _worked("save_steps", "T", "`learner.checkpoint_every`"),
         _set("save_total_limit", "T", "learner.keep_checkpoints"),
+        _worked(
+            "eval_strategy",
+            "T",
+            "`eval.every`",
+            '`"steps"`: of the trainer\'s `eval_dataset`, beside the training; `"epoch"` is refused',
+        ),
+        _worked("eval_steps", "T", "`eval.every`", "left out: `logging_steps`; below 1: a share of `max_steps`"),
+        _worked("eval_on_start", "T", "`eval.at_start`"),
+        _idle("per_device_eval_batch_size", "T", "rows of an evaluation are handed out one by one: `eval.share`"),
         _told("report_to", "T", "not yet", "`metrics.jsonl` and `/metrics`", None, "none", [], ["none"]),
         _only("push_to_hub", "T", "no", "a checkpoint's `model/` folder loads with `from_pretrained`", False),
     ),
 }
 
 _REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("eval_strategy", "there is no evaluation yet", ("no",)),
-    ("do_eval", "there is no evaluation yet", (False,)),
-    ("do_predict", "there is no evaluation", (False,)),
-    ("eval_on_start", "there is no evaluation yet", (False,)),
-    ("load_best_model_at_end", "there is no evaluation yet", (False,)),
+    ("do_predict", "there is no prediction apart from evaluation", (False,)),
+    (
+        "load_best_model_at_end",
+        "the last checkpoint is the run's result; evaluations.jsonl says which was best",
+        (False,),
+    ),
     ("deepspeed", "the learner is one process as yet", (None, "")),
     ("fsdp", "the learner is one process as yet", (None, "", [], False)),
     ("parallelism_config", "the learner is one process as yet", (None,)),
@@ -342,13 +352,13 @@ _REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("optim_target_modules", "AdamW trains all weights", (None,)),
     ("debug", "TRL's debugging does not reach the processes of the run", ("", [], None)),
 )
-_REST_TOLD = ("tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
+_REST_TOLD = ("eval_delay", "tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
 _REST_IDLE = (
     *("average_tokens_across_devices", "bf16_full_eval", "fp16_full_eval", "gradient_checkpointing_kwargs"),
     *("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache", "logging_strategy"),
     *("logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
     *("log_level", "log_level_replica", "disable_tqdm", "run_name", "project", "trackio_space_id", "trackio_bucket_id"),
-    *("trackio_static_space_id", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only"),
+    *("trackio_static_space_id", "do_eval", "prediction_loss_only"),
     *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
     *("batch_eval_metrics", "save_on_each_node", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
     *("hub_always_push", "hub_revision", "metric_for_best_model", "greater_is_better", "resume_from_checkpoint"),

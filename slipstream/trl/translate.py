@@ -50,7 +50,19 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
         if known.how == "set" and value is not None:
             section, key = known.setting
             sections[section][key] = value
-    for work in (_model, _place, _steps, _schedule, _checkpoints, _objective, _episodes, _tokens, _servers, _logging):
+    for work in (
+        _model,
+        _place,
+        _steps,
+        _schedule,
+        _checkpoints,
+        _objective,
+        _episodes,
+        _tokens,
+        _servers,
+        _logging,
+        _evaluation,
+    ):
         work(config, sections, notes, context)
     _differences(config, notes)
     for section, settings in config.slipstream.items():
@@ -197,6 +209,36 @@ def _logging(config: _Config, sections: Sections, notes: list[str], context: int
     if config.field("log_completions"):
         every = number(config, "logging_steps") or 1
         sections["learner"]["show_rollout_every"] = max(1, int(every))
+
+
+def _evaluation(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    strategy, at_start = config.field("eval_strategy") or "no", bool(config.field("eval_on_start"))
+    strategy = _plain(strategy)
+    if strategy not in ("no", "steps"):
+        raise ConfigError(
+            f"{type(config).__name__}(eval_strategy={strategy!r}) is not supported: how many steps an epoch has is not "
+            f"known before the data set is; write eval_strategy='steps' with eval_steps"
+        )
+    if strategy == "steps" or at_start:
+        sections["eval"] |= {
+            "every": _eval_steps(config) if strategy == "steps" else 0,
+            "at_start": at_start,
+            "group_size": number(config, "num_generations_eval") or number(config, "num_generations"),
+        }
+
+
+def _eval_steps(config: _Config) -> int:
+    """Optimiser steps between evaluations; as in transformers those between logs, where no number is given."""
+    given: float = number(config, "eval_steps") or number(config, "logging_steps") or 1
+    steps: float | None = number(config, "max_steps")
+    if given >= 1:
+        return int(given)
+    if steps is None or steps < 1:
+        raise ConfigError(
+            f"{type(config).__name__}(eval_steps={given:g}) is a share of the steps, and how many they are is not "
+            f"known before the data set is; give a whole number, or max_steps"
+        )
+    return max(1, math.ceil(given * steps))
 
 
 def _differences(config: _Config, notes: list[str]) -> None:

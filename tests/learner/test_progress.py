@@ -305,7 +305,7 @@ def test_the_curve_grows_beside_the_training_and_a_fault_ends_no_run(
 ) -> None:
     drawn: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        curve, "draw_rewards", lambda path, steps, _: drawn.append((len(steps), threading.current_thread().name))
+        curve, "draw_rewards", lambda path, steps, *_: drawn.append((len(steps), threading.current_thread().name))
     )
     now = 0.0
     growing = Curve(tmp_path / "reward.png", clock=lambda: now)

@@ -22,7 +22,7 @@ ON_THE_WIRE = {
     403: "fingerprint origin",
     409: "run_finished run_exists session_awaited session_superseded lease_lapsed not_leased ack_ambiguous "
     "step_missing step_unknown version_conflict version_missing server_unknown transition_forbidden unregistered "
-    "gave_up",
+    "gave_up evaluations_open",
     410: "ticket_unknown ticket_ended",
     413: "too_large",
     422: "decode out_of_range max_tickets worker_mismatch server_mismatch schema_version ticket_mismatch group_size "

@@ -10,13 +10,19 @@ import msgspec
 import pytest
 
 from protocol.config import QueueSection, RunConfig
+from protocol.evaluations import Evaluation
 from protocol.messages import Server, ServerState
 from rollout_queue import store as stores
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
     Distrust,
+    EvalChange,
+    EvalRecord,
+    EvalRow,
+    EvalRowState,
     GroupFacts,
+    RowResult,
     RunState,
     SampledBy,
     ServerRecord,
@@ -222,3 +228,22 @@ def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunC
     else:
         assert again.load() == StoreContents()
     again.close()
+
+
+def test_evaluations_come_back_and_let_go_of_their_rows_at_their_end(store: Store) -> None:
+    one = EvalRecord(0, 5, 4, 8, 2, 0.5, 60.0, 1.5, rows=8, next_row=2)
+    other = EvalRecord(1, 10, 9, None, 1, None, 60.0, 2.5)
+    result = RowResult((0.5, 1.0), {"right": 0.75}, (3, 4), {"stop": 2}, (SampledBy("vllm-0", 4, 5),))
+    done = EvalRow(0, 0, 1, 7, "w", 4, EvalRowState.DONE, 1, "expired", result)
+    out = EvalRow(0, 1, 0, 7, "v", 4)
+    elsewhere = EvalRow(1, 0, 0, 7, "v", 4)
+    store.commit(Decision(evals=EvalChange((one, other), (done, out, elsewhere))), {})
+    contents = store.load()
+    assert contents.evaluations == [one, other]
+    assert contents.eval_rows == [done, out, elsewhere]
+    ended = msgspec.structs.replace(one, result=Evaluation(5, 4, 2, rows=8, versions=(4, 5)))
+    store.commit(Decision(evals=EvalChange(records=(ended,))), {})
+    contents = store.load()
+    assert (contents.evaluations, contents.eval_rows) == ([ended, other], [elsewhere])
+    store.commit(Decision(evals=EvalChange(removed=(0, 1))), {})
+    assert store.load() == StoreContents()

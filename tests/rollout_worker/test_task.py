@@ -61,7 +61,6 @@ def test_any_sequence_of_mappings_is_a_data_set():
         ({"dataset": [{"prompt": 3}], "tools": []}, "first prompt is a int"),
         ({"dataset": [{"prompt": "Multiply."}]}, "tools need a conversation"),
         ({"environment_factory": dict}, "environment_factory.*not supported yet"),
-        ({"eval_dataset": [row()]}, "eval_dataset.*not supported yet"),
         ({"rewards": []}, "at least one reward"),
         ({"tools": [lambda a: a]}, "cannot be described"),
     ],

@@ -164,12 +164,12 @@ async def test_messages_are_json_whatever_was_sampled():
 
 async def test_a_ticket_of_another_kind_is_given_back_for_good():
     (ticket,) = tickets_for(1)
-    ticket.kind = "eval"
+    ticket.kind = "probe"
     server = fake()
     run = await roll(task(), server, queue=StandInQueue([ticket]))
     failure = run.queue.failures["t0"]
     assert (failure.reason, failure.retryable) == ("ticket_kind", False)
-    assert "kind 'eval'" in failure.detail
+    assert "kind 'probe', and this worker knows train and eval only" in failure.detail
     assert server.requests == []
     assert idle(run.worker)
 

@@ -312,7 +312,8 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(num_iterations=2), "num_iterations=2.*write num_iterations=1"),
         (GRPOConfig(use_adaptive_entropy=True), "use_adaptive_entropy=True.*write use_adaptive_entropy=False"),
         (GRPOConfig(lr_scheduler_type="cosine"), "lr_scheduler_type='cosine' is not supported.*constant_with_warmup"),
-        (GRPOConfig(eval_strategy="steps"), "eval_strategy='steps'.*there is no evaluation yet.*eval_strategy='no'"),
+        (GRPOConfig(eval_strategy="epoch"), "eval_strategy='epoch'.*write eval_strategy='steps' with eval_steps"),
+        (GRPOConfig(eval_strategy="steps", eval_steps=0.1), r"eval_steps=0\.1.*give a whole number, or max_steps"),
         (GRPOConfig(push_to_hub=True), "push_to_hub=True.*`model/` folder"),
         (GRPOConfig(per_device_train_batch_size=4), "= 4 completions a step are not a multiple of num_generations = 8"),
         (GRPOConfig(num_generations="8"), "num_generations='8'.: must be a number"),
@@ -398,7 +399,7 @@ class Tokenizer:
         ({"rollout_func": accuracy}, "rollout_func="),
         ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
         ({"environment_factory": Model}, "environment_factory.*not supported yet"),
-        ({"eval_dataset": ROWS}, "eval_dataset.*not supported yet"),
+        ({"eval_dataset": {"easy": ROWS}}, "eval_dataset.*is a dict with 'easy'; give one of these"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": GRPOConfig(num_iterations=2)}, "num_iterations=2"),
@@ -508,3 +509,22 @@ def test_train_at_the_top_level_runs_everything_and_its_check_imports_the_script
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "trained 5"
     assert f'path = "{script.path}:trainer"' in (script.folder / "runs" / "mine" / "run.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"eval_steps": 20, "num_generations_eval": 2, "per_device_eval_batch_size": 4, "do_eval": True}, None),
+        ({"eval_strategy": "steps", "eval_steps": 20}, {"every": 20, "at_start": False, "group_size": 8}),
+        ({"eval_strategy": "steps"}, {"every": 1, "at_start": False, "group_size": 8}),
+        ({"eval_strategy": "steps", "logging_steps": 10}, {"every": 10, "at_start": False, "group_size": 8}),
+        (
+            {"eval_strategy": "steps", "eval_steps": 0.1, "max_steps": 200, "num_generations_eval": 1},
+            {"every": 20, "at_start": False, "group_size": 1},
+        ),
+        ({"eval_on_start": True}, {"every": 0, "at_start": True, "group_size": 8}),
+    ],
+)
+def test_evaluation_is_trls(fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    assert translate(GRPOConfig(**fields), "org/model", None).sections.get("eval") == expected

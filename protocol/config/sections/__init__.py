@@ -1,6 +1,7 @@
 """The settings of a run, section by section: typed, bounded, each with its meaning and the reason for its default."""
 
 from protocol.config.sections.base import LOOPBACK, Section
+from protocol.config.sections.evaluation import EvalSection
 from protocol.config.sections.learner import LearnerSection
 from protocol.config.sections.queue import QueueSection
 from protocol.config.sections.rollout import RolloutSection
@@ -12,6 +13,7 @@ __all__ = [
     "LOOPBACK",
     "ChatSection",
     "DeploySection",
+    "EvalSection",
     "LearnerSection",
     "ModelSection",
     "QueueSection",

@@ -1,0 +1,54 @@
+"""[eval]: when an evaluation is due, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from protocol.config import EvalSection
+from protocol.evaluations import Evaluation, figures
+from tests.kit import config
+
+
+@pytest.mark.parametrize(
+    ("settings", "due"),
+    [
+        ({"every": 5}, [5, 10]),
+        ({"every": 5, "at_start": True}, [0, 5, 10]),
+        ({"every": 5, "at_end": True}, [5, 10, 12]),
+        ({"every": 6, "at_end": True}, [6, 12]),
+        ({"at_start": True}, [0]),
+        ({}, []),
+    ],
+)
+def test_when_an_evaluation_is_due(settings: Any, due: list[int]) -> None:
+    section = EvalSection(**settings)
+    assert [step for step in range(13) if section.is_due(step, steps=12)] == due
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"every": 5, "temperature": 0.001}, "eval.temperature = 0.001: vLLM would take 0.01"),
+        ({"every": 5, "temperature": 0, "group_size": 4}, "all episodes of a row would be the same"),
+        ({"rows": 32}, "eval.rows = 32 has no effect, as there is no evaluation: set eval.every"),
+        ({"every": 5, "group_size": 0}, "greater than or equal to 1"),
+        ({"every": -1}, "greater than or equal to 0"),
+        ({"every": 5, "rows": 0}, "rows"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(settings: Any, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        config(eval=settings)
+
+
+def test_figures_have_the_names_of_trl_and_only_what_is_known() -> None:
+    found = figures(Evaluation(5, 5, 1, rows=2, done=2, reward=0.5, rewards={"right": 0.5}, mean_length=9.0))
+    assert found["eval/reward"] == 0.5
+    assert found["eval/rewards/right/mean"] == 0.5
+    assert found["eval/completions/mean_length"] == 9.0
+    assert found["eval/step"] == 5
+    assert "eval/reward_std" not in found
+    assert not any("@" in name for name in found)

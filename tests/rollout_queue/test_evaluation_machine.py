@@ -1,0 +1,253 @@
+"""Evaluations under any order of events, crashes and resumes included, on the real store: each comes to an end, every
+row is counted once, and the sums of the training know nothing of them (I1)."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from protocol import reasons
+from protocol.evaluations import Evaluation, EvaluationRequest
+from protocol.messages import BeginSession, Fingerprint, Server, ServerState
+from rollout_queue.ledger import eval_tickets, leases, servers
+from rollout_queue.ledger.eval_tickets import Asking
+from rollout_queue.ledger.evaluations import Evaluations
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult, SampledBy
+from rollout_queue.ledger.servers import Fleet
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit import config
+from tests.kit.messages import SERVER
+
+ATTEMPTS, ROWS, MOST, TIMEOUT_S = 2, 5, 6, 500.0
+CONFIG = config(queue={"ticket_attempts": ATTEMPTS, "ticket_max_age_s": 90.0}, worker={"episode_timeout_s": 60.0})
+SAID = Fingerprint("1", "t", "c", {}, rows=9, eval_rows=ROWS)
+
+
+class EvaluationMachine(RuleBasedStateMachine):
+    """Workers, a learner, weight sync and a saboteur take turns at the evaluations of one queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = SqliteStore(MEMORY)
+        self.now = 0.0
+        self.crash_after_commit = False
+        self.asked_at: dict[int, float] = {}
+        self.results: dict[int, Evaluation] = {}
+        self.ids: set[str] = set()
+        self.accepted: set[tuple[int, int]] = set()
+        self.restart_queue()
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    def restart_queue(self) -> None:
+        contents = self.store.load()
+        self.ledger = Ledger(CONFIG, contents, self.now)
+        self.fleet = Fleet(contents.servers)
+        self.evaluations = Evaluations(CONFIG, contents, self.now)
+        self.asked_at = {of.record.number: self.now for of in self.evaluations.open}
+
+    def commit(self, decision: Decision) -> None:
+        assert not decision.tickets, "I1: no ticket of the training is touched"
+        self.store.commit(decision, {})
+        for record in decision.evals.records:
+            self.asked_at.setdefault(record.number, self.now)
+            if record.result is not None:
+                assert record.number not in self.results, "an evaluation ends once"
+                self.results[record.number] = record.result
+        if self.crash_after_commit:
+            self.crash_after_commit = False
+            self.restart_queue()
+            return
+        self.ledger.apply(decision, self.now)
+        self.evaluations.apply(decision.evals, self.now)
+        if decision.server is not None:
+            self.fleet.apply(decision.server)
+
+    def change(self, evals: EvalChange) -> None:
+        self.commit(Decision(evals=evals))
+
+    @property
+    def out(self) -> list[EvalRow]:
+        return [row for of in self.evaluations.open for row in of.rows.values() if row.state is EvalRowState.ISSUED]
+
+    # The saboteur.
+
+    @rule()
+    def queue_killed_between_answers(self) -> None:
+        self.restart_queue()
+
+    @rule()
+    def queue_will_be_killed_after_its_next_commit(self) -> None:
+        self.crash_after_commit = True
+
+    @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 260.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.change(eval_tickets.expire(self.evaluations, self.now, self.now))
+        late = [self.now - self.asked_at[of.record.number] for of in self.evaluations.open]
+        assert max(late, default=0.0) < TIMEOUT_S, "an evaluation that never ends"
+
+    # Weight sync and the learner.
+
+    @initialize(knows_rows=st.booleans())
+    def everything_starts(self, knows_rows: bool) -> None:
+        self.put_server(ServerState.JOINING)
+        self.publish()
+        self.commit(leases.begin(self.ledger, BeginSession(0, 0, 9, resume=False), []))
+        if knows_rows:
+            self.worker_registers()
+
+    @rule()
+    def publish(self) -> None:
+        self.put_server(ServerState.SYNCING)
+        self.put_server(ServerState.SERVING)
+
+    @rule()
+    def proof_fails(self) -> None:
+        self.put_server(ServerState.SYNCING)
+        wanted = Server(SERVER, "http://s", ServerState.QUARANTINED, self.ledger.run.version)
+        decision = servers.put(self.fleet, self.ledger, wanted, 0.0)
+        assert decision.server is not None
+        tainted = eval_tickets.taint(self.evaluations, Fleet([decision.server]))
+        self.accepted -= {(row.evaluation, row.index) for row in tainted.rows}
+        self.commit(msgspec.structs.replace(decision, evals=tainted))
+
+    def put_server(self, state: ServerState) -> None:
+        wanted = Server(SERVER, "http://s", state, self.ledger.run.version)
+        self.commit(servers.put(self.fleet, self.ledger, wanted, 0.0))
+
+    @precondition(lambda self: not self.ledger.run.finished)
+    @rule()
+    def step(self) -> None:
+        run = self.ledger.run
+        self.commit(Decision(run=msgspec.structs.replace(run, step=run.step + 1, version=run.version + 1)))
+
+    @precondition(lambda self: not self.ledger.run.finished)
+    @rule(group_size=st.integers(1, 8), wanted=st.sampled_from([None, 1, 3, 99]), repeat=st.booleans())
+    def ask(self, group_size: int, wanted: int | None, repeat: bool) -> None:
+        run = self.ledger.run
+        request = EvaluationRequest(run.session, run.step, run.version, wanted, group_size, None, TIMEOUT_S)
+        had = any(record.step == run.step for record in self.evaluations.records)
+        decision = eval_tickets.ask(self.evaluations, run, request, self.now)
+        assert bool(decision) != had, "a step has one evaluation"
+        self.commit(decision)
+        if repeat:
+            assert not eval_tickets.ask(self.evaluations, self.ledger.run, request, self.now)
+
+    @rule(back=st.integers(0, 2))
+    def learner_killed_and_resumed(self, back: int) -> None:
+        run = self.ledger.run
+        step = max(0, run.step - back)
+        message = BeginSession(step, run.version, 9, resume=True)
+        gone = eval_tickets.begin(self.evaluations, message)
+        begun = leases.begin(self.ledger, message, [])
+        self.commit(msgspec.structs.replace(begun, evals=gone))
+        assert all(record.step <= step for record in self.evaluations.records)
+        self.accepted = {pair for pair in self.accepted if pair[0] not in gone.removed}
+
+    @precondition(lambda self: self.ledger.run.step > 4)
+    @rule()
+    def finish(self) -> None:
+        left = eval_tickets.finish(self.evaluations, self.now)
+        self.commit(msgspec.structs.replace(leases.finish(self.ledger), evals=left))
+        assert not self.evaluations.open
+
+    # Workers.
+
+    @rule()
+    def worker_registers(self) -> None:
+        run = self.ledger.run
+        self.commit(Decision(run=msgspec.structs.replace(run, data=SAID, data_session=run.session)))
+
+    @rule(worker=st.sampled_from(["a", "b"]), episodes=st.integers(1, 12))
+    def ask_for_tickets(self, worker: str, episodes: int) -> None:
+        run, served = self.ledger.run, self.fleet.served_version
+        asking = Asking(worker, episodes, MOST)
+        change = eval_tickets.issue(self.evaluations, run, served, self.ledger.issued, asking, self.now)
+        for row in change.rows:
+            assert row.id not in self.ids, "a ticket that is issued twice"
+            assert served is not None
+            assert served >= self.evaluations.of(row.evaluation).record.version, "weights older than were asked for"
+            assert (row.evaluation, row.index) not in self.accepted, "a row that is done is issued again"
+        self.ids |= {row.id for row in change.rows}
+        self.change(change)
+        held = self.evaluations.held_by(worker)
+        assert self.evaluations.episodes_of(held) <= MOST or len(held) == 1
+
+    @rule(data=st.data(), rewards=st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=3))
+    def submit(self, data: st.DataObject, rewards: list[float]) -> None:
+        if not self.out:
+            return
+        row = data.draw(st.sampled_from(self.out))
+        version = self.ledger.run.version
+        result = RowResult(tuple(rewards), {"r": rewards[0]}, (3,) * len(rewards), {"stop": len(rewards)}, ())
+        result = msgspec.structs.replace(result, servers=(SampledBy(SERVER, version, version),))
+        self.accepted.add((row.evaluation, row.index))
+        self.change(eval_tickets.submit(self.evaluations, row, result, self.now))
+
+    @rule(data=st.data(), retryable=st.booleans())
+    def give_back(self, data: st.DataObject, retryable: bool) -> None:
+        if self.out:
+            row = data.draw(st.sampled_from(self.out))
+            self.change(eval_tickets.fail(self.evaluations, row, "failed:row", retryable, self.now))
+
+    @rule(worker=st.sampled_from(["a", "b"]))
+    def worker_is_refused(self, worker: str) -> None:
+        self.change(eval_tickets.give_back(self.evaluations, worker, self.now))
+        assert not self.evaluations.held_by(worker)
+
+    @rule(worker=st.sampled_from(["a", "b"]))
+    def worker_asks_for_what_it_lost(self, worker: str) -> None:
+        held = {row.id for row in self.evaluations.held_by(worker)}
+        assert {row.id for row in eval_tickets.undelivered(self.evaluations, worker, [])} == held
+        assert not eval_tickets.undelivered(self.evaluations, worker, sorted(held))
+
+    # What must always hold.
+
+    @invariant()
+    def every_row_is_in_one_place(self) -> None:
+        for of in self.evaluations.open:
+            assert sorted(of.rows) == list(range(of.record.next_row))
+            assert of.record.rows is None or of.record.next_row <= of.record.rows
+            assert {row.index for row in of.rows.values() if row.state is EvalRowState.AGAIN} == set(of.again)
+            assert all(row.failures <= ATTEMPTS for row in of.rows.values())
+            ended = sum(row.state in (EvalRowState.DONE, EvalRowState.FAILED) for row in of.rows.values())
+            assert of.tally.ended == ended
+            assert of.record.rows is None or ended < of.record.rows, "all rows have ended, and it has not"
+
+    @invariant()
+    def what_ended_counts_every_row(self) -> None:
+        for evaluation in self.results.values():
+            assert evaluation.ended is not None
+            assert evaluation.done + evaluation.failed == (evaluation.rows or 0)
+            assert sum(evaluation.failures.values()) == evaluation.failed
+            assert set(evaluation.failures) <= {
+                "failed:row",
+                reasons.EXPIRED,
+                reasons.OUTLIVED,
+                reasons.DEADLINE,
+                reasons.RUN_FINISHED,
+            }
+            assert (evaluation.reward is None) == (evaluation.done == 0)
+
+    @invariant()
+    def memory_is_what_a_restart_would_load(self) -> None:
+        fresh = Evaluations(CONFIG, self.store.load(), self.now)
+        assert [of.record for of in fresh.open] == [of.record for of in self.evaluations.open]
+        assert [of.rows for of in fresh.open] == [of.rows for of in self.evaluations.open]
+        assert fresh.ended == self.evaluations.ended
+
+    @invariant()
+    def i1_the_sums_of_the_training_know_nothing_of_it(self) -> None:
+        assert self.ledger.issued == 0
+        assert self.ledger.bytes == 0
+
+
+TestEvaluations = EvaluationMachine.TestCase
+TestEvaluations.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.task import columns
+from rollout_worker.task.agent import OWN_REWARD, Agent
 from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.rows import Place, Row, Rows
@@ -52,8 +53,9 @@ class Task:
     command lines of MCP servers, connected where the task runs. rewards: `f(completions, prompts, completion_ids,
     **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
     `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
-    environment, agent and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
-    train_dataset, reward_funcs, environment_factory. Raises `ConfigError`.
+    agent: a program that owns its loop, in place of tools: `agent(endpoint, **columns)`, sync or async, called once an
+    episode (docs/agents.md). environment and eval_dataset are refused until they are supported. TRL's names may be used
+    in place of ours: train_dataset, reward_funcs, environment_factory. Raises `ConfigError`.
     """
 
     dataset: DataSource = _NOT_GIVEN
@@ -79,17 +81,31 @@ class Task:
         if callable(self.rewards) or isinstance(self.rewards, str):
             object.__setattr__(self, "rewards", [self.rewards])
         object.__setattr__(self, "tools", self.tools or ())
+        if self.agent is not None:
+            self._check_agent(self.agent)
         if self.environment is not None:
             raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
-        if self.agent is not None:
-            raise ConfigError("Task(agent=...) is not supported yet; give the functions as tools=[...]")
         if self.eval_dataset is not None:
             raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
         check_addresses(self.mcp_servers)
-        RewardFunctions(self.rewards, self.reward_weights)
+        RewardFunctions(self.rewards, self.reward_weights, own=self.own_reward)
         ToolBox(self.tools)
         if not is_lazy(self.dataset):
             _ = self.rows
+
+    def _check_agent(self, agent: Callable[..., Any]) -> None:
+        Agent(agent)
+        given = {"tools": self.tools, "mcp_servers": self.mcp_servers, "environment": self.environment}
+        if others := [f"{name}=..." for name, value in given.items() if value]:
+            raise ConfigError(
+                f"Task(agent=..., {', '.join(others)}): an agent runs its own loop, and names its tools in its "
+                f"requests; leave out {' and '.join(others)}, or the agent"
+            )
+
+    @property
+    def own_reward(self) -> str | None:
+        """The component that episodes may bring themselves, None where they cannot."""
+        return None if self.agent is None else OWN_REWARD
 
     def _take(self, name: str, trls: str, value: Any, absent: Any) -> None:
         """A value that was given by TRL's name."""
@@ -108,7 +124,9 @@ class Task:
         if first is None:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
         columns.check_first(first, bool(self.tools or self.mcp_servers))
-        RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
+        RewardFunctions(self.rewards, self.reward_weights, own=self.own_reward).check_signatures(first)
+        if self.agent is not None:
+            Agent(self.agent).check(first)
         return rows
 
     def row_for(self, index: int, seed: int, shuffle: bool = True) -> Row:

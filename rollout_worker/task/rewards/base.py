@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout_worker.user_code import UserCodeError
 
 # What a reward function gets by these names is ours, so no column of the data set may have one.
-GIVEN = ("completions", "prompts", "completion_ids", "trainer_state", "log_metric", "log_extra")
+GIVEN = ("completions", "prompts", "completion_ids", "trainer_state", "log_metric", "log_extra", "agent_results")
 
 
 class RewardError(UserCodeError):
@@ -41,7 +41,8 @@ class RewardBatch:
     """What rewards are computed from; `completions` and `completion_ids` have one entry per rollout.
 
     A completion is a list of messages where the prompt is one, else text; its ids are all that followed the
-    prompt, tool messages included. `columns` are those of the group's row.
+    prompt, tool messages included. `columns` are those of the group's row. own: the reward that each episode brought
+    itself; results: what its agent returned, None where the task has no agent.
     """
 
     prompt: Any
@@ -49,6 +50,8 @@ class RewardBatch:
     completion_ids: list[list[int]]
     columns: Mapping[str, Any]
     state: TrainerState = TrainerState()
+    own: Sequence[float | None] = ()
+    results: Sequence[Any] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """What every function gets; what it may ask for besides is not among them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,8 +23,8 @@ _NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
 
 class FunctionReward:
-    """`f(completions, prompts, completion_ids, **columns)`, sync or async. Of trainer_state, log_metric and log_extra
-    it gets those that its signature takes."""
+    """`f(completions, prompts, completion_ids, **columns)`, sync or async. Of trainer_state, log_metric, log_extra and,
+    where the task has an agent, agent_results it gets those that its signature takes."""
 
     def __init__(self, function: Callable[..., Any], code: user_code.UserCode) -> None:
         self.name = name_of(function)
@@ -32,9 +32,9 @@ class FunctionReward:
         self._code = code
         self._takes = _parameters(function)
 
-    def check(self, row: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` if it cannot be called with the columns of `row`."""
-        arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
+    def check(self, row: Mapping[str, Any], results: Sequence[Any] | None = None) -> None:
+        """Raises `ConfigError` if it cannot be called with the columns of `row`, and what agents returned, if any."""
+        arguments = self._arguments(RewardBatch(None, [], [], row, results=results), Notes(0))
         try:
             signature = inspect.signature(self._function)
         except (TypeError, ValueError):  # a builtin without a signature
@@ -83,6 +83,7 @@ class FunctionReward:
             "trainer_state": batch.state,
             "log_metric": notes.log_metric,
             "log_extra": notes.log_extra,
+            **({} if batch.results is None else {"agent_results": list(batch.results)}),
         }
         asked = {name: value for name, value in on_request.items() if self._takes is None or name in self._takes}
         return {**batch.arguments(), **asked}

@@ -15,6 +15,7 @@ from rollout_worker import user_code
 from rollout_worker.task.rewards.base import Reward, RewardBatch, RewardError, Score, Values
 from rollout_worker.task.rewards.classifier import ClassifierReward, how_to_serve
 from rollout_worker.task.rewards.function import FunctionReward
+from rollout_worker.task.rewards.own import OwnReward
 from rollout_worker.user_code.texts import encodable
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -26,7 +27,8 @@ class RewardFunctions:
 
     rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
     will be asked; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
-    the run's, for `TrainerState`.
+    the run's, for `TrainerState`; own: the component that episodes may bring themselves, of weight 1, so that rewards
+    may be none.
     """
 
     def __init__(
@@ -40,16 +42,19 @@ class RewardFunctions:
         max_steps: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        own: str | None = None,
     ) -> None:
-        _check_kinds(rewards)
+        _check_kinds(rewards, own)
         code = code or user_code.UserCode()
         self._rewards: list[Reward] = [
             ClassifierReward(reward, servers) if isinstance(reward, str) else FunctionReward(reward, code)
             for reward in rewards
         ]
         self.names = [_name(reward) for reward in self._rewards]
-        if len(set(self.names)) < len(self.names):
-            raise ConfigError(f"Task(rewards=...): the names {self.names} are not all different; rename one")
+        if len({*self.names, own}) < len(self.names) + 1:
+            raise ConfigError(
+                f"Task(rewards=...): the names {[*self.names, own or '']} are not all different; rename one"
+            )
         numbers = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
         if len(numbers) != len(rewards) or not all(abs(weight) <= LARGEST_FIGURE for weight in numbers):
             raise ConfigError(
@@ -57,6 +62,10 @@ class RewardFunctions:
                 f"most {LARGEST_FIGURE:g}"
             )
         self.weights = dict(zip(self.names, numbers, strict=True))
+        self._own = own
+        if own is not None:
+            self._rewards.append(OwnReward(own))
+            self.weights[own] = 1.0
         self.max_steps = max_steps
         self._timeout_s = timeout_s
         self._attempts = attempts
@@ -65,8 +74,12 @@ class RewardFunctions:
 
     def check_signatures(self, row: Mapping[str, Any]) -> None:
         """Raises `ConfigError` for a reward that cannot be computed from the columns of `row`."""
+        results = None if self._own is None else ()
         for reward in self._rewards:
-            reward.check(row)
+            if isinstance(reward, FunctionReward):
+                reward.check(row, results)
+            else:
+                reward.check(row)
 
     async def score(self, batch: RewardBatch, told: Callable[[RewardError], None] = lambda error: None) -> list[Score]:
         """One score per rollout; the rewards run side by side. `told`: of a failure that is tried again, and of notes
@@ -79,6 +92,8 @@ class RewardFunctions:
             outcome = run.result()
             if isinstance(outcome, RewardError):
                 raise outcome
+            if name == self._own and self.names and not any(value is not None for value in outcome.rewards):
+                continue  # the functions alone judge
             for reason in outcome.left_out:
                 told(RewardError(name, f"{name}: {reason}", "note", None))
             for metric, figure in outcome.metrics.items():
@@ -131,8 +146,10 @@ def build_rewards(
     code: user_code.UserCode | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    own: str | None = None,
 ) -> RewardFunctions:
-    """A task's rewards under a run file. Raises `ConfigError`, also for a classifier without a server."""
+    """A task's rewards under a run file; `own` as in `RewardFunctions`. Raises `ConfigError`, also for a classifier
+    without a server."""
     return RewardFunctions(
         rewards,
         weights,
@@ -143,11 +160,12 @@ def build_rewards(
         max_steps=config.learner.steps if config.learner.epochs is None else None,
         clock=clock,
         sleep=sleep,
+        own=own,
     )
 
 
-def _check_kinds(rewards: Any) -> None:
-    if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not rewards:
+def _check_kinds(rewards: Any, own: str | None) -> None:
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not (rewards or own):
         raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function")
     for reward in rewards:
         if any(

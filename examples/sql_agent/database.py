@@ -18,14 +18,18 @@ MOST_CELL_BYTES = 10_000
 
 CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Delhi", "Perth", "Quito", "Seoul"]
 ITEMS = ["lamp", "desk", "chair", "clock", "mirror", "carpet"]
-NAMES = (
-    "Ada Ben Cleo Dan Eva Finn Gina Hugo Ines Jack Kira Liam Mona Nils Olga Paul "
-    "Quin Rosa Sven Tara Ugo Vera Walt Xena Yuri Zoe Amos Bella Carl Dora Emil Fay"
-).split()
+NAMES = [
+    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ines", "Jack", "Kira", "Liam", "Mona", "Nils"),
+    *("Olga", "Paul", "Quin", "Rosa", "Sven", "Tara", "Ugo", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Amos", "Bella"),
+    *("Carl", "Dora", "Emil", "Fay"),
+]
 SCHEMA = """
 CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT NOT NULL, city TEXT NOT NULL);
 CREATE TABLE orders (
-    id INTEGER PRIMARY KEY, customer_id INTEGER NOT NULL REFERENCES customers, item TEXT NOT NULL, price INTEGER NOT NULL
+    id INTEGER PRIMARY KEY,
+    customer_id INTEGER NOT NULL REFERENCES customers,
+    item TEXT NOT NULL,
+    price INTEGER NOT NULL
 );
 """
 

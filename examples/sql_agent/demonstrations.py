@@ -30,8 +30,10 @@ OTHER_COLUMNS = [
 
 def correct(rng: random.Random) -> Demonstration:
     question = draw(rng)
-    tried = _asked(_changed(question.sql, MISSPELT, rng)) if rng.random() < SECOND_TRY_SHARE else []
-    return Demonstration(question.prompt, [*tried, *_asked(question.sql), says(query(question.sql))])
+    turns = [*_asked(question.sql), says(query(question.sql))]
+    if rng.random() < SECOND_TRY_SHARE:
+        return Demonstration(question.prompt, [*_asked(_changed(question.sql, MISSPELT, rng)), *turns], given=1)
+    return Demonstration(question.prompt, turns)
 
 
 def mixed(rng: random.Random) -> Demonstration:
@@ -74,11 +76,10 @@ def _changed(sql: str, changes: list[tuple[str, str]], rng: random.Random) -> st
 
 
 def _filtered_otherwise(sql: str, rng: random.Random) -> str:
-    """`sql` with another value, or the comparison turned round."""
-    if " > " in sql and rng.random() < 0.5:
-        return sql.replace(" > ", " < ")
-    values = next(kind for kind in (NAMES, CITIES, ITEMS, ["> "]) if any(value in sql for value in kind))
-    if values == ["> "]:
-        return sql.replace(" > ", " < ")
-    old = next(value for value in values if value in sql)
-    return sql.replace(old, rng.choice([value for value in values if value != old]))
+    """`sql` with another value, or with a comparison turned round."""
+    others = [sql.replace(" > ", " < ")] if " > " in sql else []
+    for values in (NAMES, CITIES, ITEMS):
+        for value in values:
+            if f"'{value}'" in sql:
+                others.append(sql.replace(value, rng.choice([other for other in values if other != value])))
+    return rng.choice(others)

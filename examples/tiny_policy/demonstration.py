@@ -10,10 +10,12 @@ Message = dict[str, Any]
 
 
 class Demonstration(NamedTuple):
-    """`turns`: what follows the prompt, the policy's messages and the answers to them."""
+    """`turns`: what follows the prompt, the policy's messages and the answers to them. `given`: of the policy's first
+    messages, how many it is shown and not taught, such as an error that it is to mend."""
 
     prompt: list[Message]
     turns: list[Message]
+    given: int = 0
 
 
 def says(text: str) -> Message:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tiny_policy.demonstration import Demonstration
-from tiny_policy.recipe import Recipe
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tiny_policy.demonstration import Demonstration
+from tiny_policy.recipe import Recipe
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"]
@@ -20,7 +21,7 @@ _TURN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL
 
 
 class Example(NamedTuple):
-    """Token ids of a whole conversation, and which of them the assistant wrote."""
+    """Token ids of a whole conversation, and which of them the assistant wrote and is taught."""
 
     ids: list[int]
     written: list[bool]
@@ -91,5 +92,5 @@ def encode(demo: Demonstration, tokenizer: PreTrainedTokenizerFast, tools: list[
     written: list[bool] = []
     for place, piece_ids in enumerate(tokenizer(pieces, add_special_tokens=False)["input_ids"]):
         ids += piece_ids
-        written += [place % 2 == 1] * len(piece_ids)
+        written += [place % 2 == 1 and place // 2 >= demo.given] * len(piece_ids)
     return Example(ids, written)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_policy.demonstration import Demonstration
 from transformers.utils import get_json_schema
+
+from tiny_policy.demonstration import Demonstration
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
 from tiny_policy.demonstration import Demonstration
 from tiny_policy.policy import Example, build_model, build_tokenizer, encode
 from tiny_policy.recipe import Recipe
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
 def token_losses(model: Qwen3ForCausalLM, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:

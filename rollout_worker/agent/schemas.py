@@ -61,12 +61,7 @@ def _read(tool: Any, where: str, names: set[str], faults: list[Fault]) -> dict[s
         faults.append(Fault(f"{where}.function.parameters", "give a JSON schema", "invalid_type"))
     if function.pop("strict", False) is not False:
         faults.append(Fault(f"{where}.function.strict", _STRICT, "unsupported_value"))
-    for key in function:
-        if key not in ("name", "description", "parameters"):
-            faults.append(Fault(f"{where}.function.{key[:40]}", "it is not known here; leave it out"))
     empty = {"type": "object", "properties": {}}
-    # Templates write what a tool has in its order: that of all others here.
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": function.get("parameters") or empty},
-    }
+    # Templates write all that a function has, in its order.
+    function = {"description": description, **function, "parameters": function.get("parameters") or empty}
+    return {"type": "function", "function": {"name": name, **function}}

@@ -56,8 +56,10 @@ class GroupRunner:
         reservation.give_all()
         episodes = self._counted([self._checked(outcome) for outcome in outcomes])
         if self.keep_messages:
-            prompt = of_prompt(self.chat.shown(row.columns["prompt"]))
+            of_row = of_prompt(self.chat.shown(row.columns["prompt"]))
             for episode in episodes:
+                own = episode.prompt
+                prompt = of_row if own is None else of_prompt(self.chat.shown(own))
                 episode.rollout.messages = transcript(prompt, episode.messages)
         rewarded = self._still_proven(await self._rewarded(ticket, row, episodes))
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
@@ -135,12 +137,15 @@ class GroupRunner:
         """The episodes that have a reward, which their rollouts now hold."""
         started = self.clock()
         prompt = row.columns["prompt"]
+        results = [episode.result.given for episode in episodes if episode.result is not None]
         batch = RewardBatch(
             prompt=prompt,
             completions=[episode.text if isinstance(prompt, str) else episode.messages for episode in episodes],
             completion_ids=[episode.completion_ids for episode in episodes],
             columns=row.columns,
             state=TrainerState(ticket.step, ticket.version, float(row.epoch), self.rewards.max_steps),
+            own=[episode.result.reward if episode.result else None for episode in episodes],
+            results=results or None,
         )
 
         def told(error: RewardError) -> None:
@@ -170,6 +175,11 @@ class GroupRunner:
         if len(rewarded) < MIN_ROLLOUTS:
             missing = len(episodes) - len(rewarded)
             detail = f"every reward function gave None for {missing} of {len(episodes)} episodes"
+            if not self.rewards.names:
+                detail = (
+                    f"the agent returned no reward for {missing} of {len(episodes)} episodes, and the task has no "
+                    f'reward functions: return a number or {{"reward": ...}}, or give Task(rewards=[...])'
+                )
             self.troubles.add("reward", reasons.NO_REWARD, f"{detail}; at row {row.number}")
             raise TicketFailed(reasons.NO_REWARD, detail, retryable=True)
         return rewarded

@@ -27,10 +27,13 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
+from rollout_worker.agent.formats import Build, ChatFormats
+from rollout_worker.agent.session import Stage
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
+from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import Conversations, TicketFailed
+from rollout_worker.drivers import Agents, Conversations, Driver, TicketFailed
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
@@ -40,6 +43,7 @@ from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
+from rollout_worker.task.agent import Agent
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
@@ -74,7 +78,8 @@ class UserCodeShutOff(RuntimeError):
 
 
 class Worker:
-    """One worker's loop over tickets. `clock`: seconds, monotonic; `cpu_clock`: CPU seconds of the process."""
+    """One worker's loop over tickets. `build_format`: makes a chat format for tools that an agent names, None for as
+    the run file says; `clock`: seconds, monotonic; `cpu_clock`: CPU seconds of the process."""
 
     def __init__(
         self,
@@ -87,6 +92,7 @@ class Worker:
         client: InferenceClient,
         code: UserCode,
         stream_first_turn: bool = True,
+        build_format: Build | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -134,11 +140,15 @@ class Worker:
             code,
             config.worker.tool_timeout_s,
         )
+        self._driver: Driver = Conversations(chat, tools, episodes, self._troubles)
+        if task.agent is not None:
+            formats = ChatFormats(chat, build_format or partial(build_chat_format, config, tokenizer=chat.tokenizer))
+            self._driver = Agents(Agent(task.agent), Stage(formats, episodes, config.rollout), config)
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
-            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep),
+            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=task.own_reward),
             chat=chat,
-            driver=Conversations(chat, tools, episodes, self._troubles),
+            driver=self._driver,
             pool=self._pool,
             counters=self.counters,
             troubles=self._troubles,
@@ -154,7 +164,7 @@ class Worker:
         `ConfigError` where the queue refuses this worker, and `UserCodeShutOff`, after tickets were given back."""
         unfinished: list[str] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._driver.open(), asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(self._send_heartbeats()), tasks.create_task(self._take_tickets(tasks))]
                 stopped, aborts = tasks.create_task(stop.wait()), tasks.create_task(self._pool.run())
                 shut_off = tasks.create_task(self._shut_off.wait())

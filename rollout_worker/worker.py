@@ -56,7 +56,7 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its last report."""
     isolated = config.task if config.worker.tool_isolation == "process" else None
     async with (
-        UserCode(config.worker.user_threads, isolated) as code,
+        UserCode(config.worker.user_threads, isolated, agents=config.worker.episodes) as code,
         InferenceClient(config.worker.request_timeout_s, config.token) as client,
         open_tools(config, task.tools, task.mcp_servers, code) as tools,
     ):

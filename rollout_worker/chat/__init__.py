@@ -13,15 +13,18 @@ from rollout_worker.chat.system_prompt import WithSystemPrompt
 from rollout_worker.chat.template import TemplateFormat
 
 
-def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]]) -> ChatFormat:
+def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any) -> ChatFormat:
     name = renderer_choice.renderer_name(config)
-    return TemplateFormat.load(config, tools) if name is None else renderer_choice.load(config, name, tools)
+    if name is None:
+        return TemplateFormat.load(config, tools, tokenizer)
+    return renderer_choice.load(config, name, tools, tokenizer)
 
 
-def build_chat_format(config: RunConfig, tools: Sequence[dict[str, Any]]) -> ChatFormat:
-    """The format that `chat.format` names, for tools with these JSON schemas. Raises `ConfigError` where the model
-    cannot use it: with tools, the start check must pass."""
-    chat = _chosen(config, tools)
+def build_chat_format(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any = None) -> ChatFormat:
+    """The format that `chat.format` names, for tools with these JSON schemas. `tokenizer`: that of another format of
+    the run, which is then not loaded again. Raises `ConfigError` where the model cannot use it: with tools, the start
+    check must pass."""
+    chat = _chosen(config, tools, tokenizer)
     if config.chat.system_prompt is not None:
         chat = WithSystemPrompt(chat, config.chat.system_prompt)
     if tools:

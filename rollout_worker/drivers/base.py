@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +44,11 @@ class Plan:
 
 
 class Driver(Protocol):
-    """Makes the episodes of a plan, side by side."""
+    """Makes the episodes of a plan, side by side, while it is open."""
+
+    def open(self) -> AbstractAsyncContextManager[None]:
+        """What it needs for the worker's life is there inside. Raises `ConfigError`."""
+        ...
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
         """One outcome for each episode: what fails does not end its siblings. Raises `TicketFailed` where none can be

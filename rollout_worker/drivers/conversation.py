@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from rollout_worker.chat.base import ChatFormat
@@ -23,6 +24,9 @@ class Conversations:
     tools: ToolBox
     episodes: EpisodeRunner
     troubles: Troubles
+
+    def open(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
         prompt, limits = plan.row.columns["prompt"], self.episodes.limits

@@ -90,9 +90,16 @@ class Sampler:
         return FirstTurn(pending, fills)
 
     async def sample(
-        self, affinity: Affinity, prompt: list[int], max_tokens: int, pending: PendingChoice | None = None
+        self,
+        affinity: Affinity,
+        prompt: list[int],
+        max_tokens: int,
+        pending: PendingChoice | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> Sampled:
-        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt.
+        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt. temperature: in
+        place of the run's; stop: texts that end the turn besides the run's, and stay in it.
 
         A turn that a server aborts goes on after the tokens so far, which keep their versions and servers; one whose
         server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another, and the
@@ -106,7 +113,7 @@ class Sampler:
             self.pool.check(affinity)
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
-                part = await self._attempt(affinity, token_ids, room, pending, avoid)
+                part = await self._attempt(affinity, token_ids, room, pending, avoid, temperature, stop)
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -154,22 +161,32 @@ class Sampler:
         max_tokens: int,
         pending: PendingChoice | None,
         avoid: str | None,
+        temperature: float | None,
+        stop: Sequence[str],
     ) -> Sampled:
         """What one request gave, or the pending one."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid)
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid, temperature, stop)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
             self._usual_tokens += (len(sampled.token_ids) - self._usual_tokens) / _TURNS_REMEMBERED
         return sampled
 
-    async def _one(self, affinity: Affinity, token_ids: list[int], max_tokens: int, avoid: str | None) -> Sampled:
+    async def _one(
+        self,
+        affinity: Affinity,
+        token_ids: list[int],
+        max_tokens: int,
+        avoid: str | None,
+        temperature: float | None,
+        stop: Sequence[str],
+    ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(server, token_ids, max_tokens, n=1, stream=False)
+            request = self._request(server, token_ids, max_tokens, 1, False, temperature, stop)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
@@ -236,13 +253,28 @@ class Sampler:
         """How many tokens a turn of at most `max_tokens` is likely to come to."""
         return min(max_tokens, round(self._usual_tokens))
 
-    def _request(self, server: Server, token_ids: list[int], max_tokens: int, n: int, stream: bool) -> GenerateRequest:
+    def _request(
+        self,
+        server: Server,
+        token_ids: list[int],
+        max_tokens: int,
+        n: int,
+        stream: bool,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
+    ) -> GenerateRequest:
         return GenerateRequest(
             model=SERVED_MODEL_NAME,
             request_id=next(self._names),
             token_ids=token_ids,
             sampling_params=sampling_params(
-                self._config, self._stop_token_ids, max_tokens, n, stream_interval=_ONE_CHUNK if stream else None
+                self._config,
+                self._stop_token_ids,
+                max_tokens,
+                n,
+                stream_interval=_ONE_CHUNK if stream else None,
+                temperature=temperature,
+                stop=stop,
             ),
             cache_salt=f"{self._config.run.name}:{server.version}",
             stream=stream,

@@ -29,6 +29,9 @@ from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
 # What ends a process that does not expect them.
 _TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
+# What a sync agent has to end in, once its episode is over, before it counts as hung.
+_AGENT_ENDS_S = 5.0
+
 Alarm = Callable[[str, str, str | None], None]
 
 
@@ -40,19 +43,22 @@ class Kind(StrEnum):
     REWARD = "rewards"
     DATA = "the data set"
     CHAT = "the chat format"
+    AGENT = "agents"
 
 
 class UserCode:
     """Where user code runs. `threads`: the most sync calls of one kind at one time, and the most child processes;
     `isolated`: the task file whose tools `call_isolated` runs; `look_s`: seconds between two looks at the loop of async
-    code.
+    code; `agents`: the most sync agents at one time, if more than `threads`.
 
     `alarm(key, text, where)` is told of what a person should mend: calls that do not come back, a blocked event loop;
     `shut_off(text)` of why code of one kind can run no more in this process. Use it as a context manager, on one event
     loop.
     """
 
-    def __init__(self, threads: int = 64, isolated: TaskSection | None = None, look_s: float = 0.25) -> None:
+    def __init__(
+        self, threads: int = 64, isolated: TaskSection | None = None, look_s: float = 0.25, agents: int = 0
+    ) -> None:
         self.threads = threads
         self.alarm: Alarm = lambda key, text, where: None
         self.shut_off: Callable[[str], None] = lambda text: None
@@ -60,6 +66,13 @@ class UserCode:
         self._threads = {
             kind: Threads(threads, partial(self._a_thread_hangs, kind), self._no_thread_was_free) for kind in Kind
         }
+        # An agent works for as long as its episode takes, and its time-out is its caller's.
+        self._threads[Kind.AGENT] = Threads(
+            max(threads, agents),
+            partial(self._a_thread_hangs, Kind.AGENT),
+            self._no_thread_was_free,
+            after_cancel_s=_AGENT_ENDS_S,
+        )
         self._loops = Loops(threads, self._async_code_hangs, self._a_loop_is_blocked, look_s)
         self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated)

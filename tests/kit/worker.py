@@ -108,6 +108,7 @@ async def roll(
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
         code = await stack.enter_async_context(UserCode(config.worker.user_threads, look_s=look_s))
         tools = await stack.enter_async_context(open_tools(config, the_task.tools, the_task.mcp_servers, code))
+        options = {"build_format": chat, **options}
         worker = Worker(config, the_task, queue, "w0", chat(tools.schemas), tools, client, code, **options)
         stop = asyncio.Event()
         running = asyncio.create_task(worker.run(stop))

@@ -52,6 +52,18 @@ class WorkerSection(Section):
         description="tries of a reward that fails, before its group fails; all within reward_timeout_s",
         why="a judge's hiccup costs no generation",
     )
+    agent_host: str = setting(
+        "127.0.0.1",
+        description="address of this machine that the agents' endpoint listens on, where the task has an agent",
+        why="agents run in the worker; one that runs elsewhere, in a sandbox say, needs an address that it reaches",
+    )
+    agent_port: int = setting(
+        0,
+        ge=0,
+        le=65535,
+        description="port of the agents' endpoint; 0: any that is free",
+        why="several workers on a machine never clash, and each episode is told the URL",
+    )
     keep_messages: bool = setting(
         True,
         description="keep each rollout's conversation, at most 64 KiB of it, to be read: slipstream rollouts",

@@ -26,6 +26,8 @@ NUMBER = "verifiers_task"
 START_S = 300.0
 # No such variable is set: an endpoint's key never stands in the process's environment.
 _NO_KEY = "SLIPSTREAM_HAS_NO_KEY_HERE"
+# The endpoint's code for a request beyond the run's limits.
+_AT_A_LIMIT = "context_length_exceeded"
 
 _endpoint: ContextVar[Endpoint] = ContextVar("endpoint")
 
@@ -149,9 +151,12 @@ class _OwnClients:
 
 
 def _outcome(episode: Any, seat: str) -> dict[str, Any]:
-    """Reward, its components, metrics and the reason of the end. Raises `RuntimeError` for an episode that failed."""
-    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    """Reward, its components, metrics and the reason of the end. Raises `RuntimeError` for an episode that failed; one
+    whose program died of a limit of the run, which the library does not score, is worth nothing."""
     if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+        if errors and _AT_A_LIMIT in errors[-1].message:
+            return {"stop_condition": _AT_A_LIMIT, "reward": 0.0}
         told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it was not completed"
         raise RuntimeError(f"verifiers: {told}")
     traces = [trace for trace in episode.traces if trace.agent.name == seat]

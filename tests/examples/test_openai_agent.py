@@ -13,6 +13,7 @@ from aiohttp import web
 
 from slipstream import Endpoint
 from tests.examples.conftest import Load
+from tests.kit.worker import fake, roll
 
 NAME = "openai_agent"
 
@@ -103,3 +104,12 @@ def test_correct_demonstrations_answer_and_flawed_ones_do_not(load: Load) -> Non
     assert all(right(demonstrations.correct(rng)) for _ in range(300))
     share = sum(right(demonstrations.mixed(rng)) for _ in range(1000)) / 1000
     assert share == pytest.approx(1 - demonstrations.FLAWED_SHARE, abs=0.08)
+
+
+async def test_both_conversations_are_trained(load: Load) -> None:
+    """A whole worker against the fake server: a segment for each conversation, every answer in one of them."""
+    done = await roll(load("task").task, fake())
+    rollouts = done.rollouts
+    assert rollouts
+    assert all(rollout.reward == 1.0 and rollout.metrics["agreed"] == 1.0 for rollout in rollouts)
+    assert all(len(rollout.segments) == 2 for rollout in rollouts)

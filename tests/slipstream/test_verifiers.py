@@ -17,6 +17,8 @@ from aiohttp import web
 from protocol.config import ConfigError
 from slipstream import Endpoint
 from slipstream.verifiers import _outcome, verifiers_task
+from tests.kit.fake_vllm.policies import scripted
+from tests.kit.worker import TOKENIZER, fake, roll
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None, reason="needs slipstream-rl[verifiers] in an environment of its own"
@@ -69,6 +71,12 @@ def test_an_episode_that_failed_is_no_reward_of_zero() -> None:
     errors = [SimpleNamespace(type="TaskError", message="scoring: no such file")]
     with pytest.raises(RuntimeError, match="verifiers: TaskError: scoring: no such file"):
         _outcome(episode(ok=False, errors=errors), "agent")
+
+
+def test_a_program_that_died_of_a_limit_has_a_reward_of_zero() -> None:
+    message = "upstream 400: {'error': {'code': 'context_length_exceeded'}}"
+    errors = [SimpleNamespace(type="ProviderError", message=message)]
+    assert _outcome(episode(ok=False, errors=errors), "agent")["reward"] == 0.0
 
 
 def test_several_runs_of_the_agent_have_no_reward_in_common() -> None:
@@ -155,6 +163,15 @@ class TestEpisodes:
         questions = {key: body["messages"][-1]["content"] for key, body in asked}
         assert questions == {f"Bearer key-{n}": f"What is {n} + {n}?" for n in range(4)}
         assert {body["model"] for _, body in asked} == {"policy"}
+
+    async def test_a_whole_worker_plays_and_records_them(self) -> None:
+        policy = scripted(TOKENIZER, lambda text, index: "4")
+        done = await roll(verifiers_task("doubling-v1"), fake(policy), tickets=4)
+        assert len(done.queue.groups) == 4
+        by_answer = sorted(rollout.reward for rollout in done.rollouts)
+        assert by_answer == [0.0] * (len(by_answer) * 3 // 4) + [0.5] * (len(by_answer) // 4)
+        assert {rollout.metrics["asked"] for rollout in done.rollouts} == {1.0}
+        assert all(rollout.extra["stop_condition"] == "agent_completed" for rollout in done.rollouts)
 
     async def test_a_program_that_fails_is_a_failed_episode(self) -> None:
         agent = verifiers_task("doubling-v1", agent={"harness": {"id": "doubling-v1", "fails": True}}).agent

@@ -8,8 +8,8 @@ from task import RANGES, NumberGame, prompt
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says
 
 # Shares of the flaws among flawed demonstrations; they set the reward that RL starts from.
-FLAWS = {"repeats": 0.25, "out_of_range": 0.20, "wrong_way": 0.25, "gives_up": 0.30}
-FLAWED_SHARE = 0.75
+FLAWS = {"repeats": 0.30, "out_of_range": 0.25, "wrong_way": 0.20, "gives_up": 0.25}
+FLAWED_SHARE = 0.6
 FOUND, GAVE_UP = "I found it.", "I give up."
 
 

@@ -30,7 +30,7 @@ from protocol.messages import (
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import Conversations, TicketFailed
+from rollout_worker.drivers import Conversations, Driver, InEnvironments, TicketFailed
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
@@ -40,6 +40,7 @@ from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
+from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
@@ -86,6 +87,7 @@ class Worker:
         tools: ToolBox,
         client: InferenceClient,
         code: UserCode,
+        environments: Environments | None = None,
         stream_first_turn: bool = True,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
@@ -103,7 +105,7 @@ class Worker:
         self._config = config
         self._task = task
         self._chat = chat
-        self._tools = tools
+        self._schemas = tools.schemas if environments is None else environments.described
         self._code = code
         self._queue = queue
         self._id = worker_id
@@ -134,11 +136,26 @@ class Worker:
             code,
             config.worker.tool_timeout_s,
         )
+        driver: Driver = Conversations(chat, tools, episodes, self._troubles)
+        if environments is not None:
+            environments.pool.most = self.capacity.most_open
+            environments.pool.trouble = partial(self._troubles.add, "code")
+            failures = self.counters.failures
+            assert isinstance(failures, Counter)
+            driver = InEnvironments(environments, episodes, self._troubles, failures, config.worker, clock, sleep)
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
-            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep),
+            rewards=build_rewards(
+                config,
+                task.rewards,
+                task.reward_weights,
+                code,
+                clock,
+                sleep,
+                own=() if environments is None else environments.rewards,
+            ),
             chat=chat,
-            driver=Conversations(chat, tools, episodes, self._troubles),
+            driver=driver,
             pool=self._pool,
             counters=self.counters,
             troubles=self._troubles,
@@ -256,7 +273,7 @@ class Worker:
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
         self.counters.fingerprint = await fingerprint_of(
-            self._config, self._task, self._chat.tokenizer, self._code, self._tools.schemas
+            self._config, self._task, self._chat.tokenizer, self._code, self._schemas
         )
         await self._heartbeat.run()
 

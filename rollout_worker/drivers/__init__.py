@@ -2,5 +2,6 @@
 
 from rollout_worker.drivers.base import Driver, Plan, TicketFailed
 from rollout_worker.drivers.conversation import Conversations
+from rollout_worker.drivers.environment import InEnvironments
 
-__all__ = ["Conversations", "Driver", "Plan", "TicketFailed"]
+__all__ = ["Conversations", "Driver", "InEnvironments", "Plan", "TicketFailed"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.task import columns
 from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
+from rollout_worker.task.environment import choice
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.rows import Place, Row, Rows
 from rollout_worker.task.tools import Tool, ToolBox
@@ -52,7 +53,11 @@ class Task:
     command lines of MCP servers, connected where the task runs. rewards: `f(completions, prompts, completion_ids,
     **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
     `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
-    environment, agent and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
+    environment: a class, or a function that gives an instance, which an episode is played in: its `reset(**columns)`
+    begins the episode, its public methods are tools, its `get_reward()`, if it has one, rewards it (then `rewards` may
+    be left out), its `respond(messages)`, if it has one, answers turns that call nothing. Or several by name, of which
+    each row names its own in the column `environment`. With one alone the data set's prompts, or all of it, may be left
+    out. agent and eval_dataset are refused until they are supported. TRL's names may be used in place of ours:
     train_dataset, reward_funcs, environment_factory. Raises `ConfigError`.
     """
 
@@ -80,13 +85,18 @@ class Task:
             object.__setattr__(self, "rewards", [self.rewards])
         object.__setattr__(self, "tools", self.tools or ())
         if self.environment is not None:
-            raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
+            choice.check(self.environment, self.rewards)
+            if self.has_no_data and isinstance(self.environment, Mapping):
+                raise ConfigError(
+                    "Task(environment={...}): of several environments each row names its own; give a dataset with a "
+                    "column 'environment'"
+                )
         if self.agent is not None:
             raise ConfigError("Task(agent=...) is not supported yet; give the functions as tools=[...]")
         if self.eval_dataset is not None:
             raise ConfigError("Task(eval_dataset=...) is not supported yet; leave it out")
         check_addresses(self.mcp_servers)
-        RewardFunctions(self.rewards, self.reward_weights)
+        self._checked_rewards()
         ToolBox(self.tools)
         if not is_lazy(self.dataset):
             _ = self.rows
@@ -103,13 +113,27 @@ class Task:
     def rows(self) -> Rows:
         """The data set's rows, loaded when they are asked for first. Raises `ConfigError`, also for a first row that
         no run could use."""
-        rows = open_rows(self.dataset, self.dataset_split, self.dataset_config, self.folder)
+        data = [{}] if self.has_no_data and self.environment is not None else self.dataset
+        rows = open_rows(data, self.dataset_split, self.dataset_config, self.folder)
+        if self.environment is not None:
+            rows = choice.WithPrompts(rows)
         first = next((row for _, row in rows.sample(1)), None)
         if first is None:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
-        columns.check_first(first, bool(self.tools or self.mcp_servers))
-        RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
+        columns.check_first(first, bool(self.tools or self.mcp_servers), self.environment is not None)
+        if self.environment is not None and (fault := choice.check_row(self.environment, first)):
+            raise ConfigError(f"Task(environment={{...}}): the first row cannot be played: {fault}")
+        self._checked_rewards().check_signatures(first)
         return rows
+
+    @property
+    def has_no_data(self) -> bool:
+        """Whether no data set was given: an environment's reset then says what there is to do."""
+        return self.dataset is _NOT_GIVEN
+
+    def _checked_rewards(self) -> RewardFunctions:
+        own = () if self.environment is None else None
+        return RewardFunctions(self.rewards, self.reward_weights, own=own)
 
     def row_for(self, index: int, seed: int, shuffle: bool = True) -> Row:
         """The row of a ticket's running `index`, the same on every worker; `shuffle`: a new order for each epoch."""

@@ -13,7 +13,7 @@ from protocol import reasons
 from protocol.config import ConfigError
 from protocol.config.text import nearest
 from rollout_worker import user_code
-from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
+from rollout_worker.task.rewards.base import ENVIRONMENTS, RewardBatch, RewardError, Values
 from rollout_worker.task.rewards.notes import Notes
 from rollout_worker.user_code.texts import type_name
 
@@ -32,9 +32,11 @@ class FunctionReward:
         self._code = code
         self._takes = _parameters(function)
 
-    def check(self, row: Mapping[str, Any]) -> None:
+    def check(self, row: Mapping[str, Any], with_environments: bool = False) -> None:
         """Raises `ConfigError` if it cannot be called with the columns of `row`."""
         arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
+        if with_environments and (self._takes is None or ENVIRONMENTS in self._takes):
+            arguments[ENVIRONMENTS] = []
         try:
             signature = inspect.signature(self._function)
         except (TypeError, ValueError):  # a builtin without a signature
@@ -66,7 +68,7 @@ class FunctionReward:
         plain = partial(_checked, self.name, self._function, len(batch.completions))
         try:
             rewards = await self._code.call(
-                self._function, plain, timeout_s, user_code.Kind.REWARD, **self._arguments(batch, notes)
+                self._with_environments(batch), plain, timeout_s, user_code.Kind.REWARD, **self._arguments(batch, notes)
             )
         except RewardError:
             raise
@@ -77,6 +79,12 @@ class FunctionReward:
             values = notes.close()  # what comes later, from a call that was given up, does not count
         values.rewards = rewards
         return values
+
+    def _with_environments(self, batch: RewardBatch) -> Callable[..., Any]:
+        """The function, with the environments if it takes them: the objects themselves, where all else is copied."""
+        if batch.environments is None or not (self._takes is None or ENVIRONMENTS in self._takes):
+            return self._function
+        return partial(self._function, **{ENVIRONMENTS: batch.environments})
 
     def _arguments(self, batch: RewardBatch, notes: Notes) -> dict[str, Any]:
         on_request = {

@@ -31,6 +31,7 @@ from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.scene import Scene
 from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.agent import AgentResult
+from rollout_worker.task.environment import Instance
 from rollout_worker.task.tools import ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
@@ -45,8 +46,9 @@ _INLINE_TOKENS = 256
 @dataclass(slots=True)
 class Episode:
     """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
-    segments when the group is put together, and its reward before that. `affinity`: what sampled it. prompt: what the
-    policy was shown first, None where it is the row's; result: what its agent returned."""
+    segments when the group is put together, and its reward before that. `affinity`: what sampled it; `prompt`: what it
+    began with, None for the row's; `environment`: that it was played in; `rewards`: those that it brings with it, by
+    component; `result`: what its agent returned."""
 
     drafts: list[SegmentDraft]
     rollout: Rollout
@@ -54,7 +56,9 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     text: str = ""
     sampled_tokens: int = 0
-    prompt: list[Message] | None = None
+    prompt: str | Sequence[Message] | None = None
+    environment: Instance | None = None
+    rewards: dict[str, float | None] = field(default_factory=dict)
     result: AgentResult | None = None
 
     @classmethod
@@ -131,7 +135,7 @@ class EpisodeRunner:
         """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
         `EpisodeFailed`."""
         episode = Episode.begin(scene.prompt_ids)
-        episode.affinity = affinity
+        episode.affinity, episode.prompt = affinity, scene.prompt
         try:
             with self._timed(episode, "total"):
                 async with asyncio.timeout(self.timeout_s):

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from protocol import reasons
@@ -52,16 +53,13 @@ class GroupRunner:
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
-        outcomes = await self.driver.run(Plan(row, ticket.group_size, born, reservation))
-        reservation.give_all()
-        episodes = self._counted([self._checked(outcome) for outcome in outcomes])
-        if self.keep_messages:
-            of_row = of_prompt(self.chat.shown(row.columns["prompt"]))
-            for episode in episodes:
-                own = episode.prompt
-                prompt = of_row if own is None else of_prompt(self.chat.shown(own))
-                episode.rollout.messages = transcript(prompt, episode.messages)
-        rewarded = self._still_proven(await self._rewarded(ticket, row, episodes))
+        with ExitStack() as after:
+            outcomes = await self.driver.run(Plan(row, ticket.group_size, born, reservation, after=after))
+            reservation.give_all()
+            episodes = self._counted([self._checked(outcome) for outcome in outcomes])
+            if self.keep_messages:
+                self._keep_messages(row, episodes)
+            rewarded = self._still_proven(await self._rewarded(ticket, row, episodes))
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = episode.segments(server_names)
@@ -76,6 +74,14 @@ class GroupRunner:
             finished_at=self.wall_clock(),
             reward_weights=self.rewards.weights,
         )
+
+    def _keep_messages(self, row: Row, episodes: list[Episode]) -> None:
+        prompts: dict[int, list[bytes]] = {}  # most have the same one
+        for episode in episodes:
+            prompt = row.columns["prompt"] if episode.prompt is None else episode.prompt
+            if id(prompt) not in prompts:
+                prompts[id(prompt)] = of_prompt(self.chat.shown(prompt))
+            episode.rollout.messages = transcript(prompts[id(prompt)], episode.messages)
 
     async def _row(self, ticket: Ticket) -> Row:
         try:
@@ -121,7 +127,8 @@ class GroupRunner:
             self.counters.tool_failures += episode.rollout.tool_failures
         for failure in failures:
             self.counters.failures[failure.reason] += 1
-            self.troubles.add("episode", failure.reason, f"an episode failed ({failure.reason}): {failure}")
+            text = f"an episode failed ({failure.reason}): {failure}"
+            self.troubles.add(failure.kind, failure.key, text, failure.where)
         if len(episodes) < MIN_ROLLOUTS:
             # An advantage needs rollouts to compare: the ticket fails, for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
@@ -138,13 +145,18 @@ class GroupRunner:
         started = self.clock()
         prompt = row.columns["prompt"]
         results = [episode.result.given for episode in episodes if episode.result is not None]
+        in_environments = [episode.environment for episode in episodes if episode.environment is not None]
         batch = RewardBatch(
             prompt=prompt,
             completions=[episode.text if isinstance(prompt, str) else episode.messages for episode in episodes],
             completion_ids=[episode.completion_ids for episode in episodes],
             columns=row.columns,
             state=TrainerState(ticket.step, ticket.version, float(row.epoch), self.rewards.max_steps),
-            own=[episode.result.reward if episode.result else None for episode in episodes],
+            prompts=[
+                prompt if episode.prompt is None or isinstance(prompt, str) else episode.prompt for episode in episodes
+            ],
+            environments=[played.object for played in in_environments] if in_environments else None,
+            own=[episode.rewards for episode in episodes],
             results=results or None,
         )
 

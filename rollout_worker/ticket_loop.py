@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -33,7 +33,7 @@ from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import Agents, Conversations, Driver, TicketFailed
+from rollout_worker.drivers import Agents, Conversations, Driver, InEnvironments, TicketFailed
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
@@ -44,7 +44,9 @@ from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
 from rollout_worker.task.agent import Agent
+from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
+from rollout_worker.task.rewards.base import OWN_REWARD
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode, failure_of
@@ -91,6 +93,7 @@ class Worker:
         tools: ToolBox,
         client: InferenceClient,
         code: UserCode,
+        environments: Environments | None = None,
         stream_first_turn: bool = True,
         build_format: Build | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -109,7 +112,7 @@ class Worker:
         self._config = config
         self._task = task
         self._chat = chat
-        self._tools = tools
+        self._schemas = tools.schemas if environments is None else environments.described
         self._code = code
         self._queue = queue
         self._id = worker_id
@@ -141,12 +144,21 @@ class Worker:
             config.worker.tool_timeout_s,
         )
         self._driver: Driver = Conversations(chat, tools, episodes, self._troubles)
+        own: Sequence[str] = ()
         if task.agent is not None:
-            formats = ChatFormats(chat, build_format or partial(build_chat_format, config, tokenizer=chat.tokenizer))
-            self._driver = Agents(Agent(task.agent), Stage(formats, episodes, config.rollout), config)
+            build = build_format or partial(build_chat_format, config, tokenizer=chat.tokenizer)
+            self._driver = Agents(Agent(task.agent), Stage(ChatFormats(chat, build), episodes, config.rollout), config)
+            own = (OWN_REWARD,)
+        elif environments is not None:
+            environments.pool.most = self.capacity.most_open
+            environments.pool.trouble = partial(self._troubles.add, "code")
+            failures = self.counters.failures
+            assert isinstance(failures, Counter)
+            self._driver = InEnvironments(environments, episodes, self._troubles, failures, config.worker, clock, sleep)
+            own = environments.rewards
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
-            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=task.own_reward),
+            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=own),
             chat=chat,
             driver=self._driver,
             pool=self._pool,
@@ -266,7 +278,7 @@ class Worker:
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
         self.counters.fingerprint = await fingerprint_of(
-            self._config, self._task, self._chat.tokenizer, self._code, self._tools.schemas
+            self._config, self._task, self._chat.tokenizer, self._code, self._schemas
         )
         await self._heartbeat.run()
 

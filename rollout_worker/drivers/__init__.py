@@ -3,5 +3,6 @@
 from rollout_worker.drivers.agent import Agents
 from rollout_worker.drivers.base import Driver, Plan, TicketFailed
 from rollout_worker.drivers.conversation import Conversations
+from rollout_worker.drivers.environment import InEnvironments
 
-__all__ = ["Agents", "Conversations", "Driver", "Plan", "TicketFailed"]
+__all__ = ["Agents", "Conversations", "Driver", "InEnvironments", "Plan", "TicketFailed"]

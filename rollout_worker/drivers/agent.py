@@ -19,6 +19,7 @@ from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity, Siblings
 from rollout_worker.task.agent import Agent, AgentResult, read_result
+from rollout_worker.task.rewards.base import OWN_REWARD
 
 
 @dataclass(slots=True)
@@ -81,6 +82,8 @@ class Agents:
             episodes.sampler.pool.release([affinity])
         episode = session.episode(finish_reason, episodes.clock() - began)
         episode.result = result
+        if result.reward is not None:
+            episode.rewards[OWN_REWARD] = result.reward
         episode.rollout.metrics |= result.metrics
         episode.rollout.extra |= result.extra
         return episode
@@ -106,6 +109,5 @@ class Agents:
             raise session.failure
         if session.turns and session.ended_as is not None:
             return session.ended_as
-        where = f" at {error.where}" if error.where else ""
-        detail = f"{self.agent.name} failed{where}: {error}"
-        raise EpisodeFailed(reasons.AGENT, detail, retryable=True) from None
+        detail = f"{self.agent.name}: {error}"
+        raise EpisodeFailed(reasons.AGENT, detail, True, "agent", error.kind, error.where) from None

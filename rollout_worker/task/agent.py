@@ -18,8 +18,8 @@ from rollout_worker.user_code.texts import encodable, type_name
 
 # The parameter of an agent that is ours; all others are columns.
 ENDPOINT = "endpoint"
-# The component that an agent's own reward is, and the note that its text is.
-OWN_REWARD, TEXT = "agent", "agent_result"
+# The note that an agent's text is.
+TEXT = "agent_result"
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

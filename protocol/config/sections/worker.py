@@ -29,6 +29,12 @@ class WorkerSection(Section):
     tool_timeout_s: Seconds = setting(
         60.0, description="time-out of one tool call", why="a web request or a test run; slower tools say so"
     )
+    environment_timeout_s: Seconds = setting(
+        120.0,
+        description="time-out of making an environment, of its reset and of its close; its tools and respond have "
+        "tool_timeout_s, its get_reward reward_timeout_s",
+        why="a container that starts; longer ones say so",
+    )
     reward_timeout_s: Seconds = setting(
         120.0, description="time-out of one reward function over one group", why="a judge model over one group"
     )
@@ -44,7 +50,7 @@ class WorkerSection(Section):
     user_threads: Count = setting(
         64,
         description="threads, or processes, that tools run in at once; rewards, the data set and the chat format "
-        "have as many threads each",
+        "have as many threads each, environments as many as episodes if that is more",
         why="as many as tools usually wait for; async tools need none",
     )
     reward_attempts: Count = setting(

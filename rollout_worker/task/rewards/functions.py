@@ -12,10 +12,18 @@ from typing import Any
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker import user_code
-from rollout_worker.task.rewards.base import Reward, RewardBatch, RewardError, Score, Values
+from rollout_worker.task.rewards.base import (
+    ENVIRONMENTS,
+    OWN_REWARD,
+    RESULTS,
+    Reward,
+    RewardBatch,
+    RewardError,
+    Score,
+    Values,
+)
 from rollout_worker.task.rewards.classifier import ClassifierReward, how_to_serve
 from rollout_worker.task.rewards.function import FunctionReward
-from rollout_worker.task.rewards.own import OwnReward
 from rollout_worker.user_code.texts import encodable
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -26,9 +34,9 @@ class RewardFunctions:
     """A task's rewards and their `weights`, by name. Raises `ConfigError` if they do not fit together.
 
     rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
-    will be asked; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
-    the run's, for `TrainerState`; own: the component that episodes may bring themselves, of weight 1, so that rewards
-    may be none.
+    will be asked; own: names of the rewards that rollouts bring with them, each weighted 1, None while they are not
+    known; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
+    the run's, for `TrainerState`.
     """
 
     def __init__(
@@ -42,30 +50,27 @@ class RewardFunctions:
         max_steps: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        own: str | None = None,
+        own: Sequence[str] | None = (),
     ) -> None:
-        _check_kinds(rewards, own)
+        if rewards or own == ():
+            _check_kinds(rewards)
         code = code or user_code.UserCode()
         self._rewards: list[Reward] = [
             ClassifierReward(reward, servers) if isinstance(reward, str) else FunctionReward(reward, code)
             for reward in rewards
         ]
         self.names = [_name(reward) for reward in self._rewards]
-        if len({*self.names, own}) < len(self.names) + 1:
-            raise ConfigError(
-                f"Task(rewards=...): the names {[*self.names, own or '']} are not all different; rename one"
-            )
+        if len(set(self.names)) < len(self.names):
+            raise ConfigError(f"Task(rewards=...): the names {self.names} are not all different; rename one")
         numbers = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
         if len(numbers) != len(rewards) or not all(abs(weight) <= LARGEST_FIGURE for weight in numbers):
             raise ConfigError(
                 f"Task(reward_weights={weights!r}): give one number for each of the {len(rewards)} rewards, of at "
                 f"most {LARGEST_FIGURE:g}"
             )
-        self.weights = dict(zip(self.names, numbers, strict=True))
-        self._own = own
-        if own is not None:
-            self._rewards.append(OwnReward(own))
-            self.weights[own] = 1.0
+        self._own = list(own or ())
+        self._has_environments = own is None
+        self.weights = dict(zip(self.names, numbers, strict=True)) | dict.fromkeys(self._own, 1.0)
         self.max_steps = max_steps
         self._timeout_s = timeout_s
         self._attempts = attempts
@@ -74,12 +79,9 @@ class RewardFunctions:
 
     def check_signatures(self, row: Mapping[str, Any]) -> None:
         """Raises `ConfigError` for a reward that cannot be computed from the columns of `row`."""
-        results = None if self._own is None else ()
+        besides = [ENVIRONMENTS] if self._has_environments else [RESULTS] if OWN_REWARD in self._own else []
         for reward in self._rewards:
-            if isinstance(reward, FunctionReward):
-                reward.check(row, results)
-            else:
-                reward.check(row)
+            reward.check(row, besides)
 
     async def score(self, batch: RewardBatch, told: Callable[[RewardError], None] = lambda error: None) -> list[Score]:
         """One score per rollout; the rewards run side by side. `told`: of a failure that is tried again, and of notes
@@ -88,12 +90,10 @@ class RewardFunctions:
             runs = [tasks.create_task(self._tried(reward, batch, told)) for reward in self._rewards]
         scores = [Score() for _ in batch.completions]
         metrics: defaultdict[str, list[float]] = defaultdict(list)
-        for (name, weight), run in zip(self.weights.items(), runs, strict=True):
+        for name, run in zip(self.names, runs, strict=True):
             outcome = run.result()
             if isinstance(outcome, RewardError):
                 raise outcome
-            if name == self._own and self.names and not any(value is not None for value in outcome.rewards):
-                continue  # the functions alone judge
             for reason in outcome.left_out:
                 told(RewardError(name, f"{name}: {reason}", "note", None))
             for metric, figure in outcome.metrics.items():
@@ -101,9 +101,13 @@ class RewardFunctions:
             for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
                 score.components[name] = value
                 score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
+        # Where functions judge, what no rollout brought is no component.
+        brought = [name for name in self._own if not self.names or any(name in own for own in batch.own)]
+        for number, score in enumerate(scores):
+            score.components |= {name: batch.own[number].get(name) for name in brought}
+            for name, value in score.components.items():
                 if value is not None:
-                    score.reward = (score.reward or 0.0) + weight * value
-        for score in scores:
+                    score.reward = (score.reward or 0.0) + self.weights[name] * value
             score.metrics = {metric: math.fsum(figures) / len(figures) for metric, figures in metrics.items()}
         return scores
 
@@ -146,10 +150,10 @@ def build_rewards(
     code: user_code.UserCode | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    own: str | None = None,
+    own: Sequence[str] | None = (),
 ) -> RewardFunctions:
-    """A task's rewards under a run file; `own` as in `RewardFunctions`. Raises `ConfigError`, also for a classifier
-    without a server."""
+    """A task's rewards under a run file; `own`: as `RewardFunctions` has it. Raises `ConfigError`, also for a
+    classifier without a server."""
     return RewardFunctions(
         rewards,
         weights,
@@ -164,8 +168,8 @@ def build_rewards(
     )
 
 
-def _check_kinds(rewards: Any, own: str | None) -> None:
-    if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not (rewards or own):
+def _check_kinds(rewards: Any) -> None:
+    if isinstance(rewards, str) or not isinstance(rewards, Sequence) or not rewards:
         raise ConfigError(f"Task(rewards={rewards!r}): give a list of at least one reward function")
     for reward in rewards:
         if any(

@@ -30,6 +30,8 @@ from rollout_worker.inference.sampler import PendingChoice, Sampler
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.scene import Scene
 from rollout_worker.segment import SegmentDraft, whole_conversation
+from rollout_worker.task.agent import AgentResult
+from rollout_worker.task.environment import Instance
 from rollout_worker.task.tools import ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
@@ -44,7 +46,9 @@ _INLINE_TOKENS = 256
 @dataclass(slots=True)
 class Episode:
     """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
-    segments when the group is put together, and its reward before that. `affinity`: what sampled it."""
+    segments when the group is put together, and its reward before that. `affinity`: what sampled it; `prompt`: what it
+    began with, None for the row's; `environment`: that it was played in; `rewards`: those that it brings with it, by
+    component; `result`: what its agent returned."""
 
     drafts: list[SegmentDraft]
     rollout: Rollout
@@ -52,6 +56,10 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     text: str = ""
     sampled_tokens: int = 0
+    prompt: str | Sequence[Message] | None = None
+    environment: Instance | None = None
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    result: AgentResult | None = None
 
     @classmethod
     def begin(cls, prompt_ids: list[int]) -> Episode:
@@ -127,7 +135,7 @@ class EpisodeRunner:
         """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
         `EpisodeFailed`."""
         episode = Episode.begin(scene.prompt_ids)
-        episode.affinity = affinity
+        episode.affinity, episode.prompt = affinity, scene.prompt
         try:
             with self._timed(episode, "total"):
                 async with asyncio.timeout(self.timeout_s) as limit:
@@ -165,7 +173,7 @@ class EpisodeRunner:
             if following.prompt is not None:
                 episode.open_segment(following.prompt)
             episode.add_turn(following.suffix, turn)
-            parsed = await self._parsed(chat, prompt_ids, turn.token_ids)
+            parsed = await self.parsed(chat, prompt_ids, turn.token_ids)
             episode.text = parsed.text
             episode.messages += [*answers, parsed.message()]
             if turn.finish_reason == "length":
@@ -234,7 +242,7 @@ class EpisodeRunner:
         self.troubles.add("episode", "segment", detail)
         return None
 
-    async def _parsed(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
+    async def parsed(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
         """A long turn is read in a thread: it would stop the loop. What reads it may be the user's own."""
         if chat.parses_by_user_code:
             return await self._parsed_by_user_code(chat, prompt_ids, turn_ids)
@@ -273,13 +281,17 @@ class EpisodeRunner:
                 rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
             rollout.tool_failures += result.failed
             if result.defused:
-                detail = (
-                    f"tool {result.name}: an answer held the text of special tokens, such as <|im_end|>; a space was "
-                    f"put into each, so that it cannot speak as another"
-                )
-                self.troubles.add("tool", f"{result.counted_as} special tokens", detail)
+                self.tell_of_defused(result.name, result.counted_as)
             if (error := result.error) is not None:
                 self.troubles.add("tool", f"{result.name} {error.kind}", f"tool {result.name}: {error}", error.where)
+
+    def tell_of_defused(self, name: str, counted_as: str) -> None:
+        """A trouble, at the first such answer of a tool."""
+        detail = (
+            f"tool {name}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, "
+            f"so that it cannot speak as another"
+        )
+        self.troubles.add("tool", f"{counted_as} special tokens", detail)
 
     @contextmanager
     def _timed(self, episode: Episode, what: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import get_args
 
@@ -56,15 +57,15 @@ class GroupRunner:
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
-        outcomes = await self.driver.run(Plan(row, ticket.group_size, born, reservation, ticket.temperature))
-        reservation.give_all()
         fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
-        episodes = self._counted([self._checked(outcome) for outcome in outcomes], fewest)
-        if self.keep_messages:
-            prompt = of_prompt(self.chat.shown(row.columns["prompt"]))
-            for episode in episodes:
-                episode.rollout.messages = transcript(prompt, episode.messages)
-        rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, fewest), fewest)
+        with ExitStack() as after:
+            plan = Plan(row, ticket.group_size, born, reservation, ticket.temperature, after=after)
+            outcomes = await self.driver.run(plan)
+            reservation.give_all()
+            episodes = self._counted([self._checked(outcome) for outcome in outcomes], fewest)
+            if self.keep_messages:
+                self._keep_messages(row, episodes)
+            rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, fewest), fewest)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = episode.segments(server_names)
@@ -79,6 +80,14 @@ class GroupRunner:
             finished_at=self.wall_clock(),
             reward_weights=self.rewards.weights,
         )
+
+    def _keep_messages(self, row: Row, episodes: list[Episode]) -> None:
+        prompts: dict[int, list[bytes]] = {}  # most have the same one
+        for episode in episodes:
+            prompt = row.columns["prompt"] if episode.prompt is None else episode.prompt
+            if id(prompt) not in prompts:
+                prompts[id(prompt)] = of_prompt(self.chat.shown(prompt))
+            episode.rollout.messages = transcript(prompts[id(prompt)], episode.messages)
 
     async def _row(self, ticket: Ticket) -> Row:
         try:
@@ -126,7 +135,8 @@ class GroupRunner:
             self.counters.tool_failures += episode.rollout.tool_failures
         for failure in failures:
             self.counters.failures[failure.reason] += 1
-            self.troubles.add("episode", failure.reason, f"an episode failed ({failure.reason}): {failure}")
+            text = f"an episode failed ({failure.reason}): {failure}"
+            self.troubles.add(failure.kind, failure.key, text, failure.where)
         if len(episodes) < fewest:
             # The ticket fails, for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
@@ -142,12 +152,20 @@ class GroupRunner:
         """The episodes that have a reward, which their rollouts now hold."""
         started = self.clock()
         prompt = row.columns["prompt"]
+        results = [episode.result.given for episode in episodes if episode.result is not None]
+        in_environments = [episode.environment for episode in episodes if episode.environment is not None]
         batch = RewardBatch(
             prompt=prompt,
             completions=[episode.text if isinstance(prompt, str) else episode.messages for episode in episodes],
             completion_ids=[episode.completion_ids for episode in episodes],
             columns=row.columns,
             state=TrainerState(ticket.step, ticket.version, float(row.epoch), self.rewards.max_steps),
+            prompts=[
+                prompt if episode.prompt is None or isinstance(prompt, str) else episode.prompt for episode in episodes
+            ],
+            environments=[played.object for played in in_environments] if in_environments else None,
+            own=[episode.rewards for episode in episodes],
+            results=results or None,
         )
 
         def told(error: RewardError) -> None:
@@ -178,6 +196,11 @@ class GroupRunner:
         if len(rewarded) < fewest:
             missing = len(episodes) - len(rewarded)
             detail = f"every reward function gave None for {missing} of {len(episodes)} episodes"
+            if not self.rewards.names:
+                detail = (
+                    f"the agent returned no reward for {missing} of {len(episodes)} episodes, and the task has no "
+                    f'reward functions: return a number or {{"reward": ...}}, or give Task(rewards=[...])'
+                )
             self.troubles.add("reward", reasons.NO_REWARD, f"{detail}; at row {row.number}")
             raise TicketFailed(reasons.NO_REWARD, detail, retryable=True)
         return rewarded

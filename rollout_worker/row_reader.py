@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollout_worker.task.columns import lone_surrogate
+from rollout_worker.task.plain_data import plain
 from rollout_worker.task.task import Row, Task
 from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
 from rollout_worker.user_code.copies import copied
@@ -75,33 +76,12 @@ def plain_columns(row: Any) -> dict[str, Any]:
     is_messages = isinstance(prompt, list | tuple | np.ndarray) and all(isinstance(said, Mapping) for said in prompt)
     if not is_messages and not isinstance(prompt, str):
         raise ValueError(f"its prompt is a {type(prompt).__name__}; give text or a list of messages")
-    plain = _plain(prompt, "prompt")
-    if not plain:
+    said = plain(prompt, "prompt")
+    if not said:
         raise ValueError("its prompt is empty")
-    if fault := lone_surrogate(plain):
+    if fault := lone_surrogate(said):
         raise ValueError(fault)
-    return {"prompt": plain, **{name: copied(value) for name, value in columns.items()}}
-
-
-def _plain(value: Any, place: str) -> Any:
-    """`value`, all the way down, as JSON has it: a chat template and the transcript meet no object of the user's."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, np.generic | np.ndarray):
-        return _plain(value.tolist(), place)
-    if isinstance(value, str):  # of a class of the user's, such as an enum
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry, f"{place}.{key}") for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry, f"{place}[{number}]") for number, entry in enumerate(value)]
-    raise ValueError(
-        f"{place} is a {type(value).__name__}; messages hold text, numbers, lists and dicts: write it as text"
-    )
+    return {"prompt": said, **{name: copied(value) for name, value in columns.items()}}
 
 
 def _same(row: Row) -> Row:

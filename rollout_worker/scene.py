@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollout_worker.chat.base import ChatFormat, Message
 from rollout_worker.task.tools import ToolBox
 
-# The conversation after the prompt, to the messages that answer it; None ends the episode. It never raises.
+# The conversation after the prompt, to the messages that answer it; None ends the episode. Raises `EpisodeFailed`.
 Respond = Callable[[Sequence[Message]], Awaitable[list[Message] | None]]
 
 

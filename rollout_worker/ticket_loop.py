@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -27,10 +27,13 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
+from rollout_worker.agent.formats import Build, ChatFormats
+from rollout_worker.agent.session import Stage
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
+from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import Conversations, TicketFailed
+from rollout_worker.drivers import Agents, Conversations, Driver, InEnvironments, TicketFailed
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
@@ -40,7 +43,10 @@ from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
+from rollout_worker.task.agent import Agent
+from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
+from rollout_worker.task.rewards.base import OWN_REWARD
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode, failure_of
@@ -72,7 +78,8 @@ class UserCodeShutOff(RuntimeError):
 
 
 class Worker:
-    """One worker's loop over tickets. `clock`: seconds, monotonic; `cpu_clock`: CPU seconds of the process."""
+    """One worker's loop over tickets. `build_format`: makes a chat format for tools that an agent names, None for as
+    the run file says; `clock`: seconds, monotonic; `cpu_clock`: CPU seconds of the process."""
 
     def __init__(
         self,
@@ -84,7 +91,9 @@ class Worker:
         tools: ToolBox,
         client: InferenceClient,
         code: UserCode,
+        environments: Environments | None = None,
         stream_first_turn: bool = True,
+        build_format: Build | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -102,7 +111,7 @@ class Worker:
         self._config = config
         self._task = task
         self._chat = chat
-        self._tools = tools
+        self._schemas = tools.schemas if environments is None else environments.described
         self._code = code
         self._queue = queue
         self._id = worker_id
@@ -133,11 +142,24 @@ class Worker:
             code,
             config.worker.tool_timeout_s,
         )
+        self._driver: Driver = Conversations(chat, tools, episodes, self._troubles)
+        own: Sequence[str] = ()
+        if task.agent is not None:
+            build = build_format or partial(build_chat_format, config, tokenizer=chat.tokenizer)
+            self._driver = Agents(Agent(task.agent), Stage(ChatFormats(chat, build), episodes, config.rollout), config)
+            own = (OWN_REWARD,)
+        elif environments is not None:
+            environments.pool.most = self.capacity.most_open
+            environments.pool.trouble = partial(self._troubles.add, "code")
+            failures = self.counters.failures
+            assert isinstance(failures, Counter)
+            self._driver = InEnvironments(environments, episodes, self._troubles, failures, config.worker, clock, sleep)
+            own = environments.rewards
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
-            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep),
+            rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=own),
             chat=chat,
-            driver=Conversations(chat, tools, episodes, self._troubles),
+            driver=self._driver,
             pool=self._pool,
             capacity=self.capacity,
             counters=self.counters,
@@ -154,7 +176,7 @@ class Worker:
         `ConfigError` where the queue refuses this worker, and `UserCodeShutOff`, after tickets were given back."""
         unfinished: list[str] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._driver.open(), asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(self._send_heartbeats()), tasks.create_task(self._take_tickets(tasks))]
                 stopped, aborts = tasks.create_task(stop.wait()), tasks.create_task(self._pool.run())
                 shut_off = tasks.create_task(self._shut_off.wait())
@@ -269,7 +291,7 @@ class Worker:
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
         self.counters.fingerprint = await fingerprint_of(
-            self._config, self._task, self._chat.tokenizer, self._code, self._tools.schemas
+            self._config, self._task, self._chat.tokenizer, self._code, self._schemas
         )
         await self._heartbeat.run()
 

@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import sys
+from functools import partial
 
 import uvloop
 
@@ -18,6 +19,7 @@ from protocol.messages import WorkerReport
 from rollout_worker.chat import build_chat_format
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task, load_task
+from rollout_worker.task.environment import open_environments
 from rollout_worker.task.evaluation import check_evaluation, count_eval_rows
 from rollout_worker.task.tools import open_tools
 from rollout_worker.ticket_loop import Queue, UserCodeShutOff, Worker
@@ -60,12 +62,18 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its last report."""
     isolated = config.task if config.worker.tool_isolation == "process" else None
     async with (
-        UserCode(config.worker.user_threads, isolated) as code,
+        UserCode(
+            config.worker.user_threads,
+            isolated,
+            environment_threads=config.worker.episodes,
+            agents=config.worker.episodes,
+        ) as code,
         InferenceClient(config.worker.request_timeout_s, config.token) as client,
         open_tools(config, task.tools, task.mcp_servers, code) as tools,
+        open_environments(config, task, tools, code, partial(build_chat_format, config)) as environments,
     ):
-        chat = build_chat_format(config, tools.schemas)
-        worker = Worker(config, task, queue, worker_id, chat, tools, client, code)
+        chat = build_chat_format(config, tools.schemas) if environments is None else environments.chat
+        worker = Worker(config, task, queue, worker_id, chat, tools, client, code, environments=environments)
         await worker.run(stop)
     return worker.report()
 

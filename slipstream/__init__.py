@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from protocol.client import QueueClient
     from protocol.config import ConfigError
     from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
+    from rollout_worker.task.agent import Endpoint
     from rollout_worker.task.task import Task
     from rollout_worker.task.tools.base import Tool
     from slipstream.script import train
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConfigError",
+    "Endpoint",
     "MalformedCall",
     "ParsedTurn",
     "QueueClient",
@@ -30,6 +32,7 @@ __all__ = [
 
 _MODULES = {
     "ConfigError": "protocol.config",
+    "Endpoint": "rollout_worker.task.agent",
     "MalformedCall": "rollout_worker.chat.base",
     "ParsedTurn": "rollout_worker.chat.base",
     "QueueClient": "protocol.client",

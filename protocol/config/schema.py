@@ -172,7 +172,12 @@ class RunConfig(Section):
                 f"above {group_s:g}, or lower the other two"
             )
         launched = {} if self.vllm.servers else {"vllm.host": self.vllm.host}
-        listeners = {"queue.host": queue.host, "weight_sync.host": self.weight_sync.host, **launched}
+        listeners = {
+            "queue.host": queue.host,
+            "weight_sync.host": self.weight_sync.host,
+            "worker.agent_host": self.worker.agent_host,
+            **launched,
+        }
         for setting, host in listeners.items():
             if host not in LOOPBACK and not self.token:
                 raise ValueError(

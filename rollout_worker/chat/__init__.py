@@ -1,37 +1,69 @@
 """Chat formats: between messages and token ids, chosen with `chat.format`."""
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import renderer_choice
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.proof import prove
+from rollout_worker.chat.proof_of_answers import prove_answers
 from rollout_worker.chat.system_prompt import WithSystemPrompt
 from rollout_worker.chat.template import TemplateFormat
 
+logger = logging.getLogger(__name__)
 
-def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]]) -> ChatFormat:
+_Proof = TypeVar("_Proof")
+
+
+def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any) -> ChatFormat:
     name = renderer_choice.renderer_name(config)
-    return TemplateFormat.load(config, tools) if name is None else renderer_choice.load(config, name, tools)
+    if name is None:
+        return TemplateFormat.load(config, tools, tokenizer)
+    return renderer_choice.load(config, name, tools, tokenizer)
 
 
-def build_chat_format(config: RunConfig, tools: Sequence[dict[str, Any]]) -> ChatFormat:
-    """The format that `chat.format` names, for tools with these JSON schemas. Raises `ConfigError` where the model
-    cannot use it: with tools, the start check must pass."""
-    chat = _chosen(config, tools)
+def build_chat_format(
+    config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
+) -> ChatFormat:
+    """The format that `chat.format` names, for tools with these JSON schemas; `answers`: users' messages follow turns;
+    `tokenizer`: that of another format of the run, which is then not loaded again. Raises `ConfigError` where the model
+    cannot use it: with tools or answers, the start check must pass."""
+    chat = _chosen(config, tools, tokenizer)
     if config.chat.system_prompt is not None:
         chat = WithSystemPrompt(chat, config.chat.system_prompt)
     if tools:
         _check(config, chat, tools)
+    if answers:
+        _check_answers(config, chat)
     return chat
 
 
 def _check(config: RunConfig, chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> None:
-    # On a loop of its own, in a thread: the caller's may be running.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        proof = thread.submit(asyncio.run, prove(chat, tools)).result()
+    proof = _proven(prove(chat, tools))
     if not proof.fit_for_tools:
         raise ConfigError(f"model.path = {config.model.path} cannot be used with tools: {'; '.join(proof.problems)}")
+
+
+def _check_answers(config: RunConfig, chat: ChatFormat) -> None:
+    proof = _proven(prove_answers(chat))
+    if proof.appended is False:
+        raise ConfigError(
+            f"model.path = {config.model.path} cannot be used with an environment that answers turns (respond): "
+            f"{'; '.join(proof.problems)}; name a renderer that knows the model with chat.renderer, or another "
+            f"template with chat.template = file.jinja"
+        )
+    if proof.appended is None:
+        logger.warning(
+            "the chat format appends no user's message to a turn, as it leaves out earlier reasoning: each answer of "
+            "an environment opens a new segment"
+        )
+
+
+def _proven(proof: Coroutine[Any, Any, _Proof]) -> _Proof:
+    """On a loop of its own, in a thread: the caller's may be running."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, proof).result()

@@ -167,7 +167,7 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
     except PromptError as error:
         problems.append(f"the format refuses a tool call and its answer: {error}; {_REMEDY}")
         return _Found(exact=False)
-    begin = _turn_begins(chat, prompt, bare, whole)
+    begin = turn_begins(chat, prompt, bare, whole)
     if begin is None:
         problems.append(
             f"the conversation changes when a tool call and its answer are added, so that nothing can be appended; "
@@ -185,12 +185,12 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
     if suffix != rest:
         problems.append(
             f"what would be appended after a tool call is not what the whole conversation has there: "
-            f"{_difference(chat, suffix, rest)}; {_REMEDY}"
+            f"{difference(chat, suffix, rest)}; {_REMEDY}"
         )
     return _Found(parsed, suffix == rest, (read.text,))
 
 
-def _turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: list[int]) -> int | None:
+def turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: list[int]) -> int | None:
     """Where the turn begins in the whole conversation; None where that does not begin with the prompt."""
     shared = next(
         (place for place, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole))
@@ -218,7 +218,7 @@ def _parsed_back(turn: ParsedTurn, exchange: _Exchange, problems: list[str]) -> 
     return False
 
 
-def _difference(chat: ChatFormat, suffix: Sequence[int] | None, rest: Sequence[int]) -> str:
+def difference(chat: ChatFormat, suffix: Sequence[int] | None, rest: Sequence[int]) -> str:
     if suffix is None:
         return "it cannot tell"
     text, whole = (str(chat.tokenizer.decode(list(ids)))[:200] for ids in (suffix, rest))

@@ -43,11 +43,12 @@ def renderer_name(config: RunConfig) -> str | None:
     return known
 
 
-def load(config: RunConfig, name: str, tools: Sequence[dict[str, Any]]) -> RendererFormat:
-    """The renderer `name` for the run's tokenizer, with its options. Raises `ConfigError`."""
+def load(config: RunConfig, name: str, tools: Sequence[dict[str, Any]], tokenizer: Any = None) -> RendererFormat:
+    """The renderer `name` for the run's tokenizer, loaded if it is not given, with its options. Raises
+    `ConfigError`."""
     options = renderer_config(config.chat, name)
     path = config.model.path
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = tokenizer or load_tokenizer(config.model)
     try:
         return RendererFormat(tokenizer, options, tools, path)
     except Exception as error:  # of many types, by what the tokenizer lacks, or cannot be fetched

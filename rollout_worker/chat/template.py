@@ -85,9 +85,10 @@ class TemplateFormat:
             self._following = self._rendering.but(tools=None)
 
     @classmethod
-    def load(cls, config: RunConfig, tools: Sequence[dict[str, Any]]) -> TemplateFormat:
-        """That of the run's model, for tools with these schemas; raises `ConfigError`."""
-        tokenizer = load_tokenizer(config.model)
+    def load(cls, config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any = None) -> TemplateFormat:
+        """That of the run's model, for tools with these schemas; `tokenizer`: the run's, loaded if it is not given.
+        Raises `ConfigError`."""
+        tokenizer = tokenizer or load_tokenizer(config.model)
         origin = f"model.path = {config.model.path}"
         if config.chat.template is not None:
             tokenizer.chat_template = _read(config.chat.template)

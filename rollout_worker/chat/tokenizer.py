@@ -62,8 +62,10 @@ class Codec:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
+        # Only where they are on: what others encode at this moment cannot be changed meanwhile.
+        if self._backend is not None and self._backend.truncation is not None:
             self._backend.no_truncation()
+        if self._backend is not None and self._backend.padding is not None:
             self._backend.no_padding()
 
     async def encode(self, text: str, special_tokens: bool = False) -> list[int]:

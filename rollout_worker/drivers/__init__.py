@@ -1,6 +1,8 @@
 """Who drives the episodes of a group: the policy's own turns, one module a way."""
 
+from rollout_worker.drivers.agent import Agents
 from rollout_worker.drivers.base import Driver, Plan, TicketFailed
 from rollout_worker.drivers.conversation import Conversations
+from rollout_worker.drivers.environment import InEnvironments
 
-__all__ = ["Conversations", "Driver", "Plan", "TicketFailed"]
+__all__ = ["Agents", "Conversations", "Driver", "InEnvironments", "Plan", "TicketFailed"]

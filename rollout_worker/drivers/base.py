@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from protocol import reasons
@@ -33,17 +34,23 @@ class TicketFailed(Exception):
 class Plan:
     """One group to be made: `count` episodes of `row`. reservation: slots for their first turns; a driver that has
     the episodes wait for anything before those gives them back first. born: the pool's tick when the ticket began.
-    temperature: of this ticket alone, None for the run's."""
+    temperature: of this ticket alone, None for the run's. after: closed when the group is rewarded, or given up: until
+    then the episodes' environments are kept."""
 
     row: Row
     count: int
     born: int
     reservation: Reservation
     temperature: float | None = None
+    after: ExitStack = field(default_factory=ExitStack)
 
 
 class Driver(Protocol):
-    """Makes the episodes of a plan, side by side."""
+    """Makes the episodes of a plan, side by side, while it is open."""
+
+    def open(self) -> AbstractAsyncContextManager[None]:
+        """What it needs for the worker's life is there inside. Raises `ConfigError`."""
+        ...
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
         """One outcome for each episode: what fails does not end its siblings. Raises `TicketFailed` where none can be

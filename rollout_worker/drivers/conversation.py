@@ -4,6 +4,7 @@ by one for each part of a large group that gets its slots."""
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from rollout_worker.chat.base import ChatFormat
@@ -24,6 +25,9 @@ class Conversations:
     tools: ToolBox
     episodes: EpisodeRunner
     troubles: Troubles
+
+    def open(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
         prompt, limits = plan.row.columns["prompt"], self.episodes.limits

@@ -60,12 +60,24 @@ class UnknownWeights(Exception):
 
 class EpisodeFailed(Exception):
     """An episode cannot go on. `reason`: a code of `protocol.reasons`; `retryable` false: another try would fail
-    alike."""
+    alike; `kind`, `key`: as `Troubles.add` has them, the key None where the reason is; `where`: file:line of the user's
+    code."""
 
-    def __init__(self, reason: str, detail: str, retryable: bool) -> None:
+    def __init__(
+        self,
+        reason: str,
+        detail: str,
+        retryable: bool,
+        kind: str = "episode",
+        key: str | None = None,
+        where: str | None = None,
+    ) -> None:
         super().__init__(detail)
         self.reason = reason
         self.retryable = retryable
+        self.kind = kind
+        self.key = key or reason
+        self.where = where
 
 
 def error_of(status: int, message: str) -> Rejected | ServerFailed:

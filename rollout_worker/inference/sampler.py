@@ -98,9 +98,10 @@ class Sampler:
         max_tokens: int,
         pending: PendingChoice | None = None,
         temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> Sampled:
-        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt; `temperature`: in
-        place of the run's.
+        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt. temperature: in
+        place of the run's; stop: texts that end the turn besides the run's, and stay in it.
 
         A turn that a server aborts goes on after the tokens so far, which keep their versions and servers; one whose
         server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another, and the
@@ -114,7 +115,7 @@ class Sampler:
             self.pool.check(affinity)
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
-                part = await self._attempt(affinity, token_ids, room, pending, avoid, temperature)
+                part = await self._attempt(affinity, token_ids, room, pending, avoid, temperature, stop)
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -163,12 +164,13 @@ class Sampler:
         pending: PendingChoice | None,
         avoid: str | None,
         temperature: float | None,
+        stop: Sequence[str],
     ) -> Sampled:
         """What one request gave, or the pending one."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid, temperature)
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid, temperature, stop)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
@@ -176,11 +178,17 @@ class Sampler:
         return sampled
 
     async def _one(
-        self, affinity: Affinity, token_ids: list[int], max_tokens: int, avoid: str | None, temperature: float | None
+        self,
+        affinity: Affinity,
+        token_ids: list[int],
+        max_tokens: int,
+        avoid: str | None,
+        temperature: float | None,
+        stop: Sequence[str],
     ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(server, token_ids, max_tokens, 1, temperature, stream=False)
+            request = self._request(server, token_ids, max_tokens, 1, False, temperature, stop)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
@@ -217,7 +225,7 @@ class Sampler:
         expected = self._expected(max_tokens)
         async with self.pool.request(affinities, len(prompt), expected) as running:
             server = running.server
-            request = self._request(server, prompt, max_tokens, len(pending), temperature, self._stream_first_turn)
+            request = self._request(server, prompt, max_tokens, len(pending), self._stream_first_turn, temperature)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
@@ -258,14 +266,27 @@ class Sampler:
         return min(max_tokens, round(self._usual_tokens))
 
     def _request(
-        self, server: Server, token_ids: list[int], max_tokens: int, n: int, temperature: float | None, stream: bool
+        self,
+        server: Server,
+        token_ids: list[int],
+        max_tokens: int,
+        n: int,
+        stream: bool,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> GenerateRequest:
         return GenerateRequest(
             model=SERVED_MODEL_NAME,
             request_id=next(self._names),
             token_ids=token_ids,
             sampling_params=sampling_params(
-                self._config, self._stop_token_ids, max_tokens, n, _ONE_CHUNK if stream else None, temperature
+                self._config,
+                self._stop_token_ids,
+                max_tokens,
+                n,
+                stream_interval=_ONE_CHUNK if stream else None,
+                temperature=temperature,
+                stop=stop,
             ),
             cache_salt=f"{self._config.run.name}:{server.version}",
             stream=stream,

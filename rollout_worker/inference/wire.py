@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -59,9 +59,10 @@ def sampling_params(
     n: int,
     stream_interval: int | None,
     temperature: float | None = None,
+    stop: Sequence[str] = (),
 ) -> SamplingParams:
     """Those of the run, for `n` turns of at most `max_tokens` tokens after one prompt; `temperature`: in place of the
-    run's.
+    run's; `stop`: texts that end a turn besides the run's.
 
     vLLM looks for stop strings in the text, so it has to make one, special tokens and all: a tag that a tokenizer
     counts among them could not be found otherwise.
@@ -76,6 +77,7 @@ def sampling_params(
         "frequency_penalty": rollout.frequency_penalty,
     }
     off = {name: value for name, value in shape.items() if value != NEUTRAL[name]}
+    stops = [*rollout.stop, *stop]
     further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
     further["min_tokens"] = min(further["min_tokens"], max_tokens)  # or vLLM refuses the last turns of an episode
     return SamplingParams(
@@ -83,11 +85,11 @@ def sampling_params(
         temperature=rollout.temperature if temperature is None else temperature,
         stop_token_ids=stop_token_ids,
         logprobs=0,
-        detokenize=bool(rollout.stop),
+        detokenize=bool(stops),
         n=n,
         stream_interval=stream_interval,
-        stop=rollout.stop or None,
-        skip_special_tokens=not rollout.stop,
+        stop=stops or None,
+        skip_special_tokens=not stops,
         **off,
         **further,
     )

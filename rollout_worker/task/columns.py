@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.config import ConfigError
-from rollout_worker.task.rewards.base import GIVEN
+from rollout_worker.task.rewards.base import ENVIRONMENTS, GIVEN
 from rollout_worker.task.rows import Rows
 
 # Rows that are looked at before a start: of a table at most this many, spread over it, as far as they can be read in
@@ -39,7 +39,7 @@ class Findings:
     mixed: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def check_first(columns: Any, has_tools: bool) -> None:
+def check_first(columns: Any, has_tools: bool, has_environment: bool = False) -> None:
     """Raises `ConfigError` for a first row that no run could use."""
     if isinstance(columns, BaseException):
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_first(columns: Any, has_tools: bool) -> None:
     if "prompt" not in columns:
         hint = next((f"; {hint}" for name, hint in _OTHER_FORMS.items() if name in columns), "; add one")
         raise ConfigError(f"Task(dataset=...): the first row has no 'prompt' column, it has {sorted(columns)}{hint}")
-    if taken := [name for name in GIVEN if name in columns]:
+    if taken := [name for name in (*GIVEN, *([ENVIRONMENTS] if has_environment else [])) if name in columns]:
         raise ConfigError(
             f"Task(dataset=...): the column {taken[0]!r} is a name that reward functions already get; rename it"
         )
@@ -57,6 +57,11 @@ def check_first(columns: Any, has_tools: bool) -> None:
         raise ConfigError(
             "Task(tools=...): the prompts are text, and tools need a conversation; make each prompt a list of "
             "messages: [{'role': 'user', 'content': ...}]"
+        )
+    if has_environment and isinstance(prompt, str):
+        raise ConfigError(
+            "Task(environment=...): the prompts are text, and an environment needs a conversation; make each prompt a "
+            "list of messages: [{'role': 'user', 'content': ...}], or leave the column out"
         )
     is_messages = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     if not isinstance(prompt, str) and not is_messages:

@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 from protocol.config import ConfigError, TaskSection
 from rollout_worker.task import columns
+from rollout_worker.task.agent import Agent
 from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
+from rollout_worker.task.environment import choice
 from rollout_worker.task.evaluation import named_eval, open_eval_rows
 from rollout_worker.task.rewards import RewardFunctions
+from rollout_worker.task.rewards.base import OWN_REWARD
 from rollout_worker.task.rows import Place, Row, Rows
 from rollout_worker.task.tools import Tool, ToolBox
 from rollout_worker.task.tools.mcp import check_addresses
@@ -53,10 +56,15 @@ class Task:
     command lines of MCP servers, connected where the task runs. rewards: `f(completions, prompts, completion_ids,
     **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
     `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
-    eval_dataset: rows that are evaluated on and never trained on, in any of the forms of dataset; eval_dataset_split:
-    which part of it. It is read only where evaluations are on, see [eval] of the run file.
-    environment and agent are refused until they are supported. TRL's names may be used in place of ours:
-    train_dataset, reward_funcs, environment_factory. Raises `ConfigError`.
+    environment: a class, or a function that gives an instance, which an episode is played in: its `reset(**columns)`
+    begins the episode, its public methods are tools, its `get_reward()`, if it has one, rewards it (then `rewards` may
+    be left out), its `respond(messages)`, if it has one, answers turns that call nothing. Or several by name, of which
+    each row names its own in the column `environment`. With one alone the data set's prompts, or all of it, may be left
+    out. agent: a program that owns its loop, in place of tools: `agent(endpoint, **columns)`, sync or async, called
+    once an episode (docs/agents.md). eval_dataset: rows that are evaluated on and never trained on, in any of the forms
+    of dataset; eval_dataset_split: which part of it. It is read only where evaluations are on, see [eval] of the run
+    file. TRL's names may be used in place of ours: train_dataset, reward_funcs, environment_factory. Raises
+    `ConfigError`.
     """
 
     dataset: DataSource = _NOT_GIVEN
@@ -83,17 +91,31 @@ class Task:
         if callable(self.rewards) or isinstance(self.rewards, str):
             object.__setattr__(self, "rewards", [self.rewards])
         object.__setattr__(self, "tools", self.tools or ())
-        if self.environment is not None:
-            raise ConfigError("Task(environment_factory=...) is not supported yet; give the functions as tools=[...]")
         if self.agent is not None:
-            raise ConfigError("Task(agent=...) is not supported yet; give the functions as tools=[...]")
+            self._check_agent(self.agent)
+        if self.environment is not None:
+            choice.check(self.environment, self.rewards)
+            if self.has_no_data and isinstance(self.environment, Mapping):
+                raise ConfigError(
+                    "Task(environment={...}): of several environments each row names its own; give a dataset with a "
+                    "column 'environment'"
+                )
         check_addresses(self.mcp_servers)
-        RewardFunctions(self.rewards, self.reward_weights)
+        self._checked_rewards()
         ToolBox(self.tools)
         if not is_lazy(self.dataset):
             _ = self.rows
         if self.eval_dataset is not None and not is_lazy(self.eval_dataset):
             _ = self.eval_rows
+
+    def _check_agent(self, agent: Callable[..., Any]) -> None:
+        Agent(agent)
+        given = {"tools": self.tools, "mcp_servers": self.mcp_servers, "environment": self.environment}
+        if others := [f"{name}=..." for name, value in given.items() if value]:
+            raise ConfigError(
+                f"Task(agent=..., {', '.join(others)}): an agent runs its own loop, and names its tools in its "
+                f"requests; leave out {' and '.join(others)}, or the agent"
+            )
 
     def _take(self, name: str, trls: str, value: Any, absent: Any) -> None:
         """A value that was given by TRL's name."""
@@ -107,9 +129,8 @@ class Task:
     def rows(self) -> Rows:
         """The data set's rows, loaded when they are asked for first. Raises `ConfigError`, also for a first row that
         no run could use."""
-        rows = open_rows(self.dataset, self.dataset_split, self.dataset_config, self.folder)
-        self._check_first(rows)
-        return rows
+        data = [{}] if self.has_no_data and self.environment is not None else self.dataset
+        return self._checked(open_rows(data, self.dataset_split, self.dataset_config, self.folder))
 
     @cached_property
     def eval_rows(self) -> Rows:
@@ -119,17 +140,36 @@ class Task:
             self.eval_dataset, self.eval_dataset_split, self.dataset_config, self.dataset, self.folder
         )
         try:
-            self._check_first(rows)
+            return self._checked(rows)
         except ConfigError as error:
             raise named_eval(error) from None
-        return rows
 
-    def _check_first(self, rows: Rows) -> None:
+    def _checked(self, rows: Rows) -> Rows:
+        """The rows, if a run could use the first."""
+        if self.environment is not None:
+            rows = choice.WithPrompts(rows)
         first = next((row for _, row in rows.sample(1)), None)
         if first is None:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
-        columns.check_first(first, bool(self.tools or self.mcp_servers))
-        RewardFunctions(self.rewards, self.reward_weights).check_signatures(first)
+        columns.check_first(first, bool(self.tools or self.mcp_servers), self.environment is not None)
+        if self.environment is not None and (fault := choice.check_row(self.environment, first)):
+            raise ConfigError(f"Task(environment={{...}}): the first row cannot be played: {fault}")
+        self._checked_rewards().check_signatures(first)
+        if self.agent is not None:
+            Agent(self.agent).check(first)
+        return rows
+
+    @property
+    def has_no_data(self) -> bool:
+        """Whether no data set was given: an environment's reset then says what there is to do."""
+        return self.dataset is _NOT_GIVEN
+
+    def _checked_rewards(self) -> RewardFunctions:
+        """The rewards, with what episodes may bring themselves: which those are, an environment's class says later."""
+        own: Sequence[str] | None = () if self.environment is None else None
+        if self.agent is not None:
+            own = (OWN_REWARD,)
+        return RewardFunctions(self.rewards, self.reward_weights, own=own)
 
     def row_for(self, index: int, seed: int, shuffle: bool = True) -> Row:
         """The row of a ticket's running `index`, the same on every worker; `shuffle`: a new order for each epoch."""

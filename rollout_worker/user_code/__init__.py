@@ -2,5 +2,6 @@
 
 from rollout_worker.user_code.boundary import Kind, UserCode, in_thread
 from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at, failure_of
+from rollout_worker.user_code.followed import Followed
 
-__all__ = ["Kind", "NotCalled", "UserCode", "UserCodeError", "defined_at", "failure_of", "in_thread"]
+__all__ = ["Followed", "Kind", "NotCalled", "UserCode", "UserCodeError", "defined_at", "failure_of", "in_thread"]

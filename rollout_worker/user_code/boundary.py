@@ -29,37 +29,58 @@ from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
 # What ends a process that does not expect them.
 _TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
+# What a sync agent has to end in, once its episode is over, before it counts as hung.
+_AGENT_ENDS_S = 5.0
+
 Alarm = Callable[[str, str, str | None], None]
 
 
 class Kind(StrEnum):
     """What a sync function is of the task: the calls of each kind have threads of their own, so that tools that hang
-    take none from rewards and the data set."""
+    take none from rewards and the data set, and environments that hang none from those that close."""
 
     TOOL = "tools"
+    ENVIRONMENT = "environments"
+    CLOSE = "the close() of environments"
     REWARD = "rewards"
     DATA = "the data set"
     CHAT = "the chat format"
+    AGENT = "agents"
 
 
 class UserCode:
     """Where user code runs. `threads`: the most sync calls of one kind at one time, and the most child processes;
-    `isolated`: the task file whose tools `call_isolated` runs; `look_s`: seconds between two looks at the loop of async
-    code.
+    `environment_threads`: of environments, if there are to be more; `agents`: of agents, likewise; `isolated`: the task
+    file whose tools `call_isolated` runs; `look_s`: seconds between two looks at the loop of async code.
 
     `alarm(key, text, where)` is told of what a person should mend: calls that do not come back, a blocked event loop;
     `shut_off(text)` of why code of one kind can run no more in this process. Use it as a context manager, on one event
     loop.
     """
 
-    def __init__(self, threads: int = 64, isolated: TaskSection | None = None, look_s: float = 0.25) -> None:
+    def __init__(
+        self,
+        threads: int = 64,
+        isolated: TaskSection | None = None,
+        look_s: float = 0.25,
+        environment_threads: int = 0,
+        agents: int = 0,
+    ) -> None:
         self.threads = threads
         self.alarm: Alarm = lambda key, text, where: None
         self.shut_off: Callable[[str], None] = lambda text: None
         self._shut_off = ShutOff(lambda text: self.shut_off(text))
+        most = dict.fromkeys(Kind, threads) | {Kind.ENVIRONMENT: max(threads, environment_threads)}
         self._threads = {
-            kind: Threads(threads, partial(self._a_thread_hangs, kind), self._no_thread_was_free) for kind in Kind
+            kind: Threads(most[kind], partial(self._a_thread_hangs, kind), self._no_thread_was_free) for kind in Kind
         }
+        # An agent works for as long as its episode takes, and its time-out is its caller's.
+        self._threads[Kind.AGENT] = Threads(
+            max(threads, agents),
+            partial(self._a_thread_hangs, Kind.AGENT),
+            self._no_thread_was_free,
+            after_cancel_s=_AGENT_ENDS_S,
+        )
         self._loops = Loops(threads, self._async_code_hangs, self._a_loop_is_blocked, look_s)
         self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated)
@@ -123,21 +144,20 @@ class UserCode:
         return await self._processes.call(tool, arguments, timeout_s)
 
     def _a_thread_hangs(self, kind: Kind) -> None:
-        self._tell_of_hung(kind, self._threads[kind].hung)
+        self._tell_of_hung(kind, self._threads[kind].hung, self._threads[kind].limit)
         self._shut_off.look(self._threads[kind])
 
     def _async_code_hangs(self) -> None:
-        self._tell_of_hung("async code", self._loops.all_hung)
+        self._tell_of_hung("async code", self._loops.all_hung, self.threads)
 
-    def _tell_of_hung(self, whose: str, hung: int) -> None:
+    def _tell_of_hung(self, whose: str, hung: int, threads: int) -> None:
         """At the first, when as many hang as there are threads, and when no more threads are given."""
-        stages = {1: "", self.threads: "", HUNG_PER_THREAD * self.threads: "; no more threads are given"}
+        stages = {1: "", threads: "", HUNG_PER_THREAD * threads: "; no more threads are given"}
         if (more := stages.get(hung)) is not None:
             calls = f"1 call of {whose} has" if hung == 1 else f"{hung} calls of {whose} have"
-            text = (
-                f"{calls} not come back after the time-out{more}: give what waits a time-out of its own, or set "
-                f'worker.tool_isolation = "process"'
-            )
+            text = f"{calls} not come back after the time-out{more}: give what waits a time-out of its own"
+            if whose not in (Kind.ENVIRONMENT, Kind.CLOSE):  # they cannot be in another process
+                text += ', or set worker.tool_isolation = "process"'
             self.alarm(f"hung {whose} {hung}", text, None)
 
     def _no_thread_was_free(self, text: str) -> None:

@@ -66,7 +66,7 @@ class AsyncCall:
             result = self.start()
             self.start = None
             if inspect.isasyncgen(result):
-                result = await _collected(result)
+                result = await collected(result)
             while inspect.isawaitable(result):
                 result = await result
             self.outcome = self.plain(result) if type(result) in ATOMS else Held(result)
@@ -192,10 +192,11 @@ class EventLoop:
             call.loop.call_soon_threadsafe(call.came_back, call)
 
 
-async def _collected(items: Any) -> list[Any]:
-    collected: list[Any] = []
+async def collected(items: Any) -> list[Any]:
+    """The items of an async generator. Raises `ValueError` where they do not end."""
+    found: list[Any] = []
     async for item in items:
-        if len(collected) == MOST_ITEMS:
+        if len(found) == MOST_ITEMS:
             raise ValueError(f"an async generator gave more than {MOST_ITEMS} items; give a list")
-        collected.append(item)
-    return collected
+        found.append(item)
+    return found

@@ -81,13 +81,15 @@ class _Start:
 class Threads:
     """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `came_back`: those that
     have; `longest_s`: the longest time-out. `on_hung` is called at each new hung one, `on_full` with the text where a
-    call found no thread in time. Any event loop may call, one at a time."""
+    call found no thread in time. `after_cancel_s`: what a call may still take whose caller has gone, None for all of
+    its time-out. Any event loop may call, one at a time."""
 
     def __init__(
         self,
         limit: int,
         on_hung: Callable[[], None] = lambda: None,
         on_full: Callable[[str], None] = lambda text: None,
+        after_cancel_s: float | None = None,
     ) -> None:
         self.limit = limit
         self.came_back = 0
@@ -96,6 +98,7 @@ class Threads:
         self._hung: set[_Call] = set()
         self._on_hung = on_hung
         self._on_full = on_full
+        self._after_cancel_s = after_cancel_s
         self._working = 0
         self._idle: list[_Jobs] = []
         self._starter: SimpleQueue[_Start | None] | None = None
@@ -138,7 +141,11 @@ class Threads:
         else:
             call.timer = loop.call_later(timeout_s, self._waited_too_long, call)
             self._waiting.append(call)
-        return await call.future
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._cancelled(call)
+            raise
 
     def close(self) -> None:
         """Let idle threads end; those at work end with their calls."""
@@ -201,6 +208,12 @@ class Threads:
         call.settle(UserCodeError(text, reasons.TIMEOUT, defined_at(call.function)))
         self._on_hung()
         self._begin_waiting()
+
+    def _cancelled(self, call: _Call) -> None:
+        begun = call not in self._waiting and not call.given_up and call.step is not None
+        if begun and self._after_cancel_s is not None and call.timer is not None:
+            call.timer.cancel()
+            call.timer = call.loop.call_later(self._after_cancel_s, self._give_up, call)
 
     def _waited_too_long(self, call: _Call) -> None:
         if call.future.done():

@@ -3,83 +3,40 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from protocol.config import load
-from rollout_worker.task.task import load_task
+from tests.examples.conftest import Load
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "multiply"
-
-
-@pytest.fixture(scope="module")
-def build() -> Iterator[ModuleType]:
-    """`build_model.py`, with the modules beside it."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        import build_model
-
-        yield build_model
-    finally:
-        sys.path.remove(str(EXAMPLE))
+NAME = "multiply"
 
 
-def test_the_run_file_names_a_task_that_loads() -> None:
-    (EXAMPLE / "models").mkdir(exist_ok=True)
-    config = load(EXAMPLE / "run.toml", ["--model.path", "no/model"])
-    task = load_task(config.task)
-    assert len(task.dataset) == 4096
-    assert task.tools[0](12, 12) == 144
-
-
-def test_the_reward_wants_the_product_and_nothing_else() -> None:
-    from examples.multiply.task import accuracy
-
+def test_the_reward_wants_the_product_and_nothing_else(load: Load) -> None:
     said = ["144", " 144", "144.", "143", ""]
     completions = [[{"role": "assistant", "content": text}] for text in said]
-    assert accuracy(completions, answer=[144] * len(said)) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert load("task").accuracy(completions, answer=[144] * len(said)) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_flawed_demonstrations_earn_nothing_and_correct_ones_all(build: ModuleType) -> None:
-    import demonstrations
-    from task import accuracy
-
+def test_flawed_demonstrations_earn_nothing_and_correct_ones_all(load: Load) -> None:
+    demonstrations, task = load("demonstrations"), load("task")
     rng = random.Random(0)
     rewards: Counter[float] = Counter()
     for _ in range(500):
         demo = demonstrations.mixed(rng)
         a, b = (int(word.strip(".")) for word in demo.prompt[0]["content"].split() if word.strip(".").isdigit())
-        rewards[accuracy([demo.turns], answer=[a * b])[0]] += 1
+        rewards[task.accuracy([demo.turns], answer=[a * b])[0]] += 1
     assert rewards[0.0] / 500 == pytest.approx(demonstrations.FLAWED_SHARE, abs=0.07)
 
 
-def test_f18_demonstrations_are_tokenised_as_the_worker_appends_them(build: ModuleType) -> None:
-    tokenizer = build.build_tokenizer(seed=0)
-    rng = random.Random(1)
-    for _ in range(50):
-        demo = build.mixed(rng)
-        whole = tokenizer.apply_chat_template([*demo.prompt, *demo.turns], tools=build.TOOLS, tokenize=False)
-        ids = tokenizer(whole.removesuffix("\n"), add_special_tokens=False)["input_ids"]
-        example = build.encode(demo, tokenizer)
-        assert example.ids == ids
-        written = [i for i, by_assistant in zip(example.ids, example.written, strict=True) if by_assistant]
-        assert written.count(tokenizer.eos_token_id) == sum(turn["role"] == "assistant" for turn in demo.turns)
-
-
-def test_the_loss_over_shared_prefixes_is_that_of_whole_conversations(build: ModuleType) -> None:
-    import torch
-
-    tokenizer, model = build.build_tokenizer(seed=0), build.build_model(seed=0)
-    rng = random.Random(2)
-    examples = [build.encode(build.mixed(rng), tokenizer) for _ in range(4)]
-    losses, written = build.token_losses(model, examples)
-    for row, example in enumerate(examples):
-        ids = torch.tensor([example.ids])
-        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1)
-        nll = -logprobs.gather(1, ids[0, 1:, None])[:, 0][torch.tensor(example.written[1:])]
-        torch.testing.assert_close(losses[row][written[row]], nll, atol=1e-5, rtol=1e-5)
+def test_the_policy_is_the_one_that_the_measurements_were_made_with(load: Load) -> None:
+    """What is drawn, and what it becomes: all that the warm start depends on but torch."""
+    demonstrations = load("demonstrations")
+    rng = random.Random(0)
+    drawn = [demonstrations.correct(rng) for _ in range(3)] + [demonstrations.mixed(rng) for _ in range(3)]
+    assert [demo.prompt[0]["content"] for demo in drawn] == [
+        *("Multiply 63 by 4.", "Multiply 597 by 48.", "Multiply 55 by 323."),
+        *("Multiply 27 by 9.", "Multiply 175 by 438.", "Multiply 755 by 8."),
+    ]
+    assert [demo.turns[-1]["content"] for demo in drawn] == ["252", "28656", "17765", "244", "339450", "6048"]
+    assert rng.random() == 0.06227958802154521

@@ -14,6 +14,7 @@ from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task import Task
+from rollout_worker.task.environment import open_environments
 from rollout_worker.task.tools import open_tools
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode
@@ -108,7 +109,12 @@ async def roll(
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
         code = await stack.enter_async_context(UserCode(config.worker.user_threads, look_s=look_s))
         tools = await stack.enter_async_context(open_tools(config, the_task.tools, the_task.mcp_servers, code))
-        worker = Worker(config, the_task, queue, "w0", chat(tools.schemas), tools, client, code, **options)
+        environments = await stack.enter_async_context(
+            open_environments(config, the_task, tools, code, lambda schemas, answers: chat(schemas))
+        )
+        the_chat = chat(tools.schemas) if environments is None else environments.chat
+        options = {"build_format": chat, **options}
+        worker = Worker(config, the_task, queue, "w0", the_chat, tools, client, code, environments, **options)
         stop = asyncio.Event()
         running = asyncio.create_task(worker.run(stop))
         if stop_when is not None:

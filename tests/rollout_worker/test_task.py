@@ -60,7 +60,7 @@ def test_any_sequence_of_mappings_is_a_data_set():
         ({"dataset": [row(completions=1)]}, "'completions' is a name that reward functions already get"),
         ({"dataset": [{"prompt": 3}], "tools": []}, "first prompt is a int"),
         ({"dataset": [{"prompt": "Multiply."}]}, "tools need a conversation"),
-        ({"environment_factory": dict}, "environment_factory.*not supported yet"),
+        ({"environment_factory": dict}, r"Task\(environment=\.\.\.\): dict has no method reset"),
         ({"rewards": []}, "at least one reward"),
         ({"tools": [lambda a: a]}, "cannot be described"),
     ],

@@ -41,7 +41,9 @@ def test_a_checkout_that_is_not_installed_has_a_version_too(monkeypatch: pytest.
 
 
 def test_a_name_that_is_not_there() -> None:
-    with pytest.raises(AttributeError, match=r"'slipstream' has no attribute 'Trainer'; it has: ConfigError, Mal"):
+    with pytest.raises(
+        AttributeError, match=r"'slipstream' has no attribute 'Trainer'; it has: ConfigError, Endpoint, Mal"
+    ):
         _ = slipstream.Trainer
 
 

@@ -37,6 +37,12 @@ class WorkerSection(Section):
     tool_timeout_s: Seconds = setting(
         60.0, description="time-out of one tool call", why="a web request or a test run; slower tools say so"
     )
+    environment_timeout_s: Seconds = setting(
+        120.0,
+        description="time-out of making an environment, of its reset and of its close; its tools and respond have "
+        "tool_timeout_s, its get_reward reward_timeout_s",
+        why="a container that starts; longer ones say so",
+    )
     reward_timeout_s: Seconds = setting(
         120.0, description="time-out of one reward function over one group", why="a judge model over one group"
     )
@@ -52,13 +58,25 @@ class WorkerSection(Section):
     user_threads: Count = setting(
         64,
         description="threads, or processes, that tools run in at once; rewards, the data set and the chat format "
-        "have as many threads each",
+        "have as many threads each, environments as many as episodes if that is more",
         why="as many as tools usually wait for; async tools need none",
     )
     reward_attempts: Count = setting(
         2,
         description="tries of a reward that fails, before its group fails; all within reward_timeout_s",
         why="a judge's hiccup costs no generation",
+    )
+    agent_host: str = setting(
+        "127.0.0.1",
+        description="address of this machine that the agents' endpoint listens on, where the task has an agent",
+        why="agents run in the worker; one that runs elsewhere, in a sandbox say, needs an address that it reaches",
+    )
+    agent_port: int = setting(
+        0,
+        ge=0,
+        le=65535,
+        description="port of the agents' endpoint; 0: any that is free",
+        why="several workers on a machine never clash, and each episode is told the URL",
     )
     keep_messages: bool = setting(
         True,

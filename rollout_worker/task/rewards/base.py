@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,11 @@ from rollout_worker.user_code import UserCodeError
 
 # What a reward function gets by these names is ours, so no column of the data set may have one.
 GIVEN = ("completions", "prompts", "completion_ids", "trainer_state", "log_metric", "log_extra")
+
+# What a task with environments gives besides, and one with an agent; the component that is an agent's own reward.
+ENVIRONMENTS = "environments"
+RESULTS = "agent_results"
+OWN_REWARD = "agent"
 
 
 class RewardError(UserCodeError):
@@ -41,7 +46,9 @@ class RewardBatch:
     """What rewards are computed from; `completions` and `completion_ids` have one entry per rollout.
 
     A completion is a list of messages where the prompt is one, else text; its ids are all that followed the
-    prompt, tool messages included. `columns` are those of the group's row.
+    prompt, tool messages included. `columns` are those of the group's row. prompts: one per rollout, where environments
+    gave each its own; environments: the objects themselves, one per rollout; own: the rewards that the rollouts brought
+    with them, by component; results: what their agents returned, None where the task has none.
     """
 
     prompt: Any
@@ -49,13 +56,17 @@ class RewardBatch:
     completion_ids: list[list[int]]
     columns: Mapping[str, Any]
     state: TrainerState = TrainerState()
+    prompts: list[Any] | None = None
+    environments: list[Any] | None = None
+    own: Sequence[Mapping[str, float | None]] = ()
+    results: Sequence[Any] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """What every function gets; what it may ask for besides is not among them."""
         size = len(self.completions)
         columns = {name: [value] * size for name, value in self.columns.items() if name != "prompt"}
         return {
-            "prompts": [self.prompt] * size,
+            "prompts": [self.prompt] * size if self.prompts is None else self.prompts,
             "completions": self.completions,
             "completion_ids": self.completion_ids,
             **columns,
@@ -93,8 +104,9 @@ class Reward(Protocol):
     @property
     def name(self) -> str: ...
 
-    def check(self, row: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` if it cannot be computed from the columns of `row`."""
+    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
+        """Raises `ConfigError` if it cannot be computed from the columns of `row`, and what is given besides:
+        ENVIRONMENTS, RESULTS."""
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
         """Raises `RewardError`, also if it takes longer than `timeout_s`."""

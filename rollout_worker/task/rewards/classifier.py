@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -76,7 +76,7 @@ class ClassifierReward:
             )
         self._url = servers[classifier]
 
-    def check(self, row: Mapping[str, Any]) -> None:
+    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """It reads prompt and completion, whatever the columns are."""
 
     async def ask(self, messages: bool, timeout_s: float = ASKED_WITHIN_S) -> None:
@@ -174,8 +174,8 @@ def _bodies(classifier: str, batch: RewardBatch) -> list[bytes]:
         texts = [batch.prompt + completion for completion in batch.completions]
         return [_json({**head, "input": texts[start : start + TEXTS]}) for start in range(0, len(texts), TEXTS)]
     return [
-        _json({**head, "messages": list(_on_the_wire([*batch.prompt, *completion]))})
-        for completion in batch.completions
+        _json({**head, "messages": list(_on_the_wire([*prompt, *completion]))})
+        for prompt, completion in zip(batch.arguments()["prompts"], batch.completions, strict=True)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from protocol import reasons
 from protocol.config import ConfigError
 from protocol.config.text import nearest
 from rollout_worker import user_code
-from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
+from rollout_worker.task.rewards.base import ENVIRONMENTS, RESULTS, RewardBatch, RewardError, Values
 from rollout_worker.task.rewards.notes import Notes
 from rollout_worker.user_code.texts import type_name
 
@@ -23,8 +23,8 @@ _NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
 
 class FunctionReward:
-    """`f(completions, prompts, completion_ids, **columns)`, sync or async. Of trainer_state, log_metric and log_extra
-    it gets those that its signature takes."""
+    """`f(completions, prompts, completion_ids, **columns)`, sync or async. Of trainer_state, log_metric, log_extra and,
+    where the task has agents, agent_results it gets those that its signature takes."""
 
     def __init__(self, function: Callable[..., Any], code: user_code.UserCode) -> None:
         self.name = name_of(function)
@@ -32,9 +32,10 @@ class FunctionReward:
         self._code = code
         self._takes = _parameters(function)
 
-    def check(self, row: Mapping[str, Any]) -> None:
+    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Raises `ConfigError` if it cannot be called with the columns of `row`."""
         arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
+        arguments |= {name: [] for name in besides if self._takes is None or name in self._takes}
         try:
             signature = inspect.signature(self._function)
         except (TypeError, ValueError):  # a builtin without a signature
@@ -66,7 +67,7 @@ class FunctionReward:
         plain = partial(_checked, self.name, self._function, len(batch.completions))
         try:
             rewards = await self._code.call(
-                self._function, plain, timeout_s, user_code.Kind.REWARD, **self._arguments(batch, notes)
+                self._with_environments(batch), plain, timeout_s, user_code.Kind.REWARD, **self._arguments(batch, notes)
             )
         except RewardError:
             raise
@@ -78,11 +79,18 @@ class FunctionReward:
         values.rewards = rewards
         return values
 
+    def _with_environments(self, batch: RewardBatch) -> Callable[..., Any]:
+        """The function, with the environments if it takes them: the objects themselves, where all else is copied."""
+        if batch.environments is None or not (self._takes is None or ENVIRONMENTS in self._takes):
+            return self._function
+        return partial(self._function, **{ENVIRONMENTS: batch.environments})
+
     def _arguments(self, batch: RewardBatch, notes: Notes) -> dict[str, Any]:
         on_request = {
             "trainer_state": batch.state,
             "log_metric": notes.log_metric,
             "log_extra": notes.log_extra,
+            **({} if batch.results is None else {RESULTS: list(batch.results)}),
         }
         asked = {name: value for name, value in on_request.items() if self._takes is None or name in self._takes}
         return {**batch.arguments(), **asked}

@@ -12,7 +12,16 @@ from typing import Any
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker import user_code
-from rollout_worker.task.rewards.base import Reward, RewardBatch, RewardError, Score, Values
+from rollout_worker.task.rewards.base import (
+    ENVIRONMENTS,
+    OWN_REWARD,
+    RESULTS,
+    Reward,
+    RewardBatch,
+    RewardError,
+    Score,
+    Values,
+)
 from rollout_worker.task.rewards.classifier import ClassifierReward, how_to_serve
 from rollout_worker.task.rewards.function import FunctionReward
 from rollout_worker.user_code.texts import encodable
@@ -25,7 +34,8 @@ class RewardFunctions:
     """A task's rewards and their `weights`, by name. Raises `ConfigError` if they do not fit together.
 
     rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
-    will be asked; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
+    will be asked; own: names of the rewards that rollouts bring with them, each weighted 1, None while they are not
+    known; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
     the run's, for `TrainerState`.
     """
 
@@ -40,8 +50,10 @@ class RewardFunctions:
         max_steps: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        own: Sequence[str] | None = (),
     ) -> None:
-        _check_kinds(rewards)
+        if rewards or own == ():
+            _check_kinds(rewards)
         code = code or user_code.UserCode()
         self._rewards: list[Reward] = [
             ClassifierReward(reward, servers) if isinstance(reward, str) else FunctionReward(reward, code)
@@ -56,7 +68,9 @@ class RewardFunctions:
                 f"Task(reward_weights={weights!r}): give one number for each of the {len(rewards)} rewards, of at "
                 f"most {LARGEST_FIGURE:g}"
             )
-        self.weights = dict(zip(self.names, numbers, strict=True))
+        self._own = list(own or ())
+        self._has_environments = own is None
+        self.weights = dict(zip(self.names, numbers, strict=True)) | dict.fromkeys(self._own, 1.0)
         self.max_steps = max_steps
         self._timeout_s = timeout_s
         self._attempts = attempts
@@ -65,8 +79,9 @@ class RewardFunctions:
 
     def check_signatures(self, row: Mapping[str, Any]) -> None:
         """Raises `ConfigError` for a reward that cannot be computed from the columns of `row`."""
+        besides = [ENVIRONMENTS] if self._has_environments else [RESULTS] if OWN_REWARD in self._own else []
         for reward in self._rewards:
-            reward.check(row)
+            reward.check(row, besides)
 
     async def score(self, batch: RewardBatch, told: Callable[[RewardError], None] = lambda error: None) -> list[Score]:
         """One score per rollout; the rewards run side by side. `told`: of a failure that is tried again, and of notes
@@ -75,7 +90,7 @@ class RewardFunctions:
             runs = [tasks.create_task(self._tried(reward, batch, told)) for reward in self._rewards]
         scores = [Score() for _ in batch.completions]
         metrics: defaultdict[str, list[float]] = defaultdict(list)
-        for (name, weight), run in zip(self.weights.items(), runs, strict=True):
+        for name, run in zip(self.names, runs, strict=True):
             outcome = run.result()
             if isinstance(outcome, RewardError):
                 raise outcome
@@ -86,9 +101,13 @@ class RewardFunctions:
             for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
                 score.components[name] = value
                 score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
+        # Where functions judge, what no rollout brought is no component.
+        brought = [name for name in self._own if not self.names or any(name in own for own in batch.own)]
+        for number, score in enumerate(scores):
+            score.components |= {name: batch.own[number].get(name) for name in brought}
+            for name, value in score.components.items():
                 if value is not None:
-                    score.reward = (score.reward or 0.0) + weight * value
-        for score in scores:
+                    score.reward = (score.reward or 0.0) + self.weights[name] * value
             score.metrics = {metric: math.fsum(figures) / len(figures) for metric, figures in metrics.items()}
         return scores
 
@@ -131,8 +150,10 @@ def build_rewards(
     code: user_code.UserCode | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    own: Sequence[str] | None = (),
 ) -> RewardFunctions:
-    """A task's rewards under a run file. Raises `ConfigError`, also for a classifier without a server."""
+    """A task's rewards under a run file; `own`: as `RewardFunctions` has it. Raises `ConfigError`, also for a
+    classifier without a server."""
     return RewardFunctions(
         rewards,
         weights,
@@ -143,6 +164,7 @@ def build_rewards(
         max_steps=config.learner.steps if config.learner.epochs is None else None,
         clock=clock,
         sleep=sleep,
+        own=own,
     )
 
 

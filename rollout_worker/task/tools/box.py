@@ -7,9 +7,10 @@ reason; it never raises.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from jsonschema import SchemaError
@@ -62,10 +63,39 @@ class ToolBox:
             self._add(tool, schema)
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
-        """The results of a turn's calls, in order; the calls run side by side."""
+        """The results of a turn's calls, in order; the calls run side by side, but those of an environment's methods
+        one after another."""
         if len(calls) == 1:
             return [await self._run(calls[0])]
-        return list(await asyncio.gather(*(self._run(call) for call in calls)))
+        results: dict[int, ToolResult] = {}
+
+        async def run(places: Sequence[int]) -> None:
+            for place in places:
+                results[place] = await self._run(calls[place])
+
+        in_order = [place for place, call in enumerate(calls) if self._runs_in_order(call)]
+        alone = [[place] for place in range(len(calls)) if place not in in_order]
+        await asyncio.gather(run(in_order), *map(run, alone))
+        return [results[place] for place in range(len(calls))]
+
+    def and_tools(self, tools: Sequence[Tool]) -> ToolBox:
+        """A box with these tools besides. Raises `ConfigError` as a new one does."""
+        box = copy.copy(self)
+        box._tools, box.schemas = dict(self._tools), list(self.schemas)
+        for tool in tools:
+            box._add(tool, tool.schema)
+            box.schemas.append(tool.schema)
+        return box
+
+    def with_each(self, change: Callable[[Tool], Tool]) -> ToolBox:
+        """A box with each tool as `change` gives it, which has the same name and schema: nothing is checked again."""
+        box = copy.copy(self)
+        box._tools = {name: replace(entry, tool=change(entry.tool)) for name, entry in self._tools.items()}
+        return box
+
+    def _runs_in_order(self, call: ToolCall | MalformedCall) -> bool:
+        entry = None if isinstance(call, MalformedCall) else self._tools.get(call.name)
+        return entry is not None and getattr(entry.tool, "in_order", False)
 
     def _made(self, given: Any) -> Tool:
         if isinstance(given, FunctionTool | McpTool):

@@ -34,7 +34,7 @@ class FunctionTool:
         self, function: Callable[..., Any], code: UserCode | None = None, isolated: IsolatedCode | None = None
     ) -> None:
         found = described(function)
-        self.name, self.schema = found.name, found.schema
+        self.name, self.schema, self.converters = found.name, found.schema, found.converters
         self.function = _converting(function, found.converters) if found.converters else function
         place = defined_at(function)
         self.origin = (
@@ -47,14 +47,17 @@ class FunctionTool:
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         try:
-            if self._isolated is not None:
-                return await self._isolated.call_isolated(self.name, arguments, timeout_s)
-            text: str = await self._code.call(self.function, as_text, timeout_s, **arguments)
-            return text
+            return await self._text(arguments, timeout_s)
         except UserCodeError as error:
             if error.kind != ArgumentsRefused.__name__:
                 raise
             raise ArgumentsError(f"bad arguments: {str(error).removeprefix(f'{error.kind}: ')}") from None
+
+    async def _text(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        if self._isolated is not None:
+            return await self._isolated.call_isolated(self.name, arguments, timeout_s)
+        text: str = await self._code.call(self.function, as_text, timeout_s, **arguments)
+        return text
 
 
 class GuardedTool:
@@ -91,23 +94,25 @@ def _converting(function: Callable[..., Any], converters: Mapping[str, TypeAdapt
     """`function`, taking values of JSON in place of pydantic's: a check of the user's may run in it. Arguments that are
     not given keep their defaults."""
 
-    def converted(arguments: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: _converted(name, value, converters[name]) if name in converters else value
-            for name, value in arguments.items()
-        }
-
     if inspect.iscoroutinefunction(function):
 
         async def asynchronous(**arguments: Any) -> Any:
-            return await function(**converted(arguments))
+            return await function(**converted(arguments, converters))
 
         return _wrapped(asynchronous, function)
 
     def synchronous(**arguments: Any) -> Any:
-        return function(**converted(arguments))
+        return function(**converted(arguments, converters))
 
     return _wrapped(synchronous, function)
+
+
+def converted(arguments: Mapping[str, Any], converters: Mapping[str, TypeAdapter[Any]]) -> dict[str, Any]:
+    """Arguments as the function takes them. Raises `ArgumentsRefused`."""
+    return {
+        name: _converted(name, value, converters[name]) if name in converters else value
+        for name, value in arguments.items()
+    }
 
 
 def _wrapped(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,103 @@
+"""Multiply two numbers by a program of its own: it works each product out twice, side by side, and compares.
+
+The program is written for the `openai` client, and knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from slipstream import Endpoint, Task
+
+MULTIPLY = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiply two integers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "First factor."},
+                "b": {"type": "integer", "description": "Second factor."},
+            },
+            "required": ["a", "b"],
+        },
+    },
+}
+MOST_TURNS = 3
+
+
+def question(a: int, b: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"Multiply {a} by {b}."}
+
+
+def doubt(other: str) -> dict[str, Any]:
+    return {"role": "user", "content": f"Another time it was {other}. Once more."}
+
+
+class Multiplier:
+    """A conversation with the model, in which it may use a calculator."""
+
+    def __init__(self, client: AsyncOpenAI, model: str) -> None:
+        self._client = client
+        self._model = model
+        self._messages: list[Any] = []
+
+    async def ask(self, message: dict[str, Any]) -> str:
+        """The text that the model answers in the end."""
+        self._messages.append(message)
+        for _ in range(MOST_TURNS):
+            reply = await self._client.chat.completions.create(
+                model=self._model, messages=self._messages, tools=[MULTIPLY]
+            )
+            answer = reply.choices[0].message
+            self._messages.append(answer)
+            if not answer.tool_calls:
+                return answer.content or ""
+            for call in answer.tool_calls:
+                result = calculated(call.function.arguments)
+                self._messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        return ""
+
+
+def calculated(arguments: str) -> str:
+    """What the calculator answers to the JSON that the model wrote."""
+    try:
+        read = json.loads(arguments)
+        return str(int(read["a"]) * int(read["b"]))
+    except (ValueError, KeyError, TypeError) as error:
+        return f"error: {type(error).__name__}"
+
+
+async def agent(endpoint: Endpoint, a: int, b: int, answer: int) -> dict[str, float]:
+    """The reward: 1.0 for the product, 0.5 where it took a second thought, else 0.0."""
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        one, other = Multiplier(client, endpoint.model), Multiplier(client, endpoint.model)
+        first, second = await asyncio.gather(one.ask(question(a, b)), other.ask(question(b, a)))
+        agreed = first == second
+        said = first if agreed else await one.ask(doubt(second))
+    right = said == str(answer)
+    return {"reward": right * (1.0 if agreed else 0.5), "right": right, "agreed": agreed}
+
+
+def number(rng: random.Random) -> int:
+    """One to three digits, each length equally likely."""
+    digits = rng.randint(1, 3)
+    return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+
+
+def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        a, b = number(rng), number(rng)
+        found.append({"prompt": [question(a, b)], "a": a, "b": b, "answer": a * b})
+    return found
+
+
+task = Task(dataset=rows(4096, seed=1), agent=agent)

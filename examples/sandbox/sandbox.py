@@ -1,0 +1,90 @@
+"""Runs Python programs in sealed processes: what may not be trusted runs in `sealed.py`, never in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+MOST_CODE = 10_000  # characters
+MOST_SECONDS = 5.0  # of a program; of the processor's time it may use one
+_PATIENCE_S = MOST_SECONDS + 10
+
+
+class Sandbox:
+    """Up to `processes` programs at a time, each in a fork of a helper process that has Python up already.
+
+    A helper is started when it is needed first, ends with this process, and is replaced when it is gone.
+    """
+
+    def __init__(self, processes: int | None = None) -> None:
+        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
+        for _ in range(processes or os.cpu_count() or 1):
+            self._idle.put(None)
+
+    def run(self, code: str) -> str:
+        """What the program printed, cut to a few kilobytes, and after it the error that ended it. Raises
+        `RuntimeError` where no program can be run."""
+        if len(code) > MOST_CODE:
+            return f"error: the program has {len(code)} characters; at most {MOST_CODE} are run"
+        helper = self._idle.get()
+        try:
+            if helper is None or helper.poll() is not None:
+                helper = _started()
+            answer = _asked(helper, code)
+        except BaseException:
+            if helper is not None:
+                _end(helper)
+                helper = None
+            raise
+        finally:
+            self._idle.put(helper)
+        if "refused" in answer:
+            raise RuntimeError(f"the sandbox cannot seal a process: {answer['refused']}")
+        return answer["output"]
+
+    def close(self) -> None:
+        """End the helpers that are idle."""
+        for _ in range(self._idle.qsize()):
+            helper = self._idle.get()
+            if helper is not None:
+                _end(helper)
+            self._idle.put(None)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """Isolated from this process: no environment variables, no open files, no site-packages."""
+    program = Path(__file__).with_name("sealed.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(program), str(MOST_SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def _asked(helper: subprocess.Popen[bytes], code: str) -> dict[str, str]:
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    try:
+        helper.stdin.write(json.dumps(code).encode() + b"\n")
+        helper.stdin.flush()
+        if not select.select([helper.stdout], [], [], _PATIENCE_S)[0]:
+            raise RuntimeError(f"the sandbox's process did not answer within {_PATIENCE_S:g} s")
+        line = helper.stdout.readline()
+    except OSError as error:
+        raise RuntimeError(f"the sandbox's process is gone: {error}") from error
+    if not line:
+        raise RuntimeError(f"the sandbox's process ended with code {helper.wait()}")
+    return json.loads(line)
+
+
+def _end(helper: subprocess.Popen[bytes]) -> None:
+    helper.kill()
+    helper.communicate()

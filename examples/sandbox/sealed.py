@@ -1,0 +1,178 @@
+"""The sandbox's helper: `python -I -S sealed.py SECONDS`. Reads programs, one JSON string a line, and answers each.
+
+For each it forks. The fork gives up everything but computing and printing, for good, and only then runs the program:
+the kernel refuses all system calls but those of `_ALLOWED`. So there are no files, no network, no other processes to
+start or to kill, and nothing is left over when the fork has ended. What `exec` gets is not confined by Python's own
+means, which do not hold, and need not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import platform
+import random
+import resource
+import select
+import signal
+import struct
+import sys
+
+# What a program may import besides what is loaded anyway: loaded beforehand, as it can open no file.
+for _module in "collections datetime decimal fractions itertools math re statistics string textwrap".split():  # noqa: SIM905
+    importlib.import_module(_module)
+
+MOST_CPU_SECONDS = 1
+MOST_MEMORY = 256 << 20  # bytes of address space
+MOST_OUTPUT = 4096  # bytes
+
+# The system calls that computing and printing need: their numbers on x86_64 and on aarch64.
+_ALLOWED = {
+    "read": (0, 63),
+    "write": (1, 64),
+    "close": (3, 57),
+    "fstat": (5, 80),
+    "lseek": (8, 62),
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "brk": (12, 214),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sched_yield": (24, 124),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "getpid": (39, 172),
+    "exit": (60, 93),
+    "gettimeofday": (96, 169),
+    "sigaltstack": (131, 132),
+    "futex": (202, 98),
+    "restart_syscall": (219, 128),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "exit_group": (231, 94),
+    "getrandom": (318, 278),
+}
+# For each machine: its place in the table above, and its number in a filter.
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_KILL, _ALLOW, _REFUSE = 0x80000000, 0x7FFF0000, 0x00050001  # the last with EPERM
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def main() -> None:
+    seconds = float(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 1)
+    for line in sys.stdin:
+        answers.write(json.dumps(run(json.loads(line), seconds)) + "\n")
+        answers.flush()
+
+
+def run(code: str, seconds: float) -> dict[str, str]:
+    """{"output": what the program wrote}, or {"refused": why nothing was run}."""
+    written = os.memfd_create("output")
+    sealed, seals = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _be_the_program(code, written, seals)
+    os.close(seals)
+    process = os.pidfd_open(pid)
+    late = not select.select([process], [], [], seconds)[0]
+    if late:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    problem = os.read(sealed, 1000).decode()
+    output = os.pread(written, MOST_OUTPUT, 0).decode(errors="replace").strip()
+    for fd in (written, sealed, process):
+        os.close(fd)
+    if problem:
+        return {"refused": problem}
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if late or ended_by == signal.SIGKILL:  # by us, or by the limit on the processor's time
+        output += "\nerror: the program takes too long"
+    elif ended_by:
+        output += f"\nerror: the program was ended by signal {ended_by}"
+    return {"output": output.strip()}
+
+
+def _be_the_program(code: str, written: int, seals: int) -> None:
+    """In the fork; does not return."""
+    try:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.dup2(1, 0)  # nothing to read
+        os.dup2(written, 1)
+        os.dup2(written, 2)
+        os.dup2(seals, 3)
+        os.closerange(4, 1024)
+        random.seed()
+        sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+        _limit()
+        _seal()
+        os.close(3)
+    except BaseException as error:
+        os.write(3, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    try:
+        exec(compile(code, "program", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+    except SystemExit:
+        sys.stdout.flush()
+    except BaseException as error:
+        _say(error)
+    os._exit(0)
+
+
+def _say(error: BaseException) -> None:
+    """Behind what was printed. The program may have made a mess of everything that is used here."""
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    try:
+        os.write(2, f"{type(error).__name__}: {error}".rstrip(": ").encode(errors="replace")[:1000])
+    except BaseException:
+        os.write(2, b"error: the program failed")
+
+
+def _limit() -> None:
+    for kind, most in (
+        (resource.RLIMIT_CPU, MOST_CPU_SECONDS),
+        (resource.RLIMIT_AS, MOST_MEMORY),
+        (resource.RLIMIT_FSIZE, 2 * MOST_OUTPUT),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+
+
+def _seal() -> None:
+    """From here on the kernel refuses what is not in `_ALLOWED`; nothing can undo it. Raises `OSError`."""
+    place, machine = _MACHINES[platform.machine()]
+    numbers = [numbers[place] for numbers in _ALLOWED.values()]
+    instructions = [
+        (_LOAD, 0, 0, 4),  # the machine
+        (_IF_EQUAL, 1, 0, machine),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),  # the call's number
+        *((_IF_EQUAL, len(numbers) - index, 0, number) for index, number in enumerate(numbers)),
+        (_RETURN, 0, 0, _REFUSE),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+    filters = _Filter(len(instructions), ctypes.cast(program, ctypes.c_void_p))
+    if _PRCTL(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _PRCTL(_PR_SET_SECCOMP, 2, ctypes.byref(filters)):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+_PRCTL = ctypes.CDLL(None, use_errno=True).prctl
+
+if __name__ == "__main__":
+    main()

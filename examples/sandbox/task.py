@@ -1,0 +1,82 @@
+"""Answer a question by a short program: one tool runs Python, and whatever the policy writes is sealed in."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from sandbox import Sandbox
+
+from slipstream import Task
+
+_SANDBOX = Sandbox()
+
+WORDS = [
+    *("banana", "letter", "pepper", "cheese", "potato", "butter", "carrot", "tomato", "orange", "coffee"),
+    *("window", "bottle", "pillow", "mirror", "hammer", "ladder", "needle", "carpet", "kettle", "basket"),
+    *("sister", "doctor", "teacher", "farmer", "sailor", "dancer", "tailor", "soldier", "barber", "hunter"),
+]
+LETTERS = "aeort"
+# What is asked, and what a program has to print.
+TEMPLATES = [
+    ("Sum all from {low} to {high}.", "sum(range({low}, {high} + 1))"),
+    ("Sum the squares from {low} to {high}.", "sum(i * i for i in range({low}, {high} + 1))"),
+    ("How many from {low} to {high} does {by} divide?", "sum(i % {by} == 0 for i in range({low}, {high} + 1))"),
+    ("How often is {letter} in {word}?", "'{word}'.count('{letter}')"),
+    ("How long are {word} and {other}?", "len('{word}' + '{other}')"),
+]
+
+
+def python(code: str) -> str:
+    """Run a program.
+
+    Args:
+        code: In Python; what it prints comes back.
+    """
+    return _SANDBOX.run(code) or "(nothing printed)"
+
+
+class Question(NamedTuple):
+    """`expression`: in Python, its value is the answer."""
+
+    text: str
+    expression: str
+
+    @property
+    def prompt(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": self.text}]
+
+    @property
+    def answer(self) -> int:
+        return eval(self.expression)  # one of the templates above, nobody else's
+
+
+def draw(rng: random.Random) -> Question:
+    low = rng.randint(1, 49)
+    values = {
+        "low": low,
+        "high": rng.randint(low + 1, 99),
+        "by": rng.randint(2, 9),
+        "letter": rng.choice(LETTERS),
+        "word": rng.choice(WORDS),
+        "other": rng.choice(WORDS),
+    }
+    text, expression = rng.choice(TEMPLATES)
+    return Question(text.format(**values), expression.format(**values))
+
+
+def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` prompts, each with the answer that the reward compares with."""
+    rng = random.Random(seed)
+    drawn = (draw(rng) for _ in range(count))
+    return [{"prompt": question.prompt, "answer": question.answer} for question in drawn]
+
+
+def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
+    """1.0 where the last message is the answer and nothing else, else 0.0."""
+    return [
+        float(completion[-1]["content"] == str(right)) for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+task = Task(dataset=rows(4096, seed=1), tools=[python], rewards=[accuracy])

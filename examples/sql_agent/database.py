@@ -1,0 +1,79 @@
+"""The shop's database, and the one way in which the policy may use it: a SELECT, bounded in time, rows and memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+FILE = Path(__file__).with_name("shop.db")
+SEED = 20
+MOST_ROWS = 5
+MOST_SECONDS = 0.5
+MOST_CELL_BYTES = 10_000
+
+CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Delhi", "Perth", "Quito", "Seoul"]
+ITEMS = ["lamp", "desk", "chair", "clock", "mirror", "carpet"]
+NAMES = [
+    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ines", "Jack", "Kira", "Liam", "Mona", "Nils"),
+    *("Olga", "Paul", "Quin", "Rosa", "Sven", "Tara", "Ugo", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Amos", "Bella"),
+    *("Carl", "Dora", "Emil", "Fay"),
+]
+SCHEMA = """
+CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT NOT NULL, city TEXT NOT NULL);
+CREATE TABLE orders (
+    id INTEGER PRIMARY KEY,
+    customer_id INTEGER NOT NULL REFERENCES customers,
+    item TEXT NOT NULL,
+    price INTEGER NOT NULL
+);
+"""
+
+# What a SELECT does; all else, such as a PRAGMA, ATTACH or a write, is refused before it begins.
+_READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+
+
+def build(file: Path = FILE) -> Path:
+    """The database, made where it is missing: the same rows everywhere."""
+    if file.exists():
+        return file
+    rng = random.Random(SEED)
+    customers = [(number, name, rng.choice(CITIES)) for number, name in enumerate(NAMES, start=1)]
+    orders = [(number, rng.randint(1, len(NAMES)), rng.choice(ITEMS), rng.randint(5, 99)) for number in range(1, 301)]
+    unfinished = file.with_name(f"{file.name}.tmp{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
+    with closing(sqlite3.connect(unfinished)) as connection, connection:
+        connection.executescript(SCHEMA)
+        connection.executemany("INSERT INTO customers VALUES (?, ?, ?)", customers)
+        connection.executemany("INSERT INTO orders VALUES (?, ?, ?, ?)", orders)
+    os.replace(unfinished, file)
+    return file
+
+
+def select(sql: str, file: Path = FILE) -> list[tuple[object, ...]]:
+    """At most `MOST_ROWS` rows of one SELECT. Raises `sqlite3.Error`, with a text for the policy."""
+    with _opened(file) as connection:
+        try:
+            return connection.execute(sql).fetchmany(MOST_ROWS)
+        except sqlite3.OperationalError as error:
+            if str(error) != "interrupted":
+                raise
+            raise sqlite3.OperationalError(f"the query took longer than {MOST_SECONDS} s") from None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[sqlite3.Connection]:
+    """A connection for one query: it can only read this file, and gives up by itself."""
+    with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
+        # A cell of 1 GB, SQLite's default, is made in one step, which no deadline interrupts.
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_CELL_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY)
+        deadline = time.monotonic() + MOST_SECONDS
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
+        yield connection

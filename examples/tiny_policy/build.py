@@ -1,0 +1,27 @@
+"""The command line of an example's `build_model.py`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from tiny_policy.recipe import Recipe
+from tiny_policy.warm_start import warm_start
+
+
+def main(recipe: Recipe, description: str) -> None:
+    """`--out FOLDER [--seed N]`; a folder that is complete is left as it is, an incomplete one never appears."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if (arguments.out / "config.json").is_file():
+        print(f"{arguments.out}: already built")
+        return
+    model, tokenizer = warm_start(recipe, arguments.seed)
+    unfinished = arguments.out.with_name(arguments.out.name + f".tmp{os.getpid()}")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    os.replace(unfinished, arguments.out)
+    print(f"{arguments.out}: built with seed {arguments.seed}")

@@ -1,0 +1,112 @@
+"""Supervised training of a tiny policy: correct demonstrations until it solves the task, then flawed ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from tiny_policy.demonstration import Demonstration
+from tiny_policy.policy import Example, build_model, build_tokenizer, encode
+from tiny_policy.recipe import Recipe
+
+
+def token_losses(model: Qwen3ForCausalLM, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Negative log-probs [N, T] of the next tokens and the mask of those that the assistant wrote.
+
+    The tools' description opens every conversation and is most of it, so it runs through the model once, and
+    the conversations go on from its keys and values.
+    """
+    columns = zip(*(example.ids for example in examples), strict=False)
+    shared = next(place for place, ids in enumerate(columns) if len(set(ids)) > 1)
+    length = max(len(example.ids) for example in examples)
+    ids = torch.tensor([example.ids + [0] * (length - len(example.ids)) for example in examples])
+    written = torch.tensor([example.written + [False] * (length - len(example.ids)) for example in examples])
+    cache = model.model(input_ids=ids[:1, :shared], use_cache=True).past_key_values
+    cache.batch_repeat_interleave(len(examples))
+    hidden = model.model(input_ids=ids[:, shared:], past_key_values=cache).last_hidden_state[:, :-1]
+    written = written[:, shared + 1 :]
+    losses = torch.zeros(written.shape)
+    losses[written] = F.cross_entropy(model.lm_head(hidden[written]), ids[:, shared + 1 :][written], reduction="none")
+    return losses, written
+
+
+@torch.no_grad()
+def success_rate(model: Qwen3ForCausalLM, examples: list[Example]) -> float:
+    """Probability that sampling at temperature 1 writes exactly the demonstrated turns, in the mean."""
+    losses, _ = token_losses(model, examples)
+    return torch.exp(-losses.sum(1)).mean().item()
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    draw: Callable[[], list[Example]],
+    steps: int,
+    learning_rate: Callable[[int], float],
+    after_step: Callable[[int], bool],
+) -> None:
+    """AdamW on the assistant's tokens; ends after `steps`, or earlier when `after_step` returns true."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(step)
+        losses, written = token_losses(model, draw())
+        loss = losses.sum() / written.sum()
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if after_step(step):
+            return
+
+
+def warm_start(recipe: Recipe, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    tokenizer = build_tokenizer(recipe, seed)
+    model = build_model(recipe, seed)
+    tools = recipe.schemas
+    rng = random.Random(seed)
+    held_out = random.Random(seed + 1_000_000)
+
+    def batch(demonstration: Callable[[random.Random], Demonstration], rng: random.Random, size: int) -> list[Example]:
+        return [encode(demonstration(rng), tokenizer, tools) for _ in range(size)]
+
+    judges = batch(recipe.correct, held_out, 128)
+    columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task("clean demonstrations", total=100)
+
+        def good_enough(step: int) -> bool:
+            if step % 10:
+                return False
+            rate = success_rate(model, judges)
+            done = min(max(rate / recipe.solves, step / recipe.clean_steps), 1)
+            progress.update(bar, completed=done * 80, description=f"clean, solves {rate:4.0%}")
+            return rate >= recipe.solves
+
+        def show(step: int) -> bool:
+            done = (step + 1) / recipe.flawed_steps
+            progress.update(bar, completed=80 + 20 * done, description="flawed demonstrations")
+            return False
+
+        train(
+            model,
+            lambda: batch(recipe.correct, rng, recipe.batch),
+            recipe.clean_steps,
+            lambda step: 2e-3 * min(1.0, (step + 1) / 20),
+            good_enough,
+        )
+        steps = recipe.flawed_steps
+        flat = int(steps * 0.6)
+        train(
+            model,
+            lambda: batch(recipe.mixed, rng, recipe.batch),
+            steps,
+            lambda step: 1e-3 * min(1.0, (steps - step) / (steps - flat)),
+            show,
+        )
+        progress.update(bar, description=f"done, solves {success_rate(model, judges):.0%}")
+    return model, tokenizer

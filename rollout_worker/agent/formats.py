@@ -1,0 +1,57 @@
+"""Chat formats for the tools that requests name: built and proven once for each set of tools, and kept while used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from protocol.config import ConfigError
+from rollout_worker import user_code
+from rollout_worker.agent.errors import ApiError
+from rollout_worker.agent.schemas import digest
+from rollout_worker.chat.base import ChatFormat
+
+# Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
+MOST_KEPT = 64
+
+Build = Callable[[Sequence[dict[str, Any]]], ChatFormat]
+
+
+class ChatFormats:
+    """`plain`: the format without tools; `build` makes one for schemas, in a thread; it raises `ConfigError`."""
+
+    def __init__(self, plain: ChatFormat, build: Build) -> None:
+        self._plain = plain
+        self._build = build
+        self._one_at_a_time = asyncio.Lock()
+        # What could not be built is kept too: the text says why.
+        self._kept: OrderedDict[bytes, ChatFormat | str] = OrderedDict()
+
+    async def of(self, tools: Sequence[dict[str, Any]], key: bytes | None = None) -> ChatFormat:
+        """The format for these tools; `key`: their digest. Raises `ApiError` where the model cannot be shown them."""
+        if not tools:
+            return self._plain
+        key = key or digest(tools)
+        found = self._kept.get(key)
+        if found is None:
+            async with self._one_at_a_time:
+                found = self._kept.get(key)
+                if found is None:
+                    found = self._kept[key] = await user_code.in_thread(self._built, tools=tools)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(key)
+        if isinstance(found, str):
+            raise ApiError(400, f"tools: the model cannot be shown these: {found}", "invalid_tools", ["tools"])
+        return found
+
+    def _built(self, tools: Sequence[dict[str, Any]]) -> ChatFormat | str:
+        try:
+            return self._build(tools)
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # of many types: schemas are the agent's, and templates meet them
+            return f"{type(error).__name__}: {error}"[:500]

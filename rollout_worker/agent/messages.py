@@ -1,0 +1,180 @@
+"""A request's messages: read, made comparable, and put as chat formats take them.
+
+Two messages are one where they say the same: clients drop fields that are null, add some, turn text into parts, trim
+what the assistant said, and write the JSON of arguments anew. What counts is role and text, of an assistant's message
+its text without white space around it and the ids, names and arguments of its calls, of a tool's the id that it
+answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rollout_worker.agent.errors import Fault, refusal
+from rollout_worker.chat.base import Message
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHOWN_CHARACTERS = 60
+# Of an assistant's message, what templates do not write, and nothing here reads.
+_UNREAD = ("audio", "function_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool as an assistant's message has it; arguments: text, as a rule JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message as a client wrote it. content: None where it has none; calls: an assistant's; answers: the id of the
+    call that a tool's message answers; reasoning: an assistant's, where a client sent it."""
+
+    role: str
+    content: str | None = None
+    calls: tuple[Call, ...] = ()
+    answers: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def key(self) -> list[Any]:
+        """Equal for messages that say the same."""
+        text = self.content or ""
+        if self.role == "assistant":
+            return [self.role, text.strip(), [[call.id, call.name, _same(call.arguments)] for call in self.calls]]
+        return [self.role, text, self.answers]
+
+    def message(self) -> Message:
+        """As a chat format takes it; a tool's is made by `tool_message`."""
+        message: Message = {"role": self.role, "content": self.content or ""}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message
+
+
+def chained(before: bytes, said: Said) -> bytes:
+    """The digest of a conversation, from that of all but its last message."""
+    return hashlib.blake2b(before + msgspec.json.encode(said.key), digest_size=16).digest()
+
+
+def read_messages(given: Sequence[Any]) -> list[Said]:
+    """A request's messages. Raises `ApiError`, which names all that is wrong."""
+    reader = _Reader()
+    said = [each for number, message in enumerate(given) if (each := reader.message(message, number)) is not None]
+    if not reader.faults:
+        reader.check(said)
+    if reader.faults:
+        raise refusal(reader.faults[:32])
+    return said
+
+
+@dataclass(slots=True)
+class _Reader:
+    faults: list[Fault] = field(default_factory=list)
+
+    def message(self, message: Any, number: int) -> Said | None:
+        where = f"messages[{number}]"
+        if not isinstance(message, dict):
+            self._wrong(where, f"{_short(message)} is no message; give an object with role and content")
+            return None
+        role = message.get("role")
+        if role not in _ROLES:
+            self._wrong(f"{where}.role", f"{_short(role)}; give one of {', '.join(_ROLES)}")
+            return None
+        content = self._content(message.get("content"), f"{where}.content")
+        for name in _UNREAD:
+            if message.get(name):
+                self._wrong(f"{where}.{name}", "it is not known here; leave it out")
+        if role == "assistant":
+            calls = tuple(self._calls(message.get("tool_calls"), f"{where}.tool_calls"))
+            refused = message.get("refusal")
+            content = refused if content is None and isinstance(refused, str) else content
+            reasoning = message.get("reasoning_content", message.get("reasoning"))
+            return Said(role, content, calls, reasoning=reasoning if isinstance(reasoning, str) else None)
+        if content is None:
+            self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
+        if role != "tool":
+            return Said(role, content)
+        answers = message.get("tool_call_id")
+        if not isinstance(answers, str):
+            self._wrong(f"{where}.tool_call_id", f"{_short(answers)}; give the id of the call that it answers")
+            return None
+        return Said(role, content, answers=answers)
+
+    def check(self, said: Sequence[Said]) -> None:
+        """Do tools' messages answer calls before them, and is it the policy's turn?"""
+        known: set[str] = set()
+        for number, each in enumerate(said):
+            known.update(call.id for call in each.calls)
+            if each.role == "tool" and each.answers not in known:
+                text = f"{_short(each.answers)}: no message before it has a call with this id"
+                self._wrong(f"messages[{number}].tool_call_id", text)
+        if said[-1].role == "assistant":
+            self._wrong(
+                f"messages[{len(said) - 1}].role",
+                "the last message is an assistant's, and answers are never continued; end with a user's or a tool's",
+            )
+
+    def _content(self, content: Any, where: str) -> str | None:
+        if content is None or isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            self._wrong(where, f"{_short(content)}; give text, or a list of parts")
+            return None
+        texts = []
+        for number, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            text = part.get(kind) if isinstance(part, Mapping) and kind in ("text", "refusal") else None
+            if isinstance(text, str):
+                texts.append(text)
+            else:
+                told = f"a part of type {_short(kind)}; the policy reads text alone: {{type: text, text: ...}}"
+                self._wrong(f"{where}[{number}]", told)
+        return "".join(texts)
+
+    def _calls(self, calls: Any, where: str) -> Iterator[Call]:
+        if calls is None:
+            return
+        if not isinstance(calls, list):
+            self._wrong(where, f"{_short(calls)}; give a list of calls")
+            return
+        for number, call in enumerate(calls):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            id = call.get("id") if isinstance(call, Mapping) else None
+            name, arguments = (
+                (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
+            )
+            if isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str):
+                yield Call(id, name, arguments)
+            else:
+                told = "give {id, type: function, function: {name, arguments}}, all of them text"
+                self._wrong(f"{where}[{number}]", told)
+
+    def _wrong(self, where: str, text: str) -> None:
+        self.faults.append(Fault(where, text))
+
+
+def _same(arguments: str) -> Any:
+    """Equal for texts that are the same JSON."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError, OverflowError):
+        return arguments
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

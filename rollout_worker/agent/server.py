@@ -1,0 +1,232 @@
+"""The listener that agents' clients speak to: keys, bounds, and the routes of OpenAI's API that are answered.
+
+Before the key is checked nothing of a body is read. A connection that sends no request, or sends one too slowly, is
+closed; an answer whose client has gone is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import resource
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from aiohttp import hdrs, web
+
+from protocol.config import LOOPBACK, ConfigError
+from rollout_worker.agent.errors import SERVER, ApiError, over
+from rollout_worker.agent.session import MODEL, Session
+from rollout_worker.task.agent import Endpoint
+
+logger = logging.getLogger(__name__)
+
+COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+# What a body may have besides the text of a full context, and for each token of that, as JSON may write it.
+_BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 32
+# For the first request of a connection, for a body, and between two requests.
+_HEADER_S, _BODY_S, _IDLE_S = 30.0, 60.0, 60.0
+_LINGER_S, _CLOSE_S = 1.0, 1.0
+_MOST_CONNECTIONS = 8192
+# Keys of episodes that are over are known for a while: their agents are told so.
+_MOST_REMEMBERED = 8192
+_KEY = "sk-slipstream-"
+# No client should ask again: what could help was tried here.
+_FINAL = {"x-should-retry": "false"}
+
+SESSION = web.RequestKey("session", Session)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class AgentServer:
+    """One listener for all episodes of a worker. `port` 0: any that is free. Use it as a context manager; it raises
+    `ConfigError` where it cannot listen."""
+
+    def __init__(self, host: str, port: int, max_model_len: int) -> None:
+        self._host = host
+        self._port = port
+        self._most_bytes = _BODY_BYTES + _BYTES_PER_TOKEN * max_model_len
+        self._url = ""
+        # By the open part of a key: its secret part, and the session, None of an episode that is over.
+        self._keys: dict[str, tuple[bytes, Session]] = {}
+        self._over: OrderedDict[str, bytes] = OrderedDict()
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        # Connections that have asked for nothing yet.
+        self._new: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(middlewares=[self._guard], client_max_size=self._most_bytes)
+        app.add_routes(
+            [
+                web.post(COMPLETIONS, self._complete),
+                web.get(MODELS, self._models),
+                web.get(MODELS + "/{model}", self._model),
+            ]
+        )
+        self._runner = web.AppRunner(
+            app,
+            keepalive_timeout=_IDLE_S,
+            lingering_time=_LINGER_S,
+            shutdown_timeout=_CLOSE_S,
+            handler_cancellation=True,
+            access_log=None,
+        )
+        await self._runner.setup()
+        _allow_many_files()
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._connected, self._host, self._port, backlog=1024
+            )
+        except (OSError, OverflowError) as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"worker.agent_host = {self._host}, worker.agent_port = {self._port}: the agents' endpoint cannot "
+                f"listen there ({error}); name an address of this machine, and port 0 for any that is free"
+            ) from None
+        port = self._listener.sockets[0].getsockname()[1]
+        host = await _reached_at(self._host)
+        self._url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, session in self._keys.values():
+            session.end()
+        for timer in self._new.values():
+            timer.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, session: Session) -> Endpoint:
+        """A key of its own for a session."""
+        name, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self._keys[name] = secret.encode(), session
+        return Endpoint(self._url, f"{_KEY}{name}-{secret}", MODEL, session.temperature)
+
+    def close(self, endpoint: Endpoint) -> None:
+        """The session is over: what it still asks is aborted, and its key is good no more."""
+        name = endpoint.api_key.removeprefix(_KEY).partition("-")[0]
+        secret, session = self._keys.pop(name)
+        self._over[name] = secret
+        if len(self._over) > _MOST_REMEMBERED:
+            self._over.popitem(last=False)
+        session.end()
+
+    def _connected(self) -> asyncio.BaseProtocol:
+        server = self._runner.server if self._runner is not None else None
+        assert server is not None, "it listens"
+        protocol = server()
+        full = len(server.connections) >= _MOST_CONNECTIONS
+        self._new[protocol] = asyncio.get_running_loop().call_later(0 if full else _HEADER_S, self._cut, protocol)
+        return protocol
+
+    def _cut(self, protocol: Any) -> None:
+        del self._new[protocol]
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every route wants the key of an episode; whatever goes wrong is told as OpenAI's API tells it."""
+        if (timer := self._new.pop(request.protocol, None)) is not None:
+            timer.cancel()
+        try:
+            request[SESSION] = self._session_of(request.headers.get(hdrs.AUTHORIZATION, ""))
+            return await handler(request)
+        except ApiError as error:
+            return _told(error)
+        except web.HTTPRequestEntityTooLarge:
+            text = f"the body is larger than {self._most_bytes} bytes, which is more than vllm.max_model_len takes"
+            return _told(ApiError(413, text, "too_large"))
+        except web.HTTPException as error:
+            text = f"there is no {request.method} {request.path} here; there are {COMPLETIONS} and {MODELS}"
+            return _told(ApiError(error.status, text, "unknown_url"))
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            logger.exception("a request of an agent failed unexpectedly")
+            return _told(
+                ApiError(500, "the endpoint failed unexpectedly: see the worker's log", "internal", kind=SERVER)
+            )
+
+    def _session_of(self, authorization: str) -> Session:
+        scheme, _, key = authorization.partition(" ")
+        name, _, secret = key.strip().removeprefix(_KEY).partition("-")
+        given = secret.encode("utf-8", "replace")
+        found = self._keys.get(name)
+        if found is not None and scheme.lower() == "bearer" and hmac.compare_digest(found[0], given):
+            return found[1]
+        if (expected := self._over.get(name)) is not None and hmac.compare_digest(expected, given):
+            raise over()
+        text = "this is not the key of an episode: give endpoint.api_key as the client's api_key"
+        raise ApiError(401, text, "invalid_api_key")
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(_BODY_S):
+                body = await request.read()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {_BODY_S:g} s", "timeout") from None
+        asked, completion = await request[SESSION].answer(body)
+        if not asked.stream:
+            return web.Response(body=completion.whole(), content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        await response.write(b"".join(completion.chunks(asked.usage)))
+        await response.write_eof()
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [_policy()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        if request.match_info["model"] != MODEL:
+            raise ApiError(404, f"the only model here is {MODEL!r}", "model_not_found", ["model"])
+        return _json(_policy())
+
+
+def _policy() -> dict[str, Any]:
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "slipstream"}
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = msgspec.json.encode(value)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def _told(error: ApiError) -> web.Response:
+    response = _json(error.body, error.status, _FINAL)
+    if error.status in (401, 408, 410, 413):
+        response.force_close()  # what is left of the body is not read
+    return response
+
+
+async def _reached_at(host: str) -> str:
+    """What agents call the listener; one on all addresses goes by the machine's name, if that is known."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    name = socket.gethostname()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_HEADER_S):
+            await asyncio.get_running_loop().getaddrinfo(name, None)
+        return name
+    return LOOPBACK[0]
+
+
+def _allow_many_files() -> None:
+    """Each episode may have connections of its own, at both ends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,183 @@
+"""The answers of one episode, and which of them a request goes on from.
+
+Each sampled token stands in one segment, the one that it was sampled in, and trains there. An answer is put behind the
+one that its request goes on from, if that is the last of its segment by then. If not, two requests go on from one
+answer: the second begins a segment of its own, which holds what they share as context. So does a request whose
+conversation is another, whose whole prompt is rendered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rollout_worker.agent.messages import Said, chained
+from rollout_worker.chat.base import Message, ParsedTurn
+from rollout_worker.inference.wire import Sampled
+from rollout_worker.segment import SegmentDraft
+
+# After an answer of its own, what a format can append; anything else is rendered with the whole conversation.
+_FOLLOWING = ("user", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenCall:
+    """A call of an answer: the id that the agent was given, the tool's name, and the id in the policy's notation, None
+    where it has none."""
+
+    id: str
+    name: str
+    own_id: str | None
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """One sampled turn: `draft.ids[start:end]`. before: the answer that it goes on from; shown: the messages since
+    then, as the policy saw them; message: the answer itself, likewise. claims: requests that go on from it now."""
+
+    before: Answer | None
+    shown: list[Message]
+    message: Message
+    text: str
+    calls: tuple[GivenCall, ...]
+    draft: SegmentDraft
+    start: int
+    end: int
+    claims: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Everything up to its end."""
+        return self.draft.ids[: self.end]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.draft.ids[: self.start]
+
+    @property
+    def turn_ids(self) -> list[int]:
+        return self.draft.ids[self.start : self.end]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends its segment."""
+        return self.end == len(self.draft.ids)
+
+    def line(self) -> list[Answer]:
+        """The answers before it and itself, in order."""
+        found: list[Answer] = []
+        answer: Answer | None = self
+        while answer is not None:
+            found.append(answer)
+            answer = answer.before
+        return found[::-1]
+
+    def conversation(self) -> list[Message]:
+        """As the policy saw it, with this answer."""
+        return [message for answer in self.line() for message in (*answer.shown, answer.message)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request stands: the answer that it goes on from, None if it begins anew, and the messages after that.
+    appends: a format can tell what follows; key: of the whole conversation."""
+
+    before: Answer | None
+    rest: Sequence[Said]
+    appends: bool
+    key: bytes
+
+
+@dataclass(slots=True)
+class Tree:
+    """`drafts`: the segments, in the order of their first answers; `last`: the answer that came last."""
+
+    drafts: list[SegmentDraft] = field(default_factory=list)
+    last: Answer | None = None
+    _answers: defaultdict[bytes, list[Answer]] = field(default_factory=lambda: defaultdict(list))
+
+    def place(self, tools: bytes, said: Sequence[Said]) -> Place:
+        """Where a request with these messages stands; `tools`: the digest of its tools."""
+        key, found = tools, []
+        for number, each in enumerate(said, start=1):
+            key = chained(key, each)
+            if each.role == "assistant" and key in self._answers:
+                found.append((number, key))
+        if not found:
+            return Place(None, said, False, key)
+        number, of_answer = found[-1]
+        # Of answers that say the same, one that no other goes on from.
+        before = min(self._answers[of_answer], key=lambda answer: (not answer.is_last, answer.claims))
+        rest = said[number:]
+        return Place(before, rest, all(each.role in _FOLLOWING for each in rest), key)
+
+    def append(
+        self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
+    ) -> Answer:
+        """An answer that was sampled after `before` and `suffix`."""
+        if before.is_last:
+            return self._add(before, before.draft, suffix, sampled, shown, parsed)
+        return self._begin(before, before.context, suffix, sampled, shown, parsed)
+
+    def begin(
+        self, before: Answer | None, prompt: list[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
+    ) -> Answer:
+        """An answer that was sampled after a whole prompt; `before` as in `Place`."""
+        return self._begin(before, prompt, (), sampled, shown, parsed)
+
+    def remember(self, answer: Answer, key: bytes, given: Said, calls: tuple[GivenCall, ...]) -> None:
+        """The answer as it is given out: `key` is that of the conversation before it."""
+        answer.calls = calls
+        self._answers[chained(key, given)].append(answer)
+
+    def _begin(
+        self,
+        before: Answer | None,
+        prompt: list[int],
+        suffix: Sequence[int],
+        sampled: Sampled,
+        shown: list[Message],
+        parsed: ParsedTurn,
+    ) -> Answer:
+        draft = SegmentDraft(prompt)
+        self.drafts.append(draft)
+        return self._add(before, draft, suffix, sampled, shown, parsed)
+
+    def _add(
+        self,
+        before: Answer | None,
+        draft: SegmentDraft,
+        suffix: Sequence[int],
+        sampled: Sampled,
+        shown: list[Message],
+        parsed: ParsedTurn,
+    ) -> Answer:
+        draft.add(suffix, sampled)
+        end = len(draft.ids)
+        start = end - len(sampled.token_ids)
+        self.last = Answer(before, shown, parsed.message(), parsed.text, (), draft, start, end)
+        return self.last
+
+
+def shown_to_policy(before: Answer | None, said: Sequence[Said]) -> Iterator[tuple[Said, Message]]:
+    """Messages that a request adds, with each as a chat format takes it: tools' have their names. Where the policy's
+    notation writes no ids, the results of a turn stand in the order of its calls."""
+    names = {call.id: (call.name, call.own_id) for answer in (before.line() if before else ()) for call in answer.calls}
+    for each in _in_order(before, said):
+        names |= {call.id: (call.name, call.id) for call in each.calls}
+        if each.role != "tool":
+            yield each, each.message()
+            continue
+        name, own_id = names.get(each.answers or "", ("tool", each.answers))
+        message: Message = {"role": "tool", "name": name, "content": each.content or ""}
+        yield each, message if own_id is None else {**message, "tool_call_id": own_id}
+
+
+def _in_order(before: Answer | None, said: Sequence[Said]) -> Sequence[Said]:
+    calls = before.calls if before is not None else ()
+    places = {call.id: place for place, call in enumerate(calls)}
+    results = next((number for number, each in enumerate(said) if each.role != "tool"), len(said))
+    if results < 2 or any(call.own_id is not None for call in calls):
+        return said
+    return [*sorted(said[:results], key=lambda each: places.get(each.answers or "", len(places))), *said[results:]]

@@ -1,0 +1,181 @@
+"""Episodes that are each played in an environment of their own, which may add to the row's prompt, answer the policy's
+turns and reward it.
+
+Every episode goes its own way: it waits for no other's reset, answer or reward, and holds no slot meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol import figures, reasons
+from protocol.config import ConfigError, WorkerSection
+from rollout_worker.chat.base import Message
+from rollout_worker.drivers.base import Plan, TicketFailed, outcome, prompt_ids
+from rollout_worker.episode import Episode, EpisodeRunner
+from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.markup import markup_of
+from rollout_worker.scene import Scene
+from rollout_worker.task.environment import Environments, Instance, Stage
+from rollout_worker.task.environment.observation import answered, folded, observed, rewarded
+from rollout_worker.tool_results import cut, token_counter
+from rollout_worker.troubles import Troubles
+from rollout_worker.user_code import NotCalled, UserCodeError
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class InEnvironments:
+    """See `base.Driver`. limits: the workers' time-outs and tries; counted: failures by reason."""
+
+    environments: Environments
+    episodes: EpisodeRunner
+    troubles: Troubles
+    counted: Counter[str]
+    limits: WorkerSection
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    def open(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
+        plan.reservation.give_all()
+        try:
+            stage = self.environments.stage_of(plan.row.columns)
+            columns = self.environments.reset_columns(stage, plan.row.columns)
+        except ConfigError as error:
+            detail = f"row {plan.row.number} cannot be played: {error}"
+            self.troubles.add("row", reasons.ENVIRONMENT, detail)
+            raise TicketFailed(reasons.ROW, detail, retryable=False) from None
+        siblings = Siblings()  # their prompts have much in common
+        async with asyncio.TaskGroup() as tasks:
+            runs = [
+                tasks.create_task(
+                    outcome(self._episode(plan, stage, columns, Affinity(siblings=siblings, born=plan.born)))
+                )
+                for _ in range(plan.count)
+            ]
+        return [run.result() for run in runs]
+
+    async def _episode(self, plan: Plan, stage: Stage, columns: Mapping[str, Any], affinity: Affinity) -> Episode:
+        """One episode, whose environment is kept until the group is rewarded. Raises `EpisodeFailed`."""
+        pool = self.environments.pool
+        try:
+            instance = await pool.take(stage.name)
+        except UserCodeError as error:
+            raise _failed(reasons.ENVIRONMENT, stage, "no instance can be made", error) from None
+        play = _Play(self, stage, instance)
+        try:
+            prompt = await play.reset(plan.row.columns["prompt"], columns)
+            try:
+                most = self.episodes.limits.max_model_len
+                ids = await prompt_ids(stage.chat, prompt, plan.row, most, self.troubles)
+            except TicketFailed as failure:
+                raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
+            respond = play.respond if stage.face.responds else None
+            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond)
+            episode = await self.episodes.run(scene, affinity)
+            if stage.face.rewards:
+                episode.rewards[stage.face.cls] = await play.reward()
+        except BaseException:
+            pool.give_back(instance)
+            raise
+        episode.environment = instance
+        episode.rollout.metrics |= play.seconds
+        plan.after.callback(pool.give_back, instance)
+        return episode
+
+
+@dataclass(slots=True)
+class _Play:
+    """One episode's dealings with its environment. seconds: what they took, under the names of metrics."""
+
+    driver: InEnvironments
+    stage: Stage
+    instance: Instance
+    prompt: list[Message] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    async def reset(self, prompt: Sequence[Message], columns: Mapping[str, Any]) -> list[Message]:
+        """The episode's prompt. Raises `EpisodeFailed`."""
+        timeout_s = self.driver.limits.environment_timeout_s
+        with self._at_work(figures.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
+            said = await self.instance.call("reset", observed, timeout_s, dict(columns))
+        self.prompt = folded(prompt, said)
+        return self.prompt
+
+    async def respond(self, messages: Sequence[Message]) -> list[Message] | None:
+        """See `scene.Respond`."""
+        conversation = {"messages": [*self.prompt, *messages]}
+        with self._at_work(figures.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
+            said = await self.instance.call("respond", answered, self.driver.limits.tool_timeout_s, conversation)
+        if said is None:
+            return None
+        return [{**message, "content": await self._for_policy(message["content"])} for message in said]
+
+    async def reward(self) -> float | None:
+        """What `get_reward` gives, tried again where it raises. A call that was given up may keep the environment busy
+        for a while: it is waited for. Raises `EpisodeFailed`."""
+        limits = self.driver.limits
+        with self._at_work(figures.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
+            for attempt in range(limits.reward_attempts - 1):
+                try:
+                    return await self._reward()
+                except UserCodeError as error:
+                    if isinstance(error, NotCalled) or self.instance.lost or error.kind == reasons.TIMEOUT:
+                        raise
+                    self.driver.counted[reasons.REWARD_RETRIED] += 1
+                    self.driver.troubles.add(
+                        "reward", f"get_reward {error.kind}", f"{self.stage.face.cls}.get_reward: {error}", error.where
+                    )
+                await self.driver.sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(attempt, 10)))
+            return await self._reward()
+
+    async def _reward(self) -> float | None:
+        timeout_s = self.driver.limits.reward_timeout_s
+        reward: float | None = await self.instance.call("get_reward", rewarded, timeout_s, wait_s=timeout_s)
+        return reward
+
+    async def _for_policy(self, text: str) -> str:
+        """Cut as a tool's answer is, and without special tokens: it may repeat what the policy said."""
+        tokenizer, most = self.stage.chat.tokenizer, self.driver.episodes.limits.tool_result_tokens
+        count = token_counter(tokenizer)
+        short = await cut(text, most, count)
+        broken = markup_of(tokenizer).broken(short)
+        if broken == short:
+            return short
+        detail = (
+            f"{self.stage.face.cls}.respond: an answer held the text of special tokens, such as <|im_end|>; a space "
+            f"was put into each, so that it cannot speak as another"
+        )
+        self.driver.troubles.add("environment", "special tokens", detail)
+        return await cut(broken, most, count)
+
+    @contextmanager
+    def _at_work(self, figure: str, reason: str, what: str) -> Iterator[None]:
+        """Counts the time; an environment that failed serves no other episode."""
+        started = self.driver.clock()
+        try:
+            yield
+        except UserCodeError as error:
+            self.instance.lost = self.instance.lost or not isinstance(error, NotCalled)
+            raise _failed(reason, self.stage, what, error) from None
+        finally:
+            self.seconds[figure] = self.seconds.get(figure, 0.0) + self.driver.clock() - started
+
+
+def _failed(reason: str, stage: Stage, what: str, error: UserCodeError) -> EpisodeFailed:
+    """The episode's failure, which another try may not meet."""
+    text = f"environment {stage.face.cls}: {what}: {error}"
+    if isinstance(error, NotCalled):
+        return EpisodeFailed(reasons.WORKER_STOPPED, text, retryable=True)
+    return EpisodeFailed(reason, text, True, reason, f"{what} {error.kind}", error.where)

@@ -1,0 +1,170 @@
+"""A task's agent: a program of the user's that owns its loop, and speaks to the policy as OpenAI's clients do."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.config import ConfigError
+from protocol.config.text import nearest
+from protocol.figures import is_counted
+from protocol.messages import LARGEST_FIGURE
+from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
+from rollout_worker.user_code.failures import name_of
+from rollout_worker.user_code.texts import encodable, type_name
+
+# The parameter of an agent that is ours; all others are columns.
+ENDPOINT = "endpoint"
+# The note that an agent's text is.
+TEXT = "agent_result"
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an agent finds the policy, for one episode: what `openai.AsyncOpenAI(base_url=..., api_key=...)` takes.
+
+    base_url ends in /v1; api_key is good until the episode is over; model: the name to ask for; temperature: the one
+    that the episode is sampled at, for clients that must name one.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """What an agent returned, read: `given` as plain data, for reward functions; `reward`: its own, None if it gave
+    none; `metrics` and `extra` as a `Rollout` has them."""
+
+    given: Any = None
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+class Agent:
+    """`agent(endpoint=..., **columns)`, sync or async: it gets the columns of its row that its signature names, or all
+    of them. Raises `ConfigError` for what cannot be called so."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise ConfigError(
+                f"Task(agent={function!r:.200}): it cannot be called; give a function: "
+                f"async def agent(endpoint, prompt, **columns)"
+            )
+        self.function = function
+        self.name = name_of(function)
+        try:
+            self._parameters: Mapping[str, inspect.Parameter] | None = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a builtin without a signature
+            self._parameters = None
+        if self._parameters is not None and ENDPOINT not in self._parameters and not self._takes_all:
+            raise ConfigError(
+                f"Task(agent=...): {self.name} takes no {ENDPOINT!r}, so it could not reach the policy; write it as "
+                f"async def {self.name}(endpoint, prompt, **columns), and give endpoint.base_url, endpoint.api_key and "
+                f"endpoint.model to its client"
+            )
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` if it cannot be called with the columns of `row`."""
+        if ENDPOINT in row:
+            raise ConfigError(
+                f"Task(dataset=...): the column {ENDPOINT!r} is a name that agents already get; rename it"
+            )
+        for name, parameter in (self._parameters or {}).items():
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ConfigError(
+                    f"Task(agent=...): {self.name} takes {name!r} by position alone, and agents are called by names; "
+                    f"leave out the slash in its parameters"
+                )
+            needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
+            if needed and name != ENDPOINT and name not in row:
+                columns = [str(column) for column in row]
+                close = nearest(name, columns)
+                meant = f"did you mean {close}? " if close else ""
+                raise ConfigError(
+                    f"Task(agent=...): {self.name} takes {name!r}, which is not a column of the data set; {meant}the "
+                    f"columns are: {', '.join(columns)}; it may take {ENDPOINT!r} besides"
+                )
+
+    def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that it is called with."""
+        if self._takes_all or self._parameters is None:
+            return dict(columns)
+        return {name: value for name, value in columns.items() if name in self._parameters}
+
+    @property
+    def _takes_all(self) -> bool:
+        return any(each.kind is each.VAR_KEYWORD for each in (self._parameters or {}).values())
+
+
+def read_result(value: Any) -> AgentResult:
+    """What an agent returned: None, its text, its own reward as a number, or a dict, whose `reward` is that; of its
+    other entries, numbers are metrics, and texts are notes for a reader. Called behind the boundary around user code.
+    Raises `TypeError` and `ValueError`, which say what was returned."""
+    if value is None:
+        return AgentResult()
+    if isinstance(value, str):
+        text = _text(value)
+        return AgentResult(encodable(value), extra={TEXT: text})
+    if isinstance(value, Mapping):
+        return _read_mapping(value)
+    number = _number(value)
+    if number is None:
+        raise TypeError(
+            f"the agent returned a {type_name(value)}; return nothing, its text, a number that is its reward, or a "
+            f"dict of numbers and texts"
+        )
+    return AgentResult(number, reward=_figure("its reward", number))
+
+
+def _read_mapping(value: Mapping[Any, Any]) -> AgentResult:
+    given: dict[str, Any] = {}
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    extra: dict[str, str] = {}
+    for key, entry in value.items():
+        name = encodable(str(key)[:NAME_CHARACTERS])
+        number = _number(entry)
+        if entry is None:
+            given[name] = None
+        elif isinstance(entry, str):
+            given[name], extra[name] = encodable(entry), _text(entry)
+        elif number is None:
+            raise TypeError(f"the agent returned {name!r}: a {type_name(entry)}; give numbers and texts")
+        elif name == "reward":
+            given[name] = reward = _figure("its reward", number)
+        elif is_counted(name):
+            raise ValueError(f"the agent returned {name!r}, which is a figure of Slipstream's own; choose another name")
+        else:
+            given[name] = metrics[name] = _figure(repr(name), number)
+    if len(metrics) > MOST_METRICS or len(extra) > MOST_COLUMNS:
+        raise ValueError(
+            f"the agent returned {len(metrics)} numbers and {len(extra)} texts; at most {MOST_METRICS} and "
+            f"{MOST_COLUMNS} are kept"
+        )
+    return AgentResult(given, reward, metrics, extra)
+
+
+def _number(value: Any) -> float | None:
+    """A number, also numpy's or a tensor's; None of what is none."""
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return None
+    return float(value)
+
+
+def _figure(what: str, number: float) -> float:
+    if not math.isfinite(number) or abs(number) > LARGEST_FIGURE:
+        raise ValueError(f"the agent returned {what} as {number}; give a finite number below {LARGEST_FIGURE:g}")
+    return number
+
+
+def _text(value: str) -> str:
+    return encodable(value if len(value) <= TEXT_CHARACTERS else f"{value[: TEXT_CHARACTERS - 3]}...")

@@ -1,0 +1,228 @@
+"""Environments of the library `verifiers` (Prime Intellect, version 0.4) as tasks.
+
+Such an environment brings its rows, the program that plays an episode, and its rewards. The program is left as it is:
+its requests go to the endpoint of its episode, so its tokens are recorded as those of any agent (docs/agents.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from protocol.config import ConfigError
+from protocol.figures import is_counted
+from rollout_worker.task.agent import Endpoint
+from rollout_worker.task.rewards.notes import MOST_METRICS
+from rollout_worker.task.task import Task
+
+__all__ = ["verifiers_task"]
+
+# The column with a task's place in the library's task set.
+NUMBER = "verifiers_task"
+# Servers that an environment's episodes share are up in this time, or the episodes fail.
+START_S = 300.0
+# No such variable is set: an endpoint's key never stands in the process's environment.
+_NO_KEY = "SLIPSTREAM_HAS_NO_KEY_HERE"
+# The endpoint's code for a request beyond the run's limits.
+_AT_A_LIMIT = "context_length_exceeded"
+
+_endpoint: ContextVar[Endpoint] = ContextVar("endpoint")
+
+
+def verifiers_task(environment: Any, *, select: Mapping[str, Any] | None = None, **fields: Any) -> Task:
+    """A task of an environment of `verifiers`.
+
+    environment: the id of a task set, such as "gsm8k-v1", with `fields` as the `[env]` block of the library's run files
+    has them: taskset={...}, agent={"harness": {...}, "runtime": {...}}, id=...; or an `EnvConfig`. select: which tasks,
+    as the library's `SelectConfig`: {"limit": 1000, "shuffle": True}. The reward is the sum of the environment's
+    rewards; each of them, and its metrics, are figures of the run. Raises `ConfigError`.
+    """
+    vf = _library()
+    if fields and not isinstance(environment, str):
+        raise ConfigError(
+            f"verifiers_task(..., {', '.join(fields)}): fields go with a task set's id; an EnvConfig has its own"
+        )
+    if isinstance(environment, str):
+        environment = {**fields, "taskset": {**fields.get("taskset", {}), "id": environment}}
+    try:
+        config = vf.resolve_env_config(environment)
+        selection = vf.SelectConfig(**(select or {}))
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        raise ConfigError(f"verifiers_task({environment!r:.300}): {error}") from error
+    seat = _trained_seat(config)
+    player = _Player(_locally_run(config), seat, selection)
+    return Task(dataset=player.rows, agent=player.play)
+
+
+class _Player:
+    """Plays episodes of the environment that `config` describes; the policy has the seat `seat`."""
+
+    def __init__(self, config: Any, seat: str, selection: Any) -> None:
+        self._config = config
+        self._seat = seat
+        self._selection = selection
+        self._tasks: list[Any] | None = None
+        # An environment's servers and locks belong to one event loop, and user code may come to have several.
+        self._served: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
+        self._ready: dict[asyncio.AbstractEventLoop, asyncio.Future[Any]] = {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each of the library's tasks, which are kept beside."""
+        vf = _library()
+        view = vf.load_taskset(self._config.taskset).select(self._selection)
+        if not view.bounded:
+            raise ConfigError(
+                f"the task set {self._config.taskset.id!r} has no end; say how many tasks are to be drawn from: "
+                f"verifiers_task(..., select={{'limit': 1000}})"
+            )
+        self._tasks = list(view)
+        if not self._tasks:
+            raise ConfigError(f"the task set {self._config.taskset.id!r} gave no task; select={self._selection!r}")
+        return [{"prompt": _prompt(task.data), NUMBER: place} for place, task in enumerate(self._tasks)]
+
+    async def play(self, endpoint: Endpoint, verifiers_task: int) -> dict[str, Any]:
+        """One episode, and what the environment says of it."""
+        if self._tasks is None:
+            await asyncio.to_thread(self.rows)
+        assert self._tasks is not None
+        vf = _library()
+        environment = await self._environment()
+        _endpoint.set(endpoint)
+        client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=_NO_KEY)
+        context = vf.ModelContext(model=endpoint.model, client=client)
+        return _outcome(await environment.run_episode(self._tasks[verifiers_task], context), self._seat)
+
+    async def _environment(self) -> Any:
+        """The environment as it is served on this event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._served or self._served[loop].done():
+            self._ready[loop] = loop.create_future()
+            self._served[loop] = loop.create_task(self._serve(self._ready[loop]))
+        return await asyncio.shield(self._ready[loop])
+
+    async def _serve(self, ready: asyncio.Future[Any]) -> None:
+        """Until the event loop's end cancels it."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(START_S):
+                    environment = await asyncio.to_thread(_library().load_environment, self._config)
+                    await stack.enter_async_context(environment.serving())
+            except BaseException as error:
+                if not ready.cancelled():
+                    ready.set_exception(RuntimeError(f"the environment could not be started: {_told(error)}"))
+                raise
+            environment._interception = clients = _OwnClients(environment._interception)
+            stack.push_async_callback(clients.close)
+            ready.set_result(environment)
+            await asyncio.Event().wait()
+
+
+class _OwnClients:
+    """The library's interception, with a client for each episode that runs, which knows its key. The library has one
+    client for each endpoint and variable, for as long as it lives, and takes the key from the process's environment."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
+        self._idle: list[Any] = []
+
+    @asynccontextmanager
+    async def acquire(self, session: Any) -> AsyncIterator[Any]:
+        config = session.ctx.client
+        if config.api_key_var != _NO_KEY:  # an agent with a model of its own
+            async with self._shared.acquire(session) as slot:
+                yield slot
+            return
+        # A new one costs 20 ms, for its TLS context.
+        client = self._idle.pop() if self._idle else _library().resolve_client(config)
+        client.base_url, client.api_key = config.base_url, _endpoint.get().api_key
+        try:
+            async with self._shared.acquire(session) as slot:
+                session.client = client
+                yield slot
+        finally:
+            self._idle.append(client)
+
+    async def close(self) -> None:
+        while self._idle:
+            await self._idle.pop().close()
+
+
+def _outcome(episode: Any, seat: str) -> dict[str, Any]:
+    """Reward, its components, metrics and the reason of the end. Raises `RuntimeError` for an episode that failed; one
+    whose program died of a limit of the run, which the library does not score, is worth nothing."""
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+        if errors and _AT_A_LIMIT in errors[-1].message:
+            return {"stop_condition": _AT_A_LIMIT, "reward": 0.0}
+        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it was not completed"
+        raise RuntimeError(f"verifiers: {told}")
+    traces = [trace for trace in episode.traces if trace.agent.name == seat]
+    if len(traces) != 1:
+        raise RuntimeError(
+            f"the environment {episode.env.id!r} ran its agent {seat!r} {len(traces)} times in one episode, each with "
+            f"a reward of its own; environments that run it once can be trained"
+        )
+    (trace,) = traces
+    components = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    figures = {**components, **{name: value for name, value in trace.metrics.items() if value is not None}}
+    shown = dict(list(figures.items())[:MOST_METRICS])
+    named = {f"verifiers/{name}" if name == "reward" or is_counted(name) else name: shown[name] for name in shown}
+    return {**named, "stop_condition": trace.stop_condition or "", "reward": trace.reward}
+
+
+def _trained_seat(config: Any) -> str:
+    """The name of the one agent that the policy plays."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    seats = [name for name, spec in agent_config_fields(config).items() if spec.client is None]
+    if len(seats) != 1:
+        raise ConfigError(
+            f"the environment {config.env_id!r} has {len(seats)} agents that the policy would play"
+            f"{': ' if seats else ''}{', '.join(seats)}; one can be trained: give each other agent a model and a "
+            f"client of its own, as judge={{'model': ..., 'client': {{'type': 'eval', 'base_url': ...}}}}"
+        )
+    return str(seats[0])
+
+
+def _locally_run(config: Any) -> Any:
+    """With a runtime for each agent that names none: the library's own is a remote sandbox, which wants an account. A
+    program that runs no code of the policy's may run beside the worker."""
+    vf = _library()
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    chosen: dict[str, Any] = {}
+    for name, spec in agent_config_fields(config).items():
+        if "runtime" in spec.model_fields_set:
+            continue
+        harness = vf.load_harness(spec.harness or vf.default_agent_harness(config.taskset.id))
+        if harness.EXECUTES_CODE or harness.NEEDS_CONTAINER:
+            raise ConfigError(
+                f"the agent {name!r} of the environment {config.env_id!r} runs the harness {harness.config.id!r}, "
+                f"which executes what the policy writes; say where: {name}={{'runtime': {{'type': 'docker'}}}}, or "
+                f"choose one that only talks: {name}={{'harness': {{'id': 'null'}}}}"
+            )
+        chosen[name] = spec.model_copy(update={"runtime": vf.SubprocessConfig()})
+    return config.model_copy(update=chosen)
+
+
+def _prompt(data: Any) -> list[dict[str, Any]]:
+    """What a reader and reward functions see as the prompt; the library renders its own."""
+    system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+    return [*system, {"role": "user", "content": data.prompt_text or "(the environment opens the conversation)"}]
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _library() -> Any:
+    try:
+        import verifiers.v1
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"verifiers_task needs the library verifiers, version 0.4 ({error}); install slipstream-rl[verifiers]"
+        ) from error
+    return verifiers.v1

@@ -1,0 +1,132 @@
+"""What holds for every example that builds its own policy: run file, demonstrations, tokenizer, warm start."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from protocol.config import load as load_config
+from rollout_worker.chat import build_chat_format
+from rollout_worker.task.task import load_task
+from rollout_worker.task.tools import ToolBox
+from tests.examples.conftest import EXAMPLES, modules_of
+
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/build_model.py"))
+
+
+class Opened(NamedTuple):
+    """tokenizer: as the example builds it; folder: a model of the example, not trained."""
+
+    name: str
+    recipe: Any
+    tokenizer: Any
+    model: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    with modules_of(request.param) as load:
+        recipe = load("build_model").RECIPE
+        policy = load("tiny_policy.policy")
+        tokenizer, model = policy.build_tokenizer(recipe, seed=0), policy.build_model(recipe, seed=0)
+        folder = tmp_path_factory.mktemp(request.param)
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        yield Opened(request.param, recipe, tokenizer, model, folder)
+
+
+def test_the_run_file_is_printed_whole(example: Opened) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "config", str(EXAMPLES / example.name / "run.toml")]
+    done = subprocess.run([*command, "--model.path", str(example.folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "[learner]" in done.stdout
+
+
+def test_every_token_has_an_id_that_the_model_knows(example: Opened) -> None:
+    assert len(example.tokenizer) <= example.recipe.vocabulary
+
+
+def test_f18_demonstrations_are_tokenised_as_the_worker_appends_them(example: Opened) -> None:
+    """The prompt, each turn as the policy would sample it, and what follows it, by the worker's own chat format."""
+    from tiny_policy.policy import encode
+
+    config = load_config(EXAMPLES / example.name / "run.toml", ["--model.path", str(example.folder)])
+    schemas = ToolBox(load_task(config.task).tools).schemas
+    assert schemas == example.recipe.schemas
+    chat = build_chat_format(config, schemas)
+    rng = random.Random(1)
+    for _ in range(20):
+        demo = example.recipe.mixed(rng)
+        ids = encode(demo, example.tokenizer, schemas).ids
+        appended = asyncio.run(_appended(chat, demo, ids))
+        assert appended == ids
+
+
+async def _appended(chat: Any, demo: Any, ids: list[int]) -> list[int]:
+    """As an episode's segment grows, where its turns are those of the demonstration."""
+    grown = await chat.prompt_ids(demo.prompt)
+    turns = list(demo.turns)
+    while turns:
+        said = turns.pop(0)
+        assert ids[: len(grown)] == grown
+        turn = ids[len(grown) : ids.index(chat.tokenizer.eos_token_id, len(grown)) + 1]
+        assert chat.parse(grown, turn).message().get("tool_calls") == said.get("tool_calls")
+        answers = []
+        while turns and turns[0]["role"] == "tool":
+            answers.append(turns.pop(0))
+        grown += turn + (await chat.suffix_ids(grown, turn, answers) if answers else [])
+    return grown
+
+
+def test_only_what_the_policy_writes_is_taught(example: Opened) -> None:
+    from tiny_policy.policy import encode
+
+    rng = random.Random(3)
+    for _ in range(50):
+        demo = example.recipe.mixed(rng)
+        ids, written = encode(demo, example.tokenizer, example.recipe.schemas)
+        taught = [token for token, is_taught in zip(ids, written, strict=True) if is_taught]
+        turns = sum(turn["role"] == "assistant" for turn in demo.turns)
+        assert taught.count(example.tokenizer.eos_token_id) == turns - demo.given
+
+
+def test_the_loss_over_shared_prefixes_is_that_of_whole_conversations(example: Opened) -> None:
+    import torch
+    from tiny_policy.policy import encode
+    from tiny_policy.warm_start import token_losses
+
+    rng = random.Random(2)
+    drawn = [encode(example.recipe.mixed(rng), example.tokenizer, example.recipe.schemas) for _ in range(4)]
+    losses, written = token_losses(example.model, drawn)
+    for row, (ids, taught) in enumerate(drawn):
+        logprobs = torch.log_softmax(example.model(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
+        nll = -logprobs.gather(1, torch.tensor(ids)[1:, None])[:, 0][torch.tensor(taught[1:])]
+        torch.testing.assert_close(losses[row][written[row]], nll, atol=1e-5, rtol=1e-5)
+
+
+def test_correct_demonstrations_earn_everything_and_flawed_ones_nothing(example: Opened) -> None:
+    """By the task's own reward, and the answers of its own rows."""
+    config = load_config(EXAMPLES / example.name / "run.toml", ["--model.path", str(example.folder)])
+    task = load_task(config.task)
+    answers = {row["prompt"][0]["content"]: row["answer"] for _, row in task.rows.sample(4096)}
+
+    def rewards(draw: Any) -> list[float]:
+        rng = random.Random(0)
+        drawn = [demo for demo in (draw(rng) for _ in range(4000)) if demo.prompt[0]["content"] in answers][:300]
+        asked = [answers[demo.prompt[0]["content"]] for demo in drawn]
+        return task.rewards[0]([demo.turns for demo in drawn], answer=asked)
+
+    assert set(rewards(example.recipe.correct)) == {1.0}
+    mixed = rewards(example.recipe.mixed)
+    assert set(mixed) == {0.0, 1.0}
+    flawed = sys.modules["demonstrations"].FLAWED_SHARE
+    deviation = (flawed * (1 - flawed) / len(mixed)) ** 0.5
+    assert 1 - sum(mixed) / len(mixed) == pytest.approx(flawed, abs=4 * deviation)

@@ -6,7 +6,10 @@ Every way runs in a process of its own, all of them once a round, in turning ord
 CPU seconds are those of the way's process, all threads. `cpu_us_per_token`: sampled tokens. `lag_p99_ms`: CPU
 milliseconds that the loop's thread spent between two moments at which a waiting task could run, 99th percentile;
 `lag_wall_p99_ms` the same on the clock, which counts what else runs on the machine. TRL's loop has no lag figure: it
-runs user code and rendering on its loop. `chat_us_per_turn`: suffix and parse of one turn, by renderer and template.
+runs user code and rendering on its loop. `judge_overhead`: with resets and judges of 2 s each, 128 episodes and as many
+slots, the share of the time above what they take without and 4 s; `judge_overhead_more`: with five times as many
+episodes, or `--groups`, which have to open as slots fall idle. `chat_us_per_turn`: suffix and parse of one turn, by
+renderer and template.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ def compare(url: str, model: str, rounds: int, groups: int, turns: int) -> dict[
     if "trl" in result:
         for figure in ("cpu_ms_per_episode", "cpu_us_per_token", "wall_ms_per_episode"):
             result[f"{figure}_trl_ratio"] = round(result["ours"][figure] / result["trl"][figure], 3)
+    result |= result.pop("waiting")
     result["chat_us_per_turn"] = asyncio.run(chat_us_per_turn())
     result["turns"] = turns
     return result

@@ -7,15 +7,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import uvloop
 
-from protocol.config import ConfigError
+from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.proof import prove
+from rollout_worker.drivers import Conversations, Plan
+from rollout_worker.drivers.base import outcome, prompt_ids
+from rollout_worker.episode import Episode
 from rollout_worker.inference.client import InferenceClient
+from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.scene import Scene
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode
@@ -26,6 +33,8 @@ from tests.kit.worker import multiply, row, task
 WARM_UP_GROUPS = 8
 GROUP_SIZE = 8
 IN_FLIGHT = 256
+WAITING_SLOTS = 128
+WAITS_S = 2.0  # of a reset, and of a judge
 ROWS = [row(a, a + 7) for a in range(100, 1000)]
 
 TURNS = 200
@@ -49,8 +58,8 @@ def ours_1000(url: str, model: str, groups: int, turns: int) -> dict[str, float]
     return ours(url, model, max(groups, 250), turns, episodes=1000)
 
 
-async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) -> dict[str, float]:
-    run_config = config(
+def _config(model: str, turns: int, episodes: int) -> RunConfig:
+    return config(
         WORKER,
         model={"path": model},
         chat={"format": "template"},
@@ -58,6 +67,10 @@ async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) ->
         worker={"request_timeout_s": 60.0, "episodes": episodes},
         vllm={"max_num_seqs": 1024, "max_model_len": 4096},
     )
+
+
+async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) -> dict[str, float]:
+    run_config = _config(model, turns, episodes)
     the_task = task(dataset=ROWS, rewards=[_accuracy])
     async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
         tools = ToolBox(the_task.tools, run_config.worker.tool_timeout_s, code)
@@ -76,6 +89,74 @@ async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) ->
     if any(rollout.reward != 1.0 or rollout.turns != turns for rollout in rollouts):
         raise RuntimeError(f"episodes did not run as scripted: {stand_in.failures or rollouts[0]}")
     return {**_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s), **probe.figures()}
+
+
+def waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
+    """Our worker with 128 slots and resets and judges of 2 s: the share of its time above what it takes without them
+    and 4 s; for as many episodes as slots, and for so many that they have to take turns."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_waiting(url, model, max(groups, 5 * WAITING_SLOTS // GROUP_SIZE), turns))
+
+
+async def _waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
+    run_config = _config(model, turns, WAITING_SLOTS)
+    seconds: dict[tuple[str, float], float] = {}
+    async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
+        tools = ToolBox([multiply], run_config.worker.tool_timeout_s, code)
+        chat = build_chat_format(run_config, tools.schemas)
+        for name, count in (("warm", 1), ("slots", WAITING_SLOTS // GROUP_SIZE), ("more", groups)):
+            for waits_s in (0.0, WAITS_S):
+                stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
+                the_task = task(dataset=ROWS, rewards=[_judge_of(waits_s)])
+                worker = Worker(run_config, the_task, stand_in, "bench", chat, tools, client, code)
+                driver = worker._groups.driver
+                assert isinstance(driver, Conversations)
+                worker._groups = replace(worker._groups, driver=_Reset(driver, waits_s))
+                began = time.perf_counter()
+                await worker.run(asyncio.Event())
+                seconds[name, waits_s] = time.perf_counter() - began
+                if len(stand_in.groups) != count:
+                    raise RuntimeError(f"groups failed: {stand_in.failures}")
+    return {
+        "judge_overhead": _above(seconds["slots", WAITS_S], seconds["slots", 0.0] + 2 * WAITS_S),
+        "judge_overhead_more": _above(seconds["more", WAITS_S], seconds["more", 0.0] + 2 * WAITS_S),
+        "more_episodes": groups * GROUP_SIZE,
+        **{f"{name}_s": seconds[name, WAITS_S] for name in ("slots", "more")},
+    }
+
+
+def _above(took_s: float, possible_s: float) -> float:
+    return (took_s - possible_s) / took_s
+
+
+def _judge_of(seconds: float) -> Callable[..., Any]:
+    async def judge(completions: list[Any], answer: list[int], **columns: Any) -> list[float]:
+        if seconds:
+            await asyncio.sleep(seconds)
+        return _accuracy(completions, answer, **columns)
+
+    return judge
+
+
+@dataclass(frozen=True, slots=True)
+class _Reset:
+    """A driver whose episodes wait before their first turn, as for an environment's reset."""
+
+    inner: Conversations
+    reset_s: float
+
+    async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
+        plan.reservation.give_all()
+        chat, prompt = self.inner.chat, plan.row.columns["prompt"]
+        ids = await prompt_ids(chat, prompt, plan.row, self.inner.episodes.limits.max_model_len, self.inner.troubles)
+        scene, siblings = Scene(prompt, ids, chat, self.inner.tools), Siblings()
+
+        async def episode() -> Episode:
+            if self.reset_s:
+                await asyncio.sleep(self.reset_s)
+            return await self.inner.episodes.run(scene, Affinity(siblings=siblings, born=plan.born))
+
+        return list(await asyncio.gather(*(outcome(episode()) for _ in range(plan.count))))
 
 
 def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
@@ -139,7 +220,12 @@ class _Made:
         return 0
 
 
-WAYS: dict[str, Callable[[str, str, int, int], dict[str, float]]] = {"ours": ours, "ours_1000": ours_1000, "trl": trl}
+WAYS: dict[str, Callable[[str, str, int, int], dict[str, float]]] = {
+    "ours": ours,
+    "ours_1000": ours_1000,
+    "waiting": waiting,
+    "trl": trl,
+}
 
 
 class LagProbe:

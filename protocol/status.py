@@ -60,8 +60,9 @@ class LearnerStatus(msgspec.Struct):
 
 class WorkerStatus(msgspec.Struct):
     """`wait_share`: part of its slots that was idle because there were no tickets, since its start; `full_share`:
-    because no more episodes were to be open; the episodes' fields are those of `WorkerReport`; `hung_calls`: calls of user code that were given up and have not come back; `waiting_for_servers`: episodes that wait for a vLLM
-    server that may be asked."""
+    because no more episodes were to be open. The episodes' fields are those of `WorkerReport`; `hung_calls`: calls of
+    user code that were given up and have not come back; `waiting_for_servers`: episodes that wait for a vLLM server
+    that may be asked."""
 
     worker_id: str
     host: str

@@ -119,9 +119,16 @@ class Capacity:
         self._note()
         return self._full_s
 
-    def at(self, place: Place) -> int:
-        """Episodes that are there now."""
-        return self._at[place]
+    def figures(self) -> dict[str, float]:
+        """Where the episodes are now, and what was idle: fields of `WorkerReport`."""
+        return {
+            "episodes_in_flight": self.open,
+            "episodes_generating": self.generating,
+            "episodes_waiting": self.waiting,
+            **{f"episodes_in_{place}": count for place, count in self._at.items()},
+            "waited_s": self.waited_s,
+            "full_s": self.full_s,
+        }
 
     def room(self, group_size: int) -> int:
         """Groups of so many episodes that may begin now; one of more than may be open begins when it is alone."""

@@ -96,7 +96,7 @@ def config(
         print(f"slipstream: warning: {fault}", file=sys.stderr)
 
 
-@app.command(**reading("run", "queue", "rollout.group_size", "learner.groups_per_step"))
+@app.command(**reading("run", "queue", "rollout.group_size", "learner.groups_per_step", "eval.share"))
 def queue(context: typer.Context, run_file: RunFilePath) -> None:
     """Run the rollout queue."""
     from rollout_queue.service import serve
@@ -104,7 +104,7 @@ def queue(context: typer.Context, run_file: RunFilePath) -> None:
     serve(load(run_file, context.args))
 
 
-@app.command(**reading("task", "worker", "rollout", "chat", *MODEL, "vllm.max_model_len", "run.seed", *QUEUE))
+@app.command(**reading("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len", "run.seed", *QUEUE))
 def worker(
     context: typer.Context,
     run_file: RunFilePath,
@@ -121,7 +121,7 @@ def worker(
 
 @app.command(
     **reading(
-        *("run", "model", "task", "learner", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
+        *("run", "model", "task", "learner", "eval", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
         *("rollout.temperature", "rollout.mask_truncated", "rollout.accept_sampler_mismatch"),
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.objectives import OBJECTIVES
 from learner.feed.rollout_metrics import RolloutMetrics
 from protocol.config import LearnerSection
+from protocol.evaluations import Evaluation, figures
 from protocol.figures import WHY_FAILED
 from tests.kit import group
 from tests.kit.learner import tokens
@@ -31,8 +33,11 @@ def made() -> set[str]:
         counts = ("calls", "failures", "coerced", *(f"failures/{reason}" for reason in WHY_FAILED))
         rollout.metrics = {f"tools/multiply/{count}": 1.0 for count in counts}
     metrics.add(with_tools)
+    evaluation = Evaluation(5, 5, 4, rows=2, reward=0.5, reward_std=0.1, rewards={"accuracy": 0.5}, best=1.0)
+    whole = msgspec.structs.replace(evaluation, mean_length=3.0, clipped=0.0, versions=(5, 6))
+    evaluated = {*figures(whole), *figures(msgspec.structs.replace(whole, passes=True))}
     of_the_task = {"wild"}
-    return (set(step_record(1, 0.5).flat()) | set(metrics.ours())) - of_the_task
+    return (set(step_record(1, 0.5).flat()) | set(metrics.ours()) | evaluated) - of_the_task
 
 
 def of_algorithms() -> set[str]:
@@ -55,4 +60,5 @@ def of_algorithms() -> set[str]:
 def test_a_metric_is_on_the_page(name: str) -> None:
     general = re.sub(r"(?<=tools/)multiply|(?<=rewards/)accuracy|(?<=finish/)\w+|(?<=failures/)\w+", "<name>", name)
     general = re.sub("(?<=finish/)<name>|(?<=failures/)<name>", "<reason>", general)
+    general = re.sub(r"@\d+", "@<k>", general)
     assert {general, general.rpartition("/")[2]} & NAMED, f"{general} is not in docs/metrics.md"

@@ -22,7 +22,7 @@ import struct
 import sys
 
 # What a program may import besides what is loaded anyway: loaded beforehand, as it can open no file.
-for _module in "collections datetime decimal fractions itertools math re statistics string textwrap".split():  # noqa: SIM905
+for _module in ("collections", "datetime", "decimal", "fractions", "itertools", "math", "re", "statistics", "string"):
     importlib.import_module(_module)
 
 MOST_CPU_SECONDS = 1

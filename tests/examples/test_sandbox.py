@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -186,3 +187,11 @@ def test_a_program_that_cannot_be_sealed_is_not_run(load: Load, tmp_path: Path) 
     code = "from sandbox import Sandbox; Sandbox(1).run(\"open('/tmp/x', 'w')\")"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
     assert "the sandbox cannot seal a process: KeyError" in done.stderr
+
+
+def test_the_helper_ends_with_the_process_that_started_it(load: Load) -> None:
+    lines = ["import os, sandbox", "s = sandbox.Sandbox(1)", "s.run('1')", "print(s._idle.queue[0].pid, flush=True)"]
+    code = "\n".join([*lines, "os.kill(os.getpid(), 9)"])
+    done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES / NAME, capture_output=True, text=True, timeout=60)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(60)

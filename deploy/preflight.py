@@ -7,7 +7,7 @@ import logging
 from deploy import epochs, extras, kv_cache, model_check, run_directory, server_check
 from deploy.ports import check_port
 from deploy.vllm_server import on_cpu
-from protocol.config import RunConfig
+from protocol.config import ConfigError, RunConfig
 
 
 def check(config: RunConfig, resume: bool) -> int | None:
@@ -33,8 +33,13 @@ def check(config: RunConfig, resume: bool) -> int | None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     # The task first: it is what people write themselves.
     task = load_task(config.task)
-    build_rewards(config, task.rewards, task.reward_weights)
+    build_rewards(config, task.rewards, task.reward_weights, own=task.own_rewards)
     rows = task.rows.size
+    if task.has_no_data and config.learner.epochs is not None:
+        raise ConfigError(
+            f"learner.epochs = {config.learner.epochs:g}: the task has no data set, as its environment says what there "
+            f"is to do, so there is nothing to count; give learner.steps instead (TRL's max_steps)"
+        )
     if warning := check_evaluation(config, task.eval_dataset):
         task_check.warn(warning)
     epochs.in_steps(config, rows)

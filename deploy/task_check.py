@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from deploy import environment_check
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.task.columns import check_rows
+from rollout_worker.task.environment import open_environments
 from rollout_worker.task.evaluation import count_eval_rows, named_eval
 from rollout_worker.task.rewards.classifier import ClassifierReward
 from rollout_worker.task.task import Task
@@ -47,14 +51,16 @@ def check(config: RunConfig, task: Task) -> None:
     if rows.size is None and config.task.shuffle:
         warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
     asyncio.run(_ask_reward_servers(config, task))
-    chat = build_chat_format(config, asyncio.run(_schemas(config, task)))
+    formats = asyncio.run(_formats(config, task))
+    for fault in formats.faults:
+        warn(fault)
     (_, first), *others = [(number, row) for number, row in rows.sample(SAMPLE) if number not in found.unusable]
     _check_system_prompt(config, first)
-    lengths = [_first(config, chat, first)]
+    lengths = [_first(config, formats.of(first), first), *formats.lengths]
     refused: dict[int, str] = {}
     for number, row in others:
         try:
-            lengths.append(_tokens(chat, row))
+            lengths.append(_tokens(formats.of(row), row))
         except Exception as error:  # the data set is the user's
             refused[number] = (str(error).strip() or type(error).__name__).splitlines()[0]
     if refused:
@@ -105,12 +111,29 @@ async def _ask_reward_servers(config: RunConfig, task: Task) -> None:
             await ClassifierReward(name, config.task.reward_servers).ask(messages)
 
 
-async def _schemas(config: RunConfig, task: Task) -> list[dict[str, Any]]:
-    """The schemas of the task's tools, as a worker will have them. Raises `ConfigError`, with what an MCP server wrote
-    to stderr where one gives no tools."""
+@dataclass(frozen=True, slots=True)
+class _Formats:
+    """of: the chat format that a row's prompt is rendered by; lengths: of prompts that environments gave; faults: what
+    went wrong with others."""
+
+    of: Callable[[Any], ChatFormat]
+    lengths: list[int] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+async def _formats(config: RunConfig, task: Task) -> _Formats:
+    """With the task's tools and environments as a worker will have them. Raises `ConfigError`, with what an MCP server
+    wrote to stderr where one gives no tools."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
-            async with UserCode() as code, open_tools(config, task.tools, task.mcp_servers, code, errors) as tools:
+            async with (
+                UserCode() as code,
+                open_tools(config, task.tools, task.mcp_servers, code, errors) as tools,
+                open_environments(config, task, tools, code, partial(build_chat_format, config)) as environments,
+            ):
+                if environments is not None:
+                    found = await environment_check.look(config, task, environments)
+                    return _Formats(lambda row: environments.stage_of(row).chat, *found)
                 schemas: list[dict[str, Any]] = tools.schemas
         except ConfigError as error:
             errors.seek(0)
@@ -122,7 +145,8 @@ async def _schemas(config: RunConfig, task: Task) -> list[dict[str, Any]]:
             f"task.mcp_servers = {config.task.mcp_servers}: the prompts are text, and tools need a conversation; make "
             f"each prompt a list of messages: [{{'role': 'user', 'content': ...}}]"
         )
-    return schemas
+    chat = build_chat_format(config, schemas)
+    return _Formats(lambda row: chat)
 
 
 def _check_system_prompt(config: RunConfig, row: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from protocol.config import ConfigError
@@ -12,11 +13,21 @@ from rollout_worker import user_code
 from rollout_worker.agent.errors import ApiError
 from rollout_worker.agent.schemas import digest
 from rollout_worker.chat.base import ChatFormat
+from rollout_worker.chat.proof_of_answers import prove_answers
 
 # Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
 MOST_KEPT = 64
 
 Build = Callable[[Sequence[dict[str, Any]]], ChatFormat]
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A chat format for one set of tools. appends_users: what it would append after a turn that a user's message
+    follows is what it would write in a whole conversation, as far as it knows it."""
+
+    chat: ChatFormat
+    appends_users: bool
 
 
 class ChatFormats:
@@ -27,12 +38,10 @@ class ChatFormats:
         self._build = build
         self._one_at_a_time = asyncio.Lock()
         # What could not be built is kept too: the text says why.
-        self._kept: OrderedDict[bytes, ChatFormat | str] = OrderedDict()
+        self._kept: OrderedDict[bytes, Proven | str] = OrderedDict()
 
-    async def of(self, tools: Sequence[dict[str, Any]], key: bytes | None = None) -> ChatFormat:
+    async def of(self, tools: Sequence[dict[str, Any]], key: bytes | None = None) -> Proven:
         """The format for these tools; `key`: their digest. Raises `ApiError` where the model cannot be shown them."""
-        if not tools:
-            return self._plain
         key = key or digest(tools)
         found = self._kept.get(key)
         if found is None:
@@ -48,9 +57,10 @@ class ChatFormats:
             raise ApiError(400, f"tools: the model cannot be shown these: {found}", "invalid_tools", ["tools"])
         return found
 
-    def _built(self, tools: Sequence[dict[str, Any]]) -> ChatFormat | str:
+    def _built(self, tools: Sequence[dict[str, Any]]) -> Proven | str:
         try:
-            return self._build(tools)
+            chat = self._build(tools) if tools else self._plain
+            return Proven(chat, asyncio.run(prove_answers(chat)).appended is not False)
         except ConfigError as error:
             return str(error)
         except Exception as error:  # of many types: schemas are the agent's, and templates meet them

@@ -17,9 +17,6 @@ from rollout_worker.chat.base import Message, ParsedTurn
 from rollout_worker.inference.wire import Sampled
 from rollout_worker.segment import SegmentDraft
 
-# After an answer of its own, what a format can append; anything else is rendered with the whole conversation.
-_FOLLOWING = ("user", "tool")
-
 
 @dataclass(frozen=True, slots=True)
 class GivenCall:
@@ -81,11 +78,10 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a request stands: the answer that it goes on from, None if it begins anew, and the messages after that.
-    appends: a format can tell what follows; key: of the whole conversation."""
+    key: of the whole conversation."""
 
     before: Answer | None
     rest: Sequence[Said]
-    appends: bool
     key: bytes
 
 
@@ -105,12 +101,11 @@ class Tree:
             if each.role == "assistant" and key in self._answers:
                 found.append((number, key))
         if not found:
-            return Place(None, said, False, key)
+            return Place(None, said, key)
         number, of_answer = found[-1]
         # Of answers that say the same, one that no other goes on from.
         before = min(self._answers[of_answer], key=lambda answer: (not answer.is_last, answer.claims))
-        rest = said[number:]
-        return Place(before, rest, all(each.role in _FOLLOWING for each in rest), key)
+        return Place(before, said[number:], key)
 
     def append(
         self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn

@@ -82,7 +82,7 @@ class InEnvironments:
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
             respond = play.respond if stage.face.responds else None
-            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond)
+            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.temperature)
             episode = await self.episodes.run(scene, affinity)
             if stage.face.rewards:
                 episode.rewards[stage.face.cls] = await play.reward()

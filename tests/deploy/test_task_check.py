@@ -184,3 +184,100 @@ def test_f19_a_reward_server_of_another_kind_is_told_before_the_start(
         setattr(server, name, value)
     with serving(server) as url, pytest.raises(ConfigError, match=f"task.reward_servers = .*{url}.*{says}"):
         judged(run_file, url)
+
+
+class Room:
+    """An environment; class attributes steer it."""
+
+    said: object = " Look."
+    closed = 0
+
+    def reset(self, **columns: object) -> object:
+        if isinstance(Room.said, Exception):
+            raise Room.said
+        return Room.said
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        Room.closed += 1
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    monkeypatch.setattr(Room, "closed", 0)
+    yield Room
+    assert Room.closed >= 1, "whatever was found, it is closed"
+
+
+def rooms(**changes: object) -> Task:
+    return Task(**{"dataset": [{"prompt": SHORT}] * 4, "environment": Room, **changes})  # type: ignore[arg-type]
+
+
+def test_environments_that_work_are_passed_in_silence(
+    run_file: Path, room: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(run_file, rooms())
+    check(run_file, rooms(dataset=()))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reset_that_fails_is_refused(run_file: Path, room: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Room, "said", OSError("no room"))
+    told = r"Task\(environment=...\): Room.reset fails on row 0: OSError: no room \(.*test_task_check.py:\d+\); mend it"
+    with pytest.raises(ConfigError, match=told):
+        check(run_file, rooms())
+
+
+def test_an_observation_that_is_too_long_is_told(
+    run_file: Path, room: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Room, "said", "Look. " * 1000)
+    check(run_file, rooms())
+    assert "3 of 7 prompts that were tried do not fit" in capsys.readouterr().err
+
+
+def test_a_row_that_names_no_environment_is_refused(run_file: Path, room: type) -> None:
+    rows = [{"prompt": SHORT, "environment": name} for name in ("a", "a", "c")]
+    with pytest.raises(ConfigError, match="row 2 cannot be played: its column 'environment' is 'c', which is not one"):
+        check(run_file, rooms(dataset=rows, environment={"a": Room, "b": Room}))
+
+
+def test_an_environment_that_no_row_names_is_told(
+    run_file: Path, room: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(run_file, rooms(dataset=[{"prompt": SHORT, "environment": "a"}], environment={"a": Room, "b": Room}))
+    assert "no row that was looked at names the environment 'b'" in capsys.readouterr().err
+
+
+def test_an_environment_that_cannot_be_made_or_gives_no_reward_is_refused(run_file: Path) -> None:
+    def broken() -> Room:
+        raise ConnectionError("no server")
+
+    with pytest.raises(ConfigError, match=r"no instance can be made: ConnectionError: no server \(.*; mend it there"):
+        check(run_file, rooms(environment=broken))
+
+    class Bare:
+        def reset(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"nothing gives a reward: write a method get_reward\(self\) of Bare"):
+        check(run_file, rooms(environment=lambda: Bare()))
+
+    class Room:  # the name of a reward function, too
+        def reset(self) -> None: ...
+        def get_reward(self) -> float:
+            return 0.0
+
+    def judge(completions: list[object], **_: object) -> list[float]:
+        return []
+
+    judge.__name__ = "Room"
+    with pytest.raises(ConfigError, match="'Room' is a reward function and the class of an environment"):
+        check(run_file, rooms(environment=Room, rewards=[judge]))
+    with pytest.raises(ConfigError, match="tool_isolation = process: an environment keeps its state"):
+        check(run_file, rooms(), "--worker.tool_isolation", "process")

@@ -7,6 +7,11 @@ import re
 from pathlib import Path
 
 from deploy import init
+from protocol.config import TaskSection
+from rollout_worker.task import load_task
+from tests import kit
+from tests.kit.fake_vllm.policies import scripted
+from tests.kit.worker import TOKENIZER, fake, roll
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your_own_task.md").read_text(encoding="utf-8")
 
@@ -33,3 +38,28 @@ def test_the_commands_of_the_page_are_understood() -> None:
     assert commands == {"init", "up", "status", "rollouts"}
     for command in commands:
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+async def test_the_pages_environment_is_played(tmp_path: Path) -> None:
+    """By a policy that first guesses nothing, and then halves what is left."""
+    (tmp_path / "guessing.py").write_text(block("python", 1), encoding="utf-8")
+    task = load_task(TaskSection(path=f"{tmp_path}/guessing.py:task"))
+
+    def reply(text: str, index: int) -> str:
+        low, high = 1, int(re.findall(r"between 1 and (\d+)", text)[-1])
+        if "guess on" not in text:
+            return "I do not know."
+        guesses = re.findall(r'"number": (\d+)', text.rpartition("</tools>")[2])
+        for number, said in zip(guesses, re.findall(r"<tool_response>\n(\w+)", text), strict=True):
+            if said == "right":
+                return "Found."
+            low, high = (int(number) + 1, high) if said == "higher" else (low, int(number) - 1)
+        return f'<tool_call>{{"name": "guess", "arguments": {{"number": {(low + high) // 2}}}}}</tool_call>'
+
+    run = await roll(
+        task, fake(scripted(TOKENIZER, reply)), tickets=3, config=kit.config(kit.WORKER, vllm={"max_model_len": 4000})
+    )
+    assert run.queue.failures == {}
+    for rollout in run.rollouts:
+        assert rollout.reward == 1 / rollout.tool_calls
+        assert rollout.turns == rollout.tool_calls + 2

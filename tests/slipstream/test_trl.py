@@ -20,6 +20,9 @@ from slipstream import script as script_module
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput
 from slipstream.trl.configs import _Config
 from slipstream.trl.translate import translate
+from tests import kit
+from tests.kit.fake_vllm.policies import scripted
+from tests.kit.worker import TOKENIZER, fake, roll
 from tests.slipstream.conftest import Script
 from tests.slipstream.test_script import PATCHED, run, sections, stand_in
 
@@ -71,6 +74,27 @@ def test_i7_the_tool_is_the_one_that_the_tiny_model_was_warmed_up_on(name: str) 
     known = load_task(TaskSection(path=f"{SCRIPTS.parents[2]}/examples/multiply/task.py:task"))
     task = load_task(TaskSection(path=f"{SCRIPTS}/{name}.py:trainer"))
     assert ToolBox(task.tools).schemas[0] == ToolBox(known.tools).schemas[0]
+
+
+async def test_a_script_with_an_environment_plays_as_trl_documents_it(model_folder: Path) -> None:
+    """The import alone is changed: what reset says ends the prompt, methods are tools, get_reward rewards."""
+    task = load_task(TaskSection(path=f"{SCRIPTS}/environment.py:trainer"))
+
+    def reply(text: str, index: int) -> str:
+        if "<tool_response>" in text:
+            return "Done."
+        goal = re.findall(r"Reach (\d+)", text)[-1]
+        return f'<tool_call>{{"name": "increment", "arguments": {{"step": {int(goal) + index}}}}}</tool_call>'
+
+    roomy = kit.config(kit.WORKER, vllm={"max_model_len": 4000})
+    run = await roll(task, fake(scripted(TOKENIZER, reply)), tickets=2, config=roomy)
+    assert run.queue.failures == {}
+    for rollout in run.rollouts:
+        assert rollout.reward_components == {"CounterEnv": 1.0}
+        assert rollout.reward == 1.0
+        text = TOKENIZER.decode(rollout.segments[0].token_ids)
+        assert re.search(r"Use the tool\. Reach \d+\.", text)
+        assert text.index("Increment the internal counter.") < text.index("Look at the internal counter.")
 
 
 TWO_TRAINERS = """
@@ -398,7 +422,7 @@ class Tokenizer:
         ({"optimizers": (Model(), None)}, "optimizers="),
         ({"rollout_func": accuracy}, "rollout_func="),
         ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
-        ({"environment_factory": Model}, "environment_factory.*not supported yet"),
+        ({"environment_factory": Model}, r"Task\(environment=\.\.\.\): Model has no method reset"),
         ({"eval_dataset": {"easy": ROWS}}, "eval_dataset.*is a dict with 'easy'; give one of these"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),

@@ -18,9 +18,9 @@ Factory = Callable[..., Any]
 
 def factories_of(environment: Factory | Mapping[str, Factory]) -> dict[str | None, Factory]:
     """By name; of one without names the name is None."""
-    return (
-        {name: made for name, made in environment.items()} if isinstance(environment, Mapping) else {None: environment}
-    )
+    if isinstance(environment, Mapping):
+        return dict(environment.items())
+    return {None: environment}
 
 
 def given_as(name: str | None) -> str:

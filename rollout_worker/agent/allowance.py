@@ -1,0 +1,81 @@
+"""What an episode may still sample, over all its requests: answers, tokens, segments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from protocol.messages import FinishReason
+from rollout_worker.agent.errors import CONTEXT, TURNS, ApiError
+from rollout_worker.budget import Limits, TurnBudget
+from rollout_worker.episode import MOST_SEGMENTS
+
+
+class Allowance:
+    """Of one episode. `ended_as`: the limit that the last request met, None if it met none. `in_flight`: answers that
+    are being sampled."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.ended_as: FinishReason | None = None
+        self.in_flight = 0
+        self._limits = limits
+        # Sampled, whether or not the agent got it, and what may come of the answers in flight.
+        self._turns = self._tokens = self._reserved = 0
+        self._changed = asyncio.Event()
+
+    async def budget(self, size: int, most: int | None, recorded: int, segments: int, appends: bool) -> TurnBudget:
+        """What an answer after `size` tokens may sample. Where others that are sampled now may use it up, it waits for
+        them.
+
+        most: the tokens that it asks for; recorded: answers so far; segments: so far; appends: it begins none. Raises
+        `ApiError` at a limit.
+        """
+        limits = self._limits
+        while True:
+            if self._turns + self.in_flight >= limits.max_turns:
+                self.ended_as = "turn_limit"
+                text = f"the episode has had its {limits.max_turns} answers (rollout.max_turns)"
+                raise ApiError(400, text, TURNS)
+            on_their_way = self._turns - recorded + self.in_flight  # each may begin a segment
+            if segments + on_their_way >= MOST_SEGMENTS and (on_their_way or not appends):
+                self.ended_as = "turn_limit"
+                text = f"the episode has {MOST_SEGMENTS} conversations, the most that are kept; go on from an answer"
+                raise ApiError(400, text, TURNS, ["messages"])
+            budget = limits.turn(self._tokens, size)
+            if budget.tokens <= 0:
+                raise self._no_room(budget, size)
+            beside = limits.turn(self._tokens + self._reserved, size)
+            if beside.tokens >= min(budget.tokens, most or budget.tokens):
+                return budget
+            self._changed.clear()
+            await self._changed.wait()
+
+    @contextmanager
+    def taken(self, tokens: int) -> Iterator[None]:
+        """While an answer of at most so many tokens is sampled."""
+        self.in_flight += 1
+        self._reserved += tokens
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self._reserved -= tokens
+            self._changed.set()
+
+    def spend(self, tokens: int) -> None:
+        """An answer has come to so many tokens."""
+        self._turns += 1
+        self._tokens += tokens
+
+    def _no_room(self, budget: TurnBudget, size: int) -> ApiError:
+        self.ended_as = budget.ends_as
+        limits = self._limits
+        if budget.ends_as == "context":
+            text = (
+                f"This model's maximum context length is {limits.max_model_len} tokens (vllm.max_model_len), and the "
+                f"messages with their tools have {size}: shorten them"
+            )
+        else:
+            text = f"the episode has sampled its {limits.max_episode_tokens} tokens (rollout.max_episode_tokens)"
+        return ApiError(400, text, CONTEXT, ["messages"])

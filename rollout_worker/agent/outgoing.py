@@ -1,0 +1,68 @@
+"""What an agent is given of an answer, and what is counted of the calls in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from protocol import reasons
+from rollout_worker.agent.messages import Call, Said
+from rollout_worker.agent.replies import arguments_text
+from rollout_worker.agent.tree import GivenCall
+from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
+from rollout_worker.task.tools import MOST_COUNTED
+from rollout_worker.task.tools.base import OTHER, UNKNOWN
+from rollout_worker.user_code.texts import encodable
+
+_NAME_CHARACTERS = 64
+
+
+class Outgoing:
+    """Of one episode. `calls`, `failures`: of tools, as the policy wrote them; `metrics`: the same by tool and reason,
+    as a `Rollout` has them. Whether a tool did its work, only the agent knows."""
+
+    def __init__(self) -> None:
+        self.calls = self.failures = 0
+        self.metrics: dict[str, float] = {}
+        self._numbers = itertools.count()
+
+    def given(self, parsed: ParsedTurn, stop: Sequence[str]) -> tuple[Said, tuple[GivenCall, ...]]:
+        """The turn as its agent gets it: each call has an id, and of a text that ended it nothing is left."""
+        calls, given = [], []
+        for call in parsed.calls:
+            if isinstance(call, ToolCall):
+                own = None if call.id is None else encodable(call.id)
+                name = encodable(call.name)
+                id = own or f"call{next(self._numbers):05d}"  # nine letters and digits, as Mistral's templates ask
+                calls.append(Call(id, name, encodable(arguments_text(call.arguments))))
+                given.append(GivenCall(id, name, own))
+        content = encodable(parsed.content)
+        ends = [place for text in stop if (place := content.find(text)) >= 0]
+        content = content[: min(ends, default=len(content))]
+        reasoning = None if parsed.reasoning is None else encodable(parsed.reasoning)
+        said = Said("assistant", None if calls and not content else content, tuple(calls), reasoning=reasoning)
+        return said, tuple(given)
+
+    def count(self, parsed: ParsedTurn, known: Collection[str]) -> None:
+        """The calls of a turn; `known`: the names of the tools that there are."""
+        for call in parsed.calls:
+            reason = None
+            if isinstance(call, MalformedCall):
+                name, reason = UNKNOWN, reasons.TOOL_MALFORMED
+            elif call.name not in known:
+                name, reason = UNKNOWN, reasons.TOOL_UNKNOWN
+            else:
+                name = self.counted_as(call.name)
+            self.calls += 1
+            self.failures += reason is not None
+            counts = {f"tools/{name}/calls": 1, f"tools/{name}/failures": int(reason is not None)}
+            if reason is not None:
+                counts[f"tools/{name}/failures/{reason}"] = 1
+            for figure, count in counts.items():
+                self.metrics[figure] = self.metrics.get(figure, 0.0) + count
+
+    def counted_as(self, name: str) -> str:
+        """So many tools are counted by name, all others together."""
+        name = name[:_NAME_CHARACTERS]
+        counted = sum(figure.endswith("/calls") for figure in self.metrics)
+        return name if f"tools/{name}/calls" in self.metrics or counted < MOST_COUNTED else OTHER

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from protocol.config.sections import LearnerSection
+from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import PRESETS
 
 _CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
@@ -46,13 +46,8 @@ def check(learner: LearnerSection) -> None:
         if value in (preset.get(name), LearnerSection.model_fields[name].default):
             continue
         if not any(getattr(learner, part) in variants for part, variants in readers.items()):
-            chosen = ", ".join(f"{part} = {_toml(getattr(learner, part))}" for part in readers)
-            wanted = " or ".join(f"{part} = {_toml(v)}" for part, variants in readers.items() for v in variants)
+            chosen = ", ".join(f"{part} = {toml_value(getattr(learner, part))}" for part in readers)
+            wanted = " or ".join(f"{part} = {toml_value(v)}" for part, variants in readers.items() for v in variants)
             raise ValueError(
-                f"learner.{name} = {_toml(value)} does nothing with {chosen}: leave it out, or set {wanted}"
+                f"learner.{name} = {toml_value(value)} does nothing with {chosen}: leave it out, or set {wanted}"
             )
-
-
-def _toml(value: object) -> str:
-    """Of settings that are numbers, texts, true or false, and pairs, which JSON writes as TOML does."""
-    return json.dumps(value)

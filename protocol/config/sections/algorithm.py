@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from protocol.config.sections.base import CountOrZero, Section, setting
+from protocol.config.sections.base import CountOrZero, Section, setting, toml_value
 from protocol.config.sections.presets import PRESETS, TIED_TO
 
 # The objectives that read clip_high and delta together.
@@ -306,7 +306,7 @@ class AlgorithmSection(Section):
         from_preset = PRESETS.get(self.algorithm, {})
         defaults = {name: field.default for name, field in AlgorithmSection.model_fields.items()}
         set_here = [
-            f"{name} = {_toml(getattr(self, name))}"
+            f"{name} = {toml_value(getattr(self, name))}"
             for name in ("kl_in_reward", "kl_bias_correction", "reference_sync_steps", "reference_mixup")
             if getattr(self, name) not in (defaults[name], from_preset.get(name, defaults[name]))
         ]
@@ -330,7 +330,3 @@ class AlgorithmSection(Section):
 
 def _is_number(value: Any, above: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most
-
-
-def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -83,7 +83,6 @@ def varlen_sdpa(
     _refuse_others(kwargs)
     window = _window(module, sliding_window)
     width, value_width = query.shape[-1], value.shape[-1]
-    scaling = width**-0.5 if scaling is None else scaling
     q, k, v = (_cast(tensor)[0].transpose(0, 1) for tensor in (query, key, value))
     if value_width < width:
         v = pad(v, (0, width - value_width))

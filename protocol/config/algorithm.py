@@ -7,7 +7,6 @@ from typing import Any
 
 from protocol.config.sections import LearnerSection
 from protocol.config.sections.base import toml_value
-from protocol.config.sections.presets import PRESETS
 
 _CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
 _CORRECTED = (
@@ -38,16 +37,11 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def check(learner: LearnerSection) -> None:
-    """Raises `ValueError` for a setting that nothing reads. At its default, or as the preset has it, it may stand
-    there: so does a run file that was printed whole."""
-    preset = PRESETS[learner.algorithm]
+    """Raises `ValueError` for a setting that the run file chooses and nothing reads."""
     for name, readers in READERS.items():
-        value = getattr(learner, name)
-        if value in (preset.get(name), LearnerSection.model_fields[name].default):
-            continue
-        if not any(getattr(learner, part) in variants for part, variants in readers.items()):
+        read = any(getattr(learner, part) in variants for part, variants in readers.items())
+        if learner.chooses(name) and not read:
             chosen = ", ".join(f"{part} = {toml_value(getattr(learner, part))}" for part in readers)
             wanted = " or ".join(f"{part} = {toml_value(v)}" for part, variants in readers.items() for v in variants)
-            raise ValueError(
-                f"learner.{name} = {toml_value(value)} does nothing with {chosen}: leave it out, or set {wanted}"
-            )
+            value = toml_value(getattr(learner, name))
+            raise ValueError(f"learner.{name} = {value} does nothing with {chosen}: leave it out, or set {wanted}")

@@ -62,22 +62,26 @@ class AlgorithmSection(ObjectiveSection):
         why="a short run moves the routers little; the model's own config names what it was trained with",
     )
 
+    def chooses(self, name: str) -> bool:
+        """Whether a setting differs from its default and from the preset's. Others may stand where nothing reads them,
+        as in a run file that was printed whole."""
+        default = AlgorithmSection.model_fields[name].default
+        return getattr(self, name) not in (default, PRESETS[self.algorithm].get(name, default))
+
     @model_validator(mode="after")
     def _reference_is_used(self) -> Self:
         """The reference's settings do something; those of a preset wait for `kl_coef`."""
-        from_preset = PRESETS.get(self.algorithm, {})
-        defaults = {name: field.default for name, field in AlgorithmSection.model_fields.items()}
         set_here = [
             f"{name} = {toml_value(getattr(self, name))}"
             for name in ("kl_in_reward", "kl_bias_correction", "reference_sync_steps", "reference_mixup")
-            if getattr(self, name) not in (defaults[name], from_preset.get(name, defaults[name]))
+            if self.chooses(name)
         ]
         if set_here and not self.kl_coef:
             raise ValueError(
                 f"learner.{set_here[0]} does nothing with learner.kl_coef = 0, which loads no reference model: set "
                 f"learner.kl_coef above 0, such as 0.04, or leave the other out"
             )
-        if self.reference_mixup != defaults["reference_mixup"] and not self.reference_sync_steps:
+        if self.chooses("reference_mixup") and not self.reference_sync_steps:
             raise ValueError(
                 f"learner.reference_mixup = {self.reference_mixup:g} does nothing with learner.reference_sync_steps = "
                 f"0, as the reference never moves: set learner.reference_sync_steps, such as 512, or leave it out"

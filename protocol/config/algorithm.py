@@ -7,8 +7,8 @@ from typing import Any
 
 from protocol.config.sections import LearnerSection
 from protocol.config.sections.base import toml_value
+from protocol.config.sections.objective import CLIPPED
 
-_CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
 _CORRECTED = (
     *("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     *("geometric_mask", "decoupled"),
@@ -18,9 +18,9 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "advantage_epsilon": {"advantage": ("grpo", "batch", "gdpo"), "normalise_advantages": (True,)},
     "reward_clip": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
     "kl_in_reward": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
-    "clip_low": {"objective": _CLIPPED},
-    "clip_high": {"objective": (*_CLIPPED, "cispo")},
-    "delta": {"objective": _CLIPPED},
+    "clip_low": {"objective": CLIPPED},
+    "clip_high": {"objective": (*CLIPPED, "cispo")},
+    "delta": {"objective": CLIPPED},
     "dppo_divergence": {"objective": ("dppo",)},
     "dppo_threshold": {"objective": ("dppo",)},
     "dppo_ratio_max": {"objective": ("dppo",)},

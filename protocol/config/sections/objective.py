@@ -9,8 +9,8 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from protocol.config.sections.base import Section, setting
 from protocol.config.sections.presets import PRESETS, TIED_TO
 
-# The objectives that read clip_high and delta together.
-_CLIPS = ("ppo_clip", "gspo", "sequence_clip")
+# The objectives with a clip: they read clip_low, clip_high and delta.
+CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
 
 
 class ObjectiveSection(Section):
@@ -222,7 +222,7 @@ class ObjectiveSection(Section):
         if not _is_number(value, 1, 1e6):
             raise ValueError("must be 'none' or a number above 1 and at most 1e6")
         highest = 1 + info.data.get("clip_high", 0.0)
-        if value <= highest and info.data.get("objective") in _CLIPS:
+        if value <= highest and info.data.get("objective") in CLIPPED:
             raise ValueError(
                 f"must be above 1 + learner.clip_high = {highest:g}, or bad tokens would lose their gradient before "
                 f"good ones are clipped: raise it, lower learner.clip_high, or write 'none'"

@@ -35,27 +35,6 @@ class Known:
     routing: Routing | None = None
 
 
-class RolloutSums:
-    """Sums over whole rollouts, of which a row may hold a part."""
-
-    def __init__(self, rows: Sequence[PackedRow], count: int) -> None:
-        self.rows = rows
-        self.count = count
-
-    @property
-    def split(self) -> bool:
-        """Whether a rollout stands in several rows."""
-        seen = torch.cat([torch.unique(row.rollout) for row in self.rows])
-        return len(seen) > len(torch.unique(seen))
-
-    def drift(self, logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sums of logprobs - behaviour by rollout, float32 [S], from the rows' log-probs, each [N]."""
-        sums = torch.zeros(self.count, device=logprobs[0].device)
-        for row, of in zip(self.rows, logprobs, strict=True):
-            sums.index_add_(0, row.rollout, of - row.behaviour)
-        return sums
-
-
 class Preparation:
     """A step's rollouts, advantages and weights, and what is known of its rows: what a row's `Tokens` are made from."""
 
@@ -63,14 +42,14 @@ class Preparation:
         self,
         algorithm: Algorithm,
         rollouts: StepRollouts,
-        sums: RolloutSums,
+        rows: Sequence[PackedRow],
         known: Sequence[Known],
         device: torch.device,
     ) -> None:
         self.known = known
         self._algorithm = algorithm
-        self._sums = sums
-        drift = _reference_drift(sums, known) if algorithm.kl_in_reward else None
+        self._count = len(rollouts)
+        drift = _reference_drift(rows, known, self._count) if algorithm.kl_in_reward else None
         self._advantages = torch.from_numpy(algorithm.advantages(rollouts, drift)).to(device)
         self._weights = torch.from_numpy(algorithm.weights(rollouts)).to(device)
         self._lengths = torch.from_numpy(rollouts.tokens).to(device, torch.float32)
@@ -80,17 +59,17 @@ class Preparation:
         self._lowest_entropy: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
         if known[0].logprobs is not None:
-            self._drift = sums.drift([of.logprobs for of in known if of.logprobs is not None])
+            self._drift = _drift(rows, [of.logprobs for of in known if of.logprobs is not None], self._count)
             proximal = [
                 self._proximal(row, of.logprobs, of)
-                for row, of in zip(sums.rows, known, strict=True)
+                for row, of in zip(rows, known, strict=True)
                 if of.logprobs is not None
             ]
-            self._proximal_drift = sums.drift(proximal)
+            self._proximal_drift = _drift(rows, proximal, self._count)
         if algorithm.top_entropy is not None and known[0].entropy is not None:
-            entropies = [of.entropy for of in known if of.entropy is not None]
-            self._lowest_entropy = lowest_kept(torch.cat(entropies), algorithm.top_entropy)
-            self._kept = kept(torch.cat(entropies), self._lowest_entropy).sum()
+            entropies = torch.cat([of.entropy for of in known if of.entropy is not None])
+            self._lowest_entropy = lowest_kept(entropies, algorithm.top_entropy)
+            self._kept = kept(entropies, self._lowest_entropy).sum()
 
     def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
         """The row's tokens, with the policy's scores of them."""
@@ -138,10 +117,13 @@ class Preparation:
 
     def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
         """The sum of logprobs - behaviour over each token's rollout, which stands in this row if `drift` is None."""
-        if drift is None:
-            drift = torch.zeros(self._sums.count, device=logprobs.device)
-            drift.index_add_(0, row.rollout, logprobs - row.behaviour)
-        return drift[row.rollout]
+        return (_drift([row], [logprobs], self._count) if drift is None else drift)[row.rollout]
+
+
+def in_several_rows(rows: Sequence[PackedRow]) -> bool:
+    """Whether a rollout stands in several of them. Of rows on a GPU, the host waits for the answer."""
+    seen = torch.cat([torch.unique(row.rollout) for row in rows])
+    return len(seen) > len(torch.unique(seen))
 
 
 def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
@@ -170,7 +152,16 @@ def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Kno
     return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
 
 
-def _reference_drift(sums: RolloutSums, known: Sequence[Known]) -> Floats:
+def _reference_drift(rows: Sequence[PackedRow], known: Sequence[Known], count: int) -> Floats:
     """The sums of reference - behaviour by rollout, float64 [S]: the device is waited for once a step."""
-    drift = sums.drift([of.reference for of in known if of.reference is not None])
+    drift = _drift(rows, [of.reference for of in known if of.reference is not None], count)
     return drift.cpu().numpy().astype(np.float64)
+
+
+def _drift(rows: Sequence[PackedRow], logprobs: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """The sums of logprobs - behaviour over the `count` rollouts, of which a row may hold a part, float32 [S].
+    logprobs: of the tokens of each row, float32 [N]."""
+    sums = torch.zeros(count, device=logprobs[0].device)
+    for row, of in zip(rows, logprobs, strict=True):
+        sums.index_add_(0, row.rollout, of - row.behaviour)
+    return sums

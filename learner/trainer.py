@@ -19,7 +19,7 @@ from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
 from learner.model.reference import Reference
-from learner.passes import Known, Preparation, RolloutSums, consult, survey, with_previous
+from learner.passes import Known, Preparation, consult, in_several_rows, survey, with_previous
 from learner.previous import PreviousWeights
 from protocol.config import LearnerSection
 
@@ -90,8 +90,9 @@ class Trainer:
         sums: dict[str, torch.Tensor] = {}
         peaks: dict[str, torch.Tensor] = {}
         farthest = torch.zeros((), device=self.device)
+        surveyed = self._to_be_surveyed(rows)
         rows = [row.to(self.device) for row in rows]
-        preparation = self._prepare(rows, rollouts)
+        preparation = self._prepare(rows, rollouts, surveyed)
         routers: RouterLoss | None = None
         for row, known in zip(rows, preparation.known, strict=True):
             scores: TokenScores = self._policy(row)
@@ -142,18 +143,20 @@ class Trainer:
             sampler_tokens_staleness_0=fresh,
         )
 
-    def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> Preparation:
-        """Run the passes without a gradient that the algorithm needs."""
-        sums = RolloutSums(rows, len(rollouts))
-        known = [Known()] * len(rows)
+    def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:
+        """Whether the policy must score all rows before the first one trains. `rows`: on the host, or it would wait for
+        the GPU."""
         of_step = self.algorithm.top_entropy is not None or self._router_coef > 0
-        if (of_step and len(rows) > 1) or (self.algorithm.by_rollout and sums.split):
-            known = survey(self._policy, rows)
+        return (of_step and len(rows) > 1) or (self.algorithm.by_rollout and in_several_rows(rows))
+
+    def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts, surveyed: bool) -> Preparation:
+        """Run the passes without a gradient that the algorithm needs."""
+        known = survey(self._policy, rows) if surveyed else [Known()] * len(rows)
         if self._previous is not None:
             known = with_previous(known, self._policy, rows, self._previous)
         if self.reference is not None:
             known = consult(self.reference, rows, known)
-        return Preparation(self.algorithm, rollouts, sums, known, self.device)
+        return Preparation(self.algorithm, rollouts, rows, known, self.device)
 
     def state(self) -> dict[str, Any]:
         """Optimiser, schedule and what the reference has to keep, as tensors and plain values."""

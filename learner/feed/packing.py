@@ -54,10 +54,11 @@ class PackedRow:
 
     input_ids, position_ids: int64 [1, T]; starts: n + 1 places, where each of the trie's nodes begins, and T; reach: n
     places, where what descends from each ends; copies: int64 [T], how many of the sequences have the token; longest:
-    tokens of the longest sequence. positions, targets: int64 [U],
-    the pairs to be scored, each once: index in the row of the token before, whose output predicts, and the id that is
-    predicted. For each of the N tokens that train: scored, int64 [N], its pair; behaviour, float32 [N]; staleness,
-    int32 [N]; rollout, int64 [N], the number of its rollout in the step. raw_tokens: T, if nothing were shared.
+    tokens of the longest sequence; raw_tokens: T, if nothing were shared.
+
+    positions, targets: int64 [U], the pairs to be scored, each once: index in the row of the token before, whose output
+    predicts, and the id that is predicted. For each of the N tokens that train: scored, int64 [N], its pair; behaviour,
+    float32 [N]; staleness, int32 [N]; rollout, int64 [N], the number of its rollout in the step.
     """
 
     input_ids: torch.Tensor

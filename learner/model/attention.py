@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from learner.feed.packing import PackedRow
 from learner.model import flash_trie, paths, trie_attention, trie_layout
+from learner.model.transfer import sent
 from protocol.config import ConfigError
 
 NAME = "varlen_sdpa"
@@ -52,7 +53,7 @@ def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
     """What a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
     if implementation == NAME:
         return {"row_layout": RowLayout(row)}
-    bounds = torch.tensor(row.starts, dtype=torch.int32, device=row.input_ids.device)
+    bounds = sent(torch.tensor(row.starts, dtype=torch.int32), row.input_ids.device)
     return {
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
@@ -82,7 +83,6 @@ def varlen_sdpa(
     _refuse_others(kwargs)
     window = _window(module, sliding_window)
     width, value_width = query.shape[-1], value.shape[-1]
-    scaling = width**-0.5 if scaling is None else scaling
     q, k, v = (_cast(tensor)[0].transpose(0, 1) for tensor in (query, key, value))
     if value_width < width:
         v = pad(v, (0, width - value_width))

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from learner.model.transfer import sent
+
 # arXiv:2307.08691; what torch.nn.attention.varlen calls. out [t, H, D], log-sums float32 [H, t].
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
@@ -83,8 +85,8 @@ def _level(nodes: Sequence[int], starts: Sequence[int], reach: Sequence[int], de
     keys = [torch.arange(starts[node], starts[node + 1]) for node in nodes]
     bounds = [torch.tensor([0, *(len(part) for part in parts)]).cumsum(0) for parts in (queries, keys)]
     return Level(
-        queries=_moved(torch.cat(queries), device),
-        keys=_moved(torch.cat(keys), device),
+        queries=sent(torch.cat(queries), device),
+        keys=sent(torch.cat(keys), device),
         query_bounds=_bounds(bounds[0], device),
         key_bounds=_bounds(bounds[1], device),
         longest_query=max(map(len, queries)),
@@ -158,9 +160,4 @@ def _at_least_two(longest: int) -> int:
 
 
 def _bounds(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return _moved(values.to(torch.int32), device)
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """To the device, without a wait for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return sent(values.to(torch.int32), device)

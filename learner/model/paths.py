@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from learner.model.transfer import sent
+
 # A batch's shortest path has at least this share of its longest: that bounds the padding.
 SHORTEST_SHARE = 0.8
 
@@ -58,12 +60,12 @@ def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) ->
             padded[i, : len(path)] = path
             slots.append(offset + i * length + torch.arange(len(path)))
             tokens.append(path)
-        batches.append(PathBatch(padded.flatten().to(device), len(members), length))
+        batches.append(PathBatch(sent(padded.flatten(), device), len(members), length))
         offset += padded.numel()
         place += len(members)
     first = torch.empty(starts[-1], dtype=torch.int64)
     first[torch.cat(tokens).flip(0)] = torch.cat(slots).flip(0)
-    return Paths(batches, first.to(device))
+    return Paths(batches, sent(first, device))
 
 
 def along_paths(

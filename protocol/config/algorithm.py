@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from protocol.config.sections import LearnerSection
-from protocol.config.sections.presets import PRESETS
+from protocol.config.sections.base import toml_value
+from protocol.config.sections.objective import CLIPPED
 
-_CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
 _CORRECTED = (
     *("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     *("geometric_mask", "decoupled"),
@@ -19,9 +18,9 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "advantage_epsilon": {"advantage": ("grpo", "batch", "gdpo"), "normalise_advantages": (True,)},
     "reward_clip": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
     "kl_in_reward": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
-    "clip_low": {"objective": _CLIPPED},
-    "clip_high": {"objective": (*_CLIPPED, "cispo")},
-    "delta": {"objective": _CLIPPED},
+    "clip_low": {"objective": CLIPPED},
+    "clip_high": {"objective": (*CLIPPED, "cispo")},
+    "delta": {"objective": CLIPPED},
     "dppo_divergence": {"objective": ("dppo",)},
     "dppo_threshold": {"objective": ("dppo",)},
     "dppo_ratio_max": {"objective": ("dppo",)},
@@ -38,21 +37,11 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def check(learner: LearnerSection) -> None:
-    """Raises `ValueError` for a setting that nothing reads. At its default, or as the preset has it, it may stand
-    there: so does a run file that was printed whole."""
-    preset = PRESETS[learner.algorithm]
+    """Raises `ValueError` for a setting that the run file chooses and nothing reads."""
     for name, readers in READERS.items():
-        value = getattr(learner, name)
-        if value in (preset.get(name), LearnerSection.model_fields[name].default):
-            continue
-        if not any(getattr(learner, part) in variants for part, variants in readers.items()):
-            chosen = ", ".join(f"{part} = {_toml(getattr(learner, part))}" for part in readers)
-            wanted = " or ".join(f"{part} = {_toml(v)}" for part, variants in readers.items() for v in variants)
-            raise ValueError(
-                f"learner.{name} = {_toml(value)} does nothing with {chosen}: leave it out, or set {wanted}"
-            )
-
-
-def _toml(value: object) -> str:
-    """Of settings that are numbers, texts, true or false, and pairs, which JSON writes as TOML does."""
-    return json.dumps(value)
+        read = any(getattr(learner, part) in variants for part, variants in readers.items())
+        if learner.chooses(name) and not read:
+            chosen = ", ".join(f"{part} = {toml_value(getattr(learner, part))}" for part in readers)
+            wanted = " or ".join(f"{part} = {toml_value(v)}" for part, variants in readers.items() for v in variants)
+            value = toml_value(getattr(learner, name))
+            raise ValueError(f"learner.{name} = {value} does nothing with {chosen}: leave it out, or set {wanted}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -15,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from protocol.config.schema import REMOVED, REMOVED_VALUES
+from protocol.config.sections.base import toml_value as toml_value  # re-exported
 
 MASK = "***"
 SECRETS = ("token",)
@@ -74,20 +74,6 @@ def _commented(setting: str, comment: str) -> list[str]:
         return [*("# " + line for line in wrap(comment, WIDTH - 2)), setting]
     beside = wrap(comment, WIDTH - COMMENT_COLUMN - 2)
     return [f"{left:{COMMENT_COLUMN}}# {line}" for left, line in zip_longest([setting], beside, fillvalue="")]
-
-
-def toml_value(value: object) -> str:
-    """One value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str | Path):
-        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
-    return str(value)
 
 
 def explain(

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from protocol.config import ConfigError
 from protocol.config.text import nearest
 from slipstream.script import without_frames
-from slipstream.trl.fields import DEFAULTS, FIELDS
+from slipstream.trl.defaults import DEFAULTS
+from slipstream.trl.fields import FIELDS
 
 
 class _Config:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from protocol.config import RunConfig
-from slipstream.trl.fields import DEFAULTS, FIELDS
+from slipstream.trl.defaults import DEFAULTS
+from slipstream.trl.fields import FIELDS
 from slipstream.trl.page import written
 
 HERE = Path(__file__).parent

@@ -10,25 +10,22 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.kit.messages import VOCABULARY
 
+# Weights large enough for log-probs that differ from token to token.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
 
 def tiny_model(**config: Any) -> Qwen3ForCausalLM:
-    """A random Qwen3 of two layers over the kit's vocabulary, the same at each call; `config` overrides its fields.
-
-    Its weights are large enough for log-probs that differ from token to token.
-    """
+    """A random Qwen3 of two layers over the kit's vocabulary, the same at each call; `config` overrides its fields."""
     torch.manual_seed(0)
-    values: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(**{**values, **config}))
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 8, "tie_word_embeddings": False, **config}))
 
 
 def save_tiny_model(path: Path) -> Path:

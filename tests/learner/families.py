@@ -1,4 +1,4 @@
-"""Tiny random models of many families, by name, and what is expected of each: `docs/models.md` shows the table."""
+"""Tiny random models of many families, by name, and what is expected of each: the table of `docs/trained_models.md`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from typing import Any
 
 import transformers as tf
 
+from tests.kit.model import SIZES
+
 VOCABULARY = 96
 LONGEST = 100  # tokens of the servers' context
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
+_SIZES = {**SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0}
 _HEADS = {**_SIZES, "head_dim": 8}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -15,7 +15,7 @@ from learner.algorithm.algorithm import Algorithm
 from learner.feed.packing import PackedRow, pack
 from learner.model import attention
 from learner.model.policy import Policy, Scoring
-from learner.passes import Known, Preparation, RolloutSums
+from learner.passes import Known, Preparation
 from learner.trainer import _add, _sampler_kl
 from protocol.config import LearnerSection
 from protocol.config.sections.algorithm import PRESETS
@@ -39,9 +39,8 @@ def test_no_value_is_read_inside_a_row(algorithm: str) -> None:
     assert len(rows) > 1
     policy = Policy(tiny_model(attn_implementation=attention.NAME).to(META), attention.NAME, Scoring(0.7, 1))
     parts = Algorithm(LearnerSection(algorithm=algorithm), 64)  # type: ignore[arg-type]
-    sums = RolloutSums(rows, len(rollouts))
     moved = [row.to(META) for row in rows]
-    preparation = Preparation(parts, rollouts, sums, [Known()] * len(rows), META)
+    preparation = Preparation(parts, rollouts, moved, [Known()] * len(rows), META)
     figures: dict[str, torch.Tensor] = {}
     for row, known in zip(moved, preparation.known, strict=True):
         scores = policy(row)

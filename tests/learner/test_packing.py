@@ -16,7 +16,7 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow, Sample, assign, even, pack, pack_row
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
-from learner.passes import Known, Preparation, RolloutSums
+from learner.passes import Known, Preparation
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
@@ -163,8 +163,7 @@ def _train(
     logprobs: Callable[[Policy, PackedRow], torch.Tensor],
 ) -> float:
     policy.zero_grad()
-    sums = RolloutSums(rows, len(rollouts))
-    preparation = Preparation(ALGORITHM, rollouts, sums, [Known()] * len(rows), torch.device("cpu"))
+    preparation = Preparation(ALGORITHM, rollouts, rows, [Known()] * len(rows), torch.device("cpu"))
     total = 0.0
     for row in rows:
         scores = TokenScores(logprobs(policy, row), torch.zeros(len(row.scored)))

@@ -10,7 +10,7 @@ from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import pack
 from learner.model.logprobs import TokenScores
-from learner.passes import Known, Preparation, RolloutSums
+from learner.passes import Known, Preparation
 from protocol.config import LearnerSection
 from protocol.config.sections.presets import PRESETS
 from tests.kit.learner import sample, tokens
@@ -46,10 +46,9 @@ def test_rows_give_a_rollout_s_tokens_what_is_its_own_however_they_are_cut(name:
     seen = 0
     for budget in (32, 64, 512):
         rows = pack(samples, budget)
-        sums = RolloutSums(rows, len(rollouts))
         logprobs = [torch.zeros(len(row.scored)) for row in rows]
         known = [Known(logprobs=of, entropy=of) for of in logprobs]
-        preparation = Preparation(algorithm, rollouts, sums, known, torch.device("cpu"))
+        preparation = Preparation(algorithm, rollouts, rows, known, torch.device("cpu"))
         for row, of in zip(rows, logprobs, strict=True):
             made = preparation.tokens(row, TokenScores(of, of), Known())
             np.testing.assert_array_equal(made.advantages, advantages[row.rollout.numpy()])

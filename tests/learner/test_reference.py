@@ -13,7 +13,7 @@ import torch
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.model.policy import Policy
 from learner.model.reference import ReferenceModel
-from learner.passes import Known, Preparation, RolloutSums, consult
+from learner.passes import Known, Preparation, consult, in_several_rows
 from learner.trainer import Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
@@ -72,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_packing_cannot_change_the_gradient(make_policy: MakePolicy, name: str) -> None:
     """With 16 tokens a row, the two segments of a rollout stand in different ones."""
     samples = samples_of_several_segments()
-    assert RolloutSums(pack(samples, 16), 4).split
+    assert in_several_rows(pack(samples, 16))
     assert len(pack(samples, 512)) == 1
     settings = {**SETTINGS[name], "max_grad_norm": 1e6}
     together = gradients_of(trainer_of(make_policy, **settings), samples, 512)
@@ -153,7 +153,7 @@ def test_the_kl_in_the_reward_is_over_sampled_tokens_of_the_whole_rollout(make_p
     for budget, of in ((16, samples), (512, wild)):
         rows = pack(of, budget)
         known = consult(ReferenceModel(reference), rows, [Known()] * len(rows))
-        prepared = Preparation(trainer.algorithm, rollouts, RolloutSums(rows, 4), known, torch.device("cpu"))
+        prepared = Preparation(trainer.algorithm, rollouts, rows, known, torch.device("cpu"))
         for row, of_row in zip(rows, known, strict=True):
             tokens = prepared.tokens(row, trainer.policy(row), of_row)
             torch.testing.assert_close(tokens.advantages, torch.tensor(expected).float()[row.rollout])

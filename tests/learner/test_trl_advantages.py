@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from learner.algorithm import advantages
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import tokens
 from tests.kit.trl import trl_advantages, trl_function, trl_loss
@@ -106,6 +107,16 @@ def test_async_grpo_is_trl_s(components: np.ndarray) -> None:
     np.testing.assert_allclose(ours(rewards, "async_grpo"), expected, atol=1e-5, rtol=1e-5)
 
 
+def row_of(
+    mask: torch.Tensor, behaviour: torch.Tensor, logprobs: torch.Tensor, advantages: np.ndarray, weights: np.ndarray
+) -> Tokens:
+    """TRL's batch, [S, T], as ours: the tokens that train, bool `mask`, each with what is its rollout's, [S]."""
+    rollout, _ = mask.nonzero(as_tuple=True)
+    of = rollout.numpy()
+    given = {"behaviour": behaviour[mask], "logprobs": logprobs.detach()[mask], "rollout": rollout}
+    return tokens(np.ones(len(of)), advantages[of], weights[of], **given)
+
+
 # Rows of sampled tokens (1), tool tokens (0), and padding (.): three rollouts and one without a token that trains.
 MASKS = ["110011..", "1.......", "........", "01111110"]
 
@@ -138,15 +149,7 @@ def test_a_normaliser_is_trl_s(normaliser: str, loss_type: str, masks: list[str]
     section = LearnerSection(normaliser=normaliser, clip_low=0.2, clip_high=0.2)
     algorithm = Algorithm(section, longest=shape[1])
     rollouts = StepRollouts.of(advantages.numpy(), np.zeros(shape[0], dtype=np.int64), sampled.sum(1).numpy())
-    rows, _ = sampled.nonzero(as_tuple=True)
-    row = tokens(
-        np.ones(len(rows)),
-        advantages[rows],
-        algorithm.weights(rollouts)[rows.numpy()],
-        behaviour=behaviour[sampled],
-        logprobs=logprobs.detach()[sampled],
-        rollout=rows,
-    )
+    row = row_of(sampled, behaviour, logprobs, advantages.numpy(), algorithm.weights(rollouts))
     loss = algorithm(row).losses.sum()
     loss.backward()
     assert row.logprobs.grad is not None
@@ -173,15 +176,7 @@ def test_the_preset_rloo_is_trl_s_trainer(spread: float) -> None:
     step = StepRollouts.of(rewards[:, 0].double().numpy(), np.zeros(SIZE, dtype=np.int64), mask.sum(1).numpy())
     of_rollouts = algorithm.advantages(step)
     np.testing.assert_allclose(of_rollouts, rloo, rtol=1e-6)
-    rows, _ = mask.nonzero(as_tuple=True)
-    row = tokens(
-        np.ones(len(rows)),
-        of_rollouts[rows.numpy()],
-        algorithm.weights(step)[rows.numpy()],
-        behaviour=behaviour[mask],
-        logprobs=logprobs.detach()[mask],
-        rollout=rows,
-    )
+    row = row_of(mask, behaviour, logprobs, of_rollouts, algorithm.weights(step))
     loss = algorithm(row).losses.sum()
     loss.backward()
     assert row.logprobs.grad is not None

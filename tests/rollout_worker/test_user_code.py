@@ -43,6 +43,24 @@ class Alarms(list):
         return [key for key, _, _ in self]
 
 
+class Meter:
+    """Entered by each call while it is at work. most: that were in it at one time."""
+
+    def __init__(self):
+        self.most = 0
+        self._now = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+
+    def __exit__(self, *_):
+        with self._lock:
+            self._now -= 1
+
+
 # Sync code: threads.
 
 
@@ -69,21 +87,15 @@ async def test_i9_threads_of_a_boundary_that_nobody_closed_end_too():
 
 
 async def test_i9_no_more_sync_calls_run_than_there_are_threads():
-    at_work, most = 0, 0
-    lock = threading.Lock()
+    meter = Meter()
 
     def work():
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        threading.Event().wait(0.001)
-        with lock:
-            at_work -= 1
+        with meter:
+            threading.Event().wait(0.001)
 
     async with UserCode(threads=3) as code:
         await asyncio.gather(*(call(code, work) for _ in range(60)))
-    assert most == 3
+    assert meter.most == 3
 
 
 async def test_i9_hung_sync_calls_are_replaced_counted_told_and_bounded():
@@ -403,17 +415,11 @@ async def test_i9_hung_threads_of_async_code_are_replaced_counted_told_and_bound
 
 
 async def test_i9_no_more_threads_of_async_code_are_at_work_than_allowed():
-    at_work, most = 0, 0
-    lock = threading.Lock()
+    meter = Meter()
 
     def work(number):
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        threading.Event().wait(0.001)
-        with lock:
-            at_work -= 1
+        with meter:
+            threading.Event().wait(0.001)
         if number == 7:
             raise KeyError(number)
         return number
@@ -426,7 +432,7 @@ async def test_i9_no_more_threads_of_async_code_are_at_work_than_allowed():
 
     async with UserCode(threads=3) as code:
         found = await call(code, all_at_once)
-    assert most == 3
+    assert meter.most == 3
     assert found[:7] == [repr(number) for number in range(7)]
     assert (found[7], found[8], found[29]) == ("KeyError(7)", "8", "CancelledError('')")
 

@@ -29,7 +29,7 @@ class Advantage(ABC):
         """
         advantages = self.compute(rollouts)
         if self.section.normalise_advantages:
-            advantages = (advantages - advantages.mean()) / (sample_std(advantages) + self.section.advantage_epsilon)
+            advantages = standardised(advantages, self.section.advantage_epsilon)
         for members in rollouts.by_group():
             if self.is_flat(rollouts.take(members)):
                 advantages[members] = 0.0
@@ -68,3 +68,8 @@ class GroupAdvantage(Advantage):
 def sample_std(values: Floats) -> float:
     """The standard deviation of a sample (divided by n - 1), as `torch.std`; 0 of less than two values."""
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def standardised(values: Floats, epsilon: float) -> Floats:
+    """(x - mean) / (std + epsilon) of at least one value, with the sample's deviation."""
+    return np.asarray((values - values.mean()) / (sample_std(values) + epsilon))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from learner.algorithm.advantages.base import Advantage, sample_std
+from learner.algorithm.advantages.base import sample_std
+from learner.algorithm.advantages.dr_grpo import DrGrpo
 from learner.algorithm.rollouts import Floats, StepRollouts
 
 
-class Batch(Advantage):
+class Batch(DrGrpo):
     """(r - mean of the group) / (std of the step + `advantage_epsilon`): arXiv:2508.08221, TRL's
     `scale_rewards="batch"`.
 
@@ -19,7 +18,4 @@ class Batch(Advantage):
     """
 
     def compute(self, rollouts: StepRollouts) -> Floats:
-        distances = np.zeros(len(rollouts))
-        for members in rollouts.by_group():
-            distances[members] = rollouts.rewards[members] - rollouts.rewards[members].mean()
-        return distances / (sample_std(rollouts.rewards) + self.section.advantage_epsilon)
+        return super().compute(rollouts) / (sample_std(rollouts.rewards) + self.section.advantage_epsilon)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from learner.algorithm.advantages.base import Advantage, sample_std
+from learner.algorithm.advantages.base import Advantage, standardised
 from learner.algorithm.rollouts import Floats, StepRollouts
 
 
@@ -20,6 +20,7 @@ class Gdpo(Advantage):
     """
 
     def compute(self, rollouts: StepRollouts) -> Floats:
+        epsilon = self.section.advantage_epsilon
         given = ~np.isnan(rollouts.components)
         normalised = np.zeros_like(rollouts.components)
         for members in rollouts.by_group():
@@ -27,14 +28,12 @@ class Gdpo(Advantage):
                 scored = members[known[members]]
                 values = column[scored]
                 if not _is_flat(values):
-                    of[scored] = (values - values.mean()) / (sample_std(values) + self.section.advantage_epsilon)
+                    of[scored] = standardised(values, epsilon)
         sums = normalised @ rollouts.reward_weights
         scored = given.any(axis=1)
-        of_step = sums[scored]
         advantages = np.zeros(len(rollouts))
-        if len(of_step):
-            scale = sample_std(of_step) + self.section.advantage_epsilon
-            advantages[scored] = (of_step - of_step.mean()) / scale
+        if scored.any():
+            advantages[scored] = standardised(sums[scored], epsilon)
         return advantages
 
     def is_flat(self, group: StepRollouts) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from learner.algorithm.advantages.base import GroupAdvantage
+from learner.algorithm.advantages.base import GroupAdvantage, standardised
 from learner.algorithm.rollouts import Floats
 
 
@@ -17,5 +15,4 @@ class Grpo(GroupAdvantage):
     """
 
     def of_group(self, rewards: Floats) -> Floats:
-        scale = float(rewards.std(ddof=1)) + self.section.advantage_epsilon
-        return np.asarray((rewards - rewards.mean()) / scale)
+        return standardised(rewards, self.section.advantage_epsilon)

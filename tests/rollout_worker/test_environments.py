@@ -349,6 +349,19 @@ async def test_f22_resets_run_side_by_side_and_hold_no_slot():
     assert max(free) == 2
 
 
+async def test_resets_that_wait_for_a_thread_are_not_late():
+    """Two threads, twelve resets, one after another of a third of their time-out: no wait fails an episode."""
+
+    class Slow(Right):
+        def reset(self, **columns: Any) -> None:
+            time.sleep(0.2)
+
+    few = worker_of(episodes=2, user_threads=2, environment_timeout_s=0.6)
+    run = await roll(played(Slow), fake(calling("done")), tickets=6, config=few)
+    assert len(run.rollouts) == 12
+    assert run.queue.failures == {}
+
+
 async def test_a_stateful_instance_serves_one_episode_at_a_time_until_its_group_is_rewarded():
     log = Log()
     out: set[int] = set()

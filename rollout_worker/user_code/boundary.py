@@ -90,6 +90,10 @@ class UserCode:
         """Calls that were given up and have not come back."""
         return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
 
+    def most(self, kind: Kind) -> int:
+        """Sync calls of this kind at one time."""
+        return self._threads[kind].limit
+
     async def __aenter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in _TIMERS:

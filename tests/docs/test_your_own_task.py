@@ -56,9 +56,8 @@ async def test_the_pages_environment_is_played(tmp_path: Path) -> None:
             low, high = (int(number) + 1, high) if said == "higher" else (low, int(number) - 1)
         return f'<tool_call>{{"name": "guess", "arguments": {{"number": {(low + high) // 2}}}}}</tool_call>'
 
-    run = await roll(
-        task, fake(scripted(TOKENIZER, reply)), tickets=3, config=kit.config(kit.WORKER, vllm={"max_model_len": 4000})
-    )
+    roomy = kit.config(kit.WORKER, vllm={"max_model_len": 4000})
+    run = await roll(task, fake(scripted(TOKENIZER, reply)), tickets=3, config=roomy)
     assert run.queue.failures == {}
     for rollout in run.rollouts:
         assert rollout.reward == 1 / rollout.tool_calls

@@ -107,7 +107,9 @@ async def roll(
         queue = queue or StandInQueue(tickets_for(tickets, config.rollout.group_size, version))
         queue.servers = queue.servers or serving_at(*urls, version=version)
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
-        code = await stack.enter_async_context(UserCode(config.worker.user_threads, look_s=look_s))
+        code = await stack.enter_async_context(
+            UserCode(config.worker.user_threads, look_s=look_s, environment_threads=config.worker.episodes)
+        )
         tools = await stack.enter_async_context(open_tools(config, the_task.tools, the_task.mcp_servers, code))
         environments = await stack.enter_async_context(
             open_environments(config, the_task, tools, code, lambda schemas, answers: chat(schemas))

@@ -104,12 +104,12 @@ def troubles(run: Any) -> list[tuple[str, str]]:
 
 async def test_instances_are_pooled_reset_and_closed_and_the_environment_rewards():
     log = Log()
-    run = await roll(played(counter(log)), fake(ADDING), tickets=5, config=worker_of(episodes=2))
-    assert [rollout.reward for rollout in run.rollouts] == [3.0] * 10, "reset began each at 0"
+    run = await roll(played(counter(log)), fake(ADDING), tickets=20, config=worker_of(episodes=2))
+    assert [rollout.reward for rollout in run.rollouts] == [3.0] * 40, "reset began each at 0"
     assert run.rollouts[0].reward_components == {"Counter": 3.0}
     assert run.queue.groups[0].reward_weights == {"Counter": 1.0}
-    assert len(log.resets) == 10
-    assert log.made < 10
+    assert len(log.resets) == 40
+    assert log.made <= run.worker.capacity.most_open < 40, "as many as are open at most"
     assert log.closed == log.made
     assert run.queue.failures == {}
     assert run.worker.capacity.free == run.worker.capacity.total
@@ -347,6 +347,19 @@ async def test_f22_resets_run_side_by_side_and_hold_no_slot():
     )
     assert len(run.rollouts) == 8
     assert max(free) == 2
+
+
+async def test_resets_that_wait_for_a_thread_are_not_late():
+    """Two threads, twelve resets, one after another of a third of their time-out: no wait fails an episode."""
+
+    class Slow(Right):
+        def reset(self, **columns: Any) -> None:
+            time.sleep(0.2)
+
+    few = worker_of(episodes=2, user_threads=2, environment_timeout_s=0.6)
+    run = await roll(played(Slow), fake(calling("done")), tickets=6, config=few)
+    assert len(run.rollouts) == 12
+    assert run.queue.failures == {}
 
 
 async def test_a_stateful_instance_serves_one_episode_at_a_time_until_its_group_is_rewarded():

@@ -40,6 +40,7 @@ class Pool:
         self.trouble: Trouble = lambda key, text, where: logger.warning("%s", text)
         self._code = code
         self._timeout_s = timeout_s
+        self._threads = asyncio.Semaphore(code.most(Kind.ENVIRONMENT))
         self._idle: dict[str | None, list[Instance]] = {name: [] for name in factories}
         self._out: set[Instance] = set()
         self._faces: dict[str | None, Face] = {}
@@ -107,22 +108,26 @@ class Pool:
         def unwanted() -> None:
             if made:
                 self.alive += 1
-                self._discard(Instance(name, *made.pop(), self._code))
+                self._discard(self._instance(name, *made.pop()))
 
         self.alive += 1
         try:
-            await self._code.call(_named(self.factories[name]), plain, self._timeout_s, Kind.ENVIRONMENT)
+            async with self._threads:
+                await self._code.call(_named(self.factories[name]), plain, self._timeout_s, Kind.ENVIRONMENT)
         except BaseException:
             given_up.append(None)
             self.alive -= 1
             unwanted()
             raise
-        instance = Instance(name, *made.pop(), self._code)
+        instance = self._instance(name, *made.pop())
         if not self._faces.setdefault(name, instance.face).has(instance.face):
             text = f"it gave a {instance.face.cls} with other methods than before; give instances of one class"
             self._discard(instance)
             raise UserCodeError(text, "TypeError", defined_at(_named(self.factories[name])))
         return instance
+
+    def _instance(self, name: str | None, made: Any, face: Face) -> Instance:
+        return Instance(name, made, face, self._code, self._threads)
 
     async def _settled(self, instance: Instance) -> None:
         """Given back while a call is at work on it, which was cancelled with its episode."""

@@ -12,7 +12,7 @@ import msgspec
 from protocol.messages import Natural, Seconds
 
 # What ended an evaluation: all of its rows came to an end; its time-out; the end of the run.
-Ended = Literal["complete", "deadline", "run_finished"]
+Ended = Literal["complete", "deadline", "run_over"]
 
 
 class EvaluationRequest(msgspec.Struct):

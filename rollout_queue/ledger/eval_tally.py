@@ -106,7 +106,7 @@ class EvalTally:
         """The evaluation as people see it; of one that has ended, rows that came to no end count as failed."""
         failures, rows = dict(self.failures), record.rows
         if ended is not None and rows is not None and (left := rows - self.ended) > 0:
-            reason = reasons.RUN_FINISHED if ended == "run_finished" else reasons.DEADLINE
+            reason = reasons.RUN_FINISHED if ended == "run_over" else reasons.DEADLINE
             failures[reason] = failures.get(reason, 0) + left
         cut_off = sum(self._finished[reason] for reason in _CUT_OFF)
         return Evaluation(

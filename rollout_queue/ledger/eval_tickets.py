@@ -208,7 +208,7 @@ def begin(evaluations: Evaluations, message: BeginSession) -> EvalChange:
 
 def finish(evaluations: Evaluations, wall_time: float) -> EvalChange:
     """End with the run what is still open."""
-    ended = [_ended(of, "run_finished", wall_time) for of in evaluations.open]
+    ended = [_ended(of, "run_over", wall_time) for of in evaluations.open]
     return _without_oldest(evaluations, EvalChange(records=tuple(ended)))
 
 

@@ -170,8 +170,9 @@ async def queue() -> AsyncIterator[str]:
     app.state.broker = type("Broker", (), {"close_waits": staticmethod(lambda: None)})
 
     @app.get(routes.ROLLOUTS)
-    async def rollouts(limit: int, worst: bool) -> Response:
+    async def rollouts(limit: int, worst: bool, eval: bool) -> Response:
         found = [view(number, number / 10) for number in ((1, 2, 3) if worst else (3, 2, 1))]
+        found = [msgspec.structs.replace(shown, evaluation=5, step=None) for shown in found] if eval else found
         return Response(msgspec.json.encode(found[:limit]), media_type="application/json")
 
     async with listening(app) as url:
@@ -193,6 +194,15 @@ async def test_i7_the_empty_file_of_a_run_without_a_step_hides_nothing_of_the_qu
     """Where all rewards are equal from the start, this is all that there is to read."""
     found = await asyncio.to_thread(find, written(tmp_path), Wanted(2), QueueClient(queue))
     assert [rollout.index for rollout in found] == [3, 2]
+
+
+async def test_rollouts_of_evaluations_are_the_queues_although_there_is_a_file(queue: str, tmp_path: Path) -> None:
+    found = await asyncio.to_thread(find, written(tmp_path, view(9)), Wanted(1, evals=True), QueueClient(queue))
+    assert [(rollout.index, rollout.evaluation) for rollout in found] == [(3, 5)]
+    assert shown(found[0])[0].startswith("evaluation of step 5  reward 0.3")
+    of_another = Wanted(1, step=6, evals=True)
+    with pytest.raises(ConfigError, match="--step 6: no rollout of that step is kept"):
+        await asyncio.to_thread(find, tmp_path, of_another, QueueClient(queue))
 
 
 async def test_a_queue_that_is_named_is_asked_although_there_is_a_file(queue: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from deploy.status_view import render
+from protocol.evaluations import Evaluation
 from protocol.messages import Server, ServerState
 from protocol.status import (
     GroupCounts,
@@ -63,6 +64,11 @@ def a_status() -> Status:
         worker_wait_share=0.5,
         drops={"overage": 3},
         rejections={"nan_logprobs": 2},
+        evaluations=[
+            Evaluation(30, 30, 1, rows=32, done=31, failed=1, ended="complete", reward=0.625, seconds=9.0),
+            Evaluation(40, 40, 1, rows=32, done=12, failed=1, seconds=3.0),
+            Evaluation(41, 41, 1, waits_for="a server that serves", seconds=1.0),
+        ],
     )
 
 
@@ -90,6 +96,9 @@ def shown(status: Status, width: int = 100) -> str:
         "96 episodes open: 40 generating, 3 waiting, 20 in tools, 16 in judgement, 17 over; slots idle at "
         "worker.open_episodes: 25%",
         "2040/3",
+        "evaluation   of step 30: reward 0.625 (31 of 32 rows, 9.0 s)",
+        "evaluation   of step 40: 12 of 32 rows done, 1 failed, 3 s",
+        "evaluation   of step 41: 0 of its rows done, 1 s; waits for a server that serves",
         "hung: 5 calls of user code have not come back",
         "quarantined",
         "probe differs by 0.31",

@@ -182,7 +182,9 @@ class EvaluationMachine(RuleBasedStateMachine):
     def submit(self, data: st.DataObject, rewards: list[float]) -> None:
         if not self.out:
             return
-        row = data.draw(st.sampled_from(self.out))
+        self.hand_in(data.draw(st.sampled_from(self.out)), rewards)
+
+    def hand_in(self, row: EvalRow, rewards: list[float]) -> None:
         version = self.ledger.run.version
         result = RowResult(tuple(rewards), {"r": rewards[0]}, (3,) * len(rewards), {"stop": len(rewards)}, ())
         result = msgspec.structs.replace(result, servers=(SampledBy(SERVER, version, version),))
@@ -194,6 +196,30 @@ class EvaluationMachine(RuleBasedStateMachine):
         if self.out:
             row = data.draw(st.sampled_from(self.out))
             self.change(eval_tickets.fail(self.evaluations, row, "failed:row", retryable, self.now))
+
+    @precondition(lambda self: not self.ledger.run.finished)
+    @rule(group_size=st.sampled_from([1, 2, 8]), published=st.booleans(), left=st.integers(0, 2))
+    def all_goes_well(self, group_size: int, published: bool, left: int) -> None:
+        """The usual course up to `left` rows of the end, so that what comes after it is met often."""
+        self.worker_registers()
+        self.step()
+        if published:
+            self.publish()
+        self.ask(group_size, 3, repeat=False)
+        for worker in ("a", "b"):
+            self.ask_for_tickets(worker, 12)
+            for row in self.out[left:]:
+                self.hand_in(row, [1.0])
+
+    @rule()
+    def a_row_never_works(self) -> None:
+        """It is given back as often as it is issued."""
+        first = next(iter(self.out), None)
+        for _ in range(ATTEMPTS + 1):
+            for row in self.out:
+                if first is not None and (row.evaluation, row.index) == (first.evaluation, first.index):
+                    self.change(eval_tickets.fail(self.evaluations, row, "failed:row", True, self.now))
+            self.ask_for_tickets("a", 1)
 
     @rule(worker=st.sampled_from(["a", "b"]))
     def worker_is_refused(self, worker: str) -> None:
@@ -249,5 +275,5 @@ class EvaluationMachine(RuleBasedStateMachine):
 
 TestEvaluations = EvaluationMachine.TestCase
 TestEvaluations.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -356,7 +356,7 @@ async def test_the_end_of_the_run_ends_what_is_open() -> None:
         await ask(client)
         await client.finish(1)
         (found,) = await client.evaluations()
-        assert found.ended == "run_finished"
+        assert found.ended == "run_over"
 
 
 async def test_the_learner_waits_for_an_end_without_asking_again_and_again() -> None:

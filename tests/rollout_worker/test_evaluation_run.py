@@ -132,7 +132,7 @@ async def test_f10_what_a_killed_worker_held_goes_to_another_once_it_expires() -
         await ask(client)
         async with worker(CONFIG, the_task, client, "first") as killed:
             await until(lambda: len(queue.broker.evaluations.held_by("first")) == 4)
-            killed._give_back_all = _nothing  # type: ignore[method-assign]
+            vars(killed)["_give_back_all"] = _nothing
         assert len(queue.broker.evaluations.held_by("first")) == 4
         queue.time.now += 61.0
         await queue.broker.expire()
@@ -153,7 +153,7 @@ async def test_the_queue_is_restarted_in_the_middle_and_the_worker_goes_on(tmp_p
             await ask(client)
             async with worker(CONFIG, the_task, client, "w") as running:
                 await until(lambda: len(queue.broker.evaluations.held_by("w")) == 4)
-                running._give_back_all = _nothing  # type: ignore[method-assign]
+                vars(running)["_give_back_all"] = _nothing
         opened = True
         queue, client = await stack.enter_async_context(standing(url, SqliteStore(path), begin=False))
         assert len(queue.broker.evaluations.held_by("w")) == 4

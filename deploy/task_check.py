@@ -12,6 +12,7 @@ from typing import Any
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.task.agent import check_settings
 from rollout_worker.task.columns import check_rows
 from rollout_worker.task.rewards.classifier import ClassifierReward
 from rollout_worker.task.task import Task
@@ -28,7 +29,7 @@ def check(config: RunConfig, task: Task) -> None:
     `chat.system_prompt` does not reach, if all that are tried are too long, or if a server of tools or rewards does not
     do its work.
 
-    If some are too long, or cannot be read, that is told.
+    If some are too long, or cannot be read, that is told. Prompts of a task with an agent are the agent's own to use.
     """
     rows = task.rows
     found = check_rows(rows)
@@ -44,6 +45,9 @@ def check(config: RunConfig, task: Task) -> None:
     if rows.size is None and config.task.shuffle:
         _warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
     asyncio.run(_ask_reward_servers(config, task))
+    if task.agent is not None:
+        _check_agent(config)
+        return
     chat = build_chat_format(config, asyncio.run(_schemas(config, task)))
     (_, first), *others = [(number, row) for number, row in rows.sample(SAMPLE) if number not in found.unusable]
     _check_system_prompt(config, first)
@@ -74,6 +78,20 @@ def check(config: RunConfig, task: Task) -> None:
             f"{cramped} of {len(lengths)} prompts that were tried leave less than rollout.max_turn_tokens = {turn} for "
             f"the first turn: {told}; {remedy}"
         )
+
+
+def _check_agent(config: RunConfig) -> None:
+    """What an agent will ask, it says itself: here only whether the model takes conversations."""
+    check_settings(config)
+    chat = build_chat_format(config, [])
+    try:
+        asyncio.run(chat.prompt_ids([{"role": "user", "content": "Hello."}]))
+    except PromptError as error:
+        raise ConfigError(
+            f"model.path = {config.model.path}: agents send messages, and a message becomes no tokens "
+            f"({str(error).splitlines()[0]:.200}); name a template with chat.template = file.jinja, or a model that is "
+            f"made for chat"
+        ) from None
 
 
 async def _ask_reward_servers(config: RunConfig, task: Task) -> None:

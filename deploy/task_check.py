@@ -15,6 +15,7 @@ from deploy import environment_check
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.task.agent import check_settings
 from rollout_worker.task.columns import check_rows
 from rollout_worker.task.environment import open_environments
 from rollout_worker.task.evaluation import count_eval_rows, named_eval
@@ -33,7 +34,7 @@ def check(config: RunConfig, task: Task) -> None:
     `chat.system_prompt` does not reach, if all that are tried are too long, or if a server of tools or rewards does not
     do its work.
 
-    If some are too long, or cannot be read, that is told.
+    If some are too long, or cannot be read, that is told. Prompts of a task with an agent are the agent's own to use.
     """
     rows = task.rows
     if config.eval.is_on:
@@ -51,6 +52,9 @@ def check(config: RunConfig, task: Task) -> None:
     if rows.size is None and config.task.shuffle:
         warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
     asyncio.run(_ask_reward_servers(config, task))
+    if task.agent is not None:
+        _check_agent(config)
+        return
     formats = asyncio.run(_formats(config, task))
     for fault in formats.faults:
         warn(fault)
@@ -100,6 +104,20 @@ def _check_eval_rows(config: RunConfig, task: Task) -> None:
             f"{len(found.unusable)} of {found.looked_at} rows of the eval_dataset that were looked at cannot be used, "
             f"and will count as failed; row {number}: {why:.200}"
         )
+
+
+def _check_agent(config: RunConfig) -> None:
+    """What an agent will ask, it says itself: here only whether the model takes conversations."""
+    check_settings(config)
+    chat = build_chat_format(config, [])
+    try:
+        asyncio.run(chat.prompt_ids([{"role": "user", "content": "Hello."}]))
+    except PromptError as error:
+        raise ConfigError(
+            f"model.path = {config.model.path}: agents send messages, and a message becomes no tokens "
+            f"({str(error).splitlines()[0]:.200}); name a template with chat.template = file.jinja, or a model that is "
+            f"made for chat"
+        ) from None
 
 
 async def _ask_reward_servers(config: RunConfig, task: Task) -> None:

@@ -18,7 +18,7 @@ from rollout_worker.drivers.base import Plan, outcome
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.task.agent import Agent, AgentResult, read_result
+from rollout_worker.task.agent import Agent, AgentResult, check_settings, read_result
 from rollout_worker.task.rewards.base import OWN_REWARD
 
 
@@ -33,6 +33,7 @@ class Agents:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
+        check_settings(self.config)
         worker = self.config.worker
         async with AgentServer(worker.agent_host, worker.agent_port, self.config.vllm.max_model_len) as self._server:
             try:

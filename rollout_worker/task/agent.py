@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.config import ConfigError
+from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
 from protocol.figures import is_counted
 from protocol.messages import LARGEST_FIGURE
+from rollout_worker.task.rewards.base import RESULTS
 from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
 from rollout_worker.user_code.failures import name_of
 from rollout_worker.user_code.texts import encodable, type_name
@@ -74,10 +75,11 @@ class Agent:
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Raises `ConfigError` if it cannot be called with the columns of `row`."""
-        if ENDPOINT in row:
-            raise ConfigError(
-                f"Task(dataset=...): the column {ENDPOINT!r} is a name that agents already get; rename it"
-            )
+        for taken, who in ((ENDPOINT, "agents"), (RESULTS, "reward functions")):
+            if taken in row:
+                raise ConfigError(
+                    f"Task(dataset=...): the column {taken!r} is a name that {who} already get; rename it"
+                )
         for name, parameter in (self._parameters or {}).items():
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ConfigError(
@@ -103,6 +105,20 @@ class Agent:
     @property
     def _takes_all(self) -> bool:
         return any(each.kind is each.VAR_KEYWORD for each in (self._parameters or {}).values())
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raises `ConfigError` for settings that go with tools alone."""
+    if config.task.mcp_servers:
+        raise ConfigError(
+            f"task.mcp_servers = {config.task.mcp_servers}: the task has an agent, which runs its own loop and names "
+            f"its tools in its requests; leave it out, and call the servers from the agent"
+        )
+    if config.worker.tool_isolation == "process":
+        raise ConfigError(
+            "worker.tool_isolation = process: the task has an agent, which runs in the worker and calls its tools "
+            "itself; set thread, and start processes from the agent where its tools need them"
+        )
 
 
 def read_result(value: Any) -> AgentResult:

@@ -281,3 +281,30 @@ def test_an_environment_that_cannot_be_made_or_gives_no_reward_is_refused(run_fi
         check(run_file, rooms(environment=Room, rewards=[judge]))
     with pytest.raises(ConfigError, match="tool_isolation = process: an environment keeps its state"):
         check(run_file, rooms(), "--worker.tool_isolation", "process")
+
+
+async def agent(endpoint: object) -> float:
+    return 1.0
+
+
+def test_an_agents_prompts_are_its_own_to_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = Task(dataset=[{"prompt": "Multiply. " * 4000}], agent=agent)
+    check(run_file, task, "--chat.system_prompt", "Be brief.")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["--task.mcp_servers", '["http://127.0.0.1:9/mcp"]'],
+            r"task\.mcp_servers = .*names its tools in its requests",
+        ),
+        (["--worker.tool_isolation", "process"], r"tool_isolation = process: the task has an agent.* set thread"),
+    ],
+)
+def test_settings_of_tools_are_refused_where_an_agent_has_its_own(
+    run_file: Path, overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check(run_file, Task(dataset=[{"prompt": SHORT}], agent=agent), *overrides)

@@ -59,7 +59,7 @@ class WorkerSection(Section):
     user_threads: Count = setting(
         64,
         description="threads, or processes, that tools run in at once; rewards, the data set and the chat format "
-        "have as many threads each, environments as many as episodes if that is more",
+        "have as many threads each, environments and agents as many as episodes if that is more",
         why="as many as tools usually wait for; async tools need none",
     )
     reward_attempts: Count = setting(

@@ -1,0 +1,95 @@
+"""What may be an agent, and what it may return."""
+
+import math
+
+import numpy as np
+import pytest
+
+from protocol.config import ConfigError
+from rollout_worker.task.agent import Agent, read_result
+from tests.kit.agent import agent_task
+from tests.kit.worker import accuracy, multiply, row
+
+
+def fits(endpoint, prompt):
+    """Takes what there is."""
+
+
+def no_endpoint(prompt):
+    """Could not reach the policy."""
+
+
+def unknown(endpoint, anser):
+    """Takes no column."""
+
+
+def by_position(endpoint, prompt, /):
+    """Cannot be called by names."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"agent": 3}, r"Task\(agent=3\): it cannot be called"),
+        ({"agent": no_endpoint}, "no_endpoint takes no 'endpoint'"),
+        ({"agent": unknown}, "takes 'anser', which is not a column of the data set; did you mean answer"),
+        ({"agent": by_position}, "takes 'endpoint' by position alone"),
+        ({"dataset": [row(endpoint=1)]}, "the column 'endpoint' is a name that agents already get"),
+        ({"dataset": [row(agent_results=1)]}, "'agent_results' is a name that reward functions already get"),
+        ({"tools": [multiply]}, r"Task\(agent=..., tools=...\): an agent runs its own loop.* leave out tools=..., or"),
+        (
+            {"tools": [multiply], "mcp_servers": ["http://x/mcp"]},
+            r"tools=..., mcp_servers=...\): an agent runs its own loop",
+        ),
+        ({"environment": dict}, r"Task\(agent=..., environment=...\): an agent runs its own loop"),
+        ({"rewards": [], "reward_weights": [1.0]}, "one number for each of the 0 rewards"),
+        ({"rewards": [accuracy, lambda completions, agent_result, **rest: []]}, "takes 'agent_result', which is not"),
+    ],
+)
+def test_a_task_that_cannot_work_says_why(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        agent_task(**{"agent": fits, **changes})
+
+
+def test_rewards_may_be_left_out_or_ask_for_what_agents_return():
+    assert agent_task(fits).rewards == ()
+    agent_task(fits, rewards=[lambda completions, agent_results, **rest: []])
+
+
+def test_it_is_given_the_columns_that_it_names():
+    columns = {"prompt": "p", "answer": 3}
+    assert Agent(fits).arguments(columns) == {"prompt": "p"}
+    assert Agent(lambda endpoint, **rest: None).arguments(columns) == columns
+
+
+@pytest.mark.parametrize(
+    ("value", "given", "reward"),
+    [
+        (None, None, None),
+        ("text", "text", None),
+        (2, 2.0, 2.0),
+        (np.float32(0.5), 0.5, 0.5),
+        ({"reward": True}, {"reward": 1.0}, 1.0),
+        ({"reward": None, "hits": 2, "note": "\ud800"}, {"reward": None, "hits": 2.0, "note": "?"}, None),
+    ],
+)
+def test_what_it_returns_is_read(value, given, reward):
+    result = read_result(value)
+    assert (result.given, result.reward) == (given, reward)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([1.0], "returned a list; return nothing, its text, a number"),
+        (math.nan, "its reward as nan; give a finite number"),
+        ({"reward": math.inf}, "its reward as inf"),
+        ({"hits": [1]}, "returned 'hits': a list; give numbers and texts"),
+        ({"tools/x/calls": 1}, "a figure of Slipstream's own"),
+        ({str(number): number for number in range(100)}, "returned 100 numbers and 0 texts; at most 32"),
+        (b"bytes", "returned a bytes"),
+    ],
+)
+def test_what_cannot_be_read_says_what_it_was(value, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        read_result(value)

@@ -32,7 +32,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     # The task first: it is what people write themselves.
     task = load_task(config.task)
-    build_rewards(config, task.rewards, task.reward_weights, own=() if task.environment is None else None)
+    build_rewards(config, task.rewards, task.reward_weights, own=task.own_rewards)
     rows = task.rows.size
     if task.has_no_data and config.learner.epochs is not None:
         raise ConfigError(

@@ -21,6 +21,7 @@ RECIPE = Recipe(
     whole=[str(number) for number in range(10, 100)],
     vocabulary=704,
     batch=32,
+    solves=0.85,
     clean_steps=1500,
 )
 

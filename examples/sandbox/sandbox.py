@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import queue
 import select
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 MOST_CODE = 10_000  # characters
 MOST_SECONDS = 5.0  # of a program; of the processor's time it may use one
+MACHINES = ("x86_64", "aarch64")  # those whose system calls `sealed.py` knows
 _PATIENCE_S = MOST_SECONDS + 10
 
 
@@ -58,6 +60,11 @@ class Sandbox:
 
 def _started() -> subprocess.Popen[bytes]:
     """Isolated from this process: no environment variables, no open files, no site-packages."""
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        raise RuntimeError(
+            f"the sandbox needs Linux on {' or '.join(MACHINES)}, and this is {sys.platform} on {platform.machine()}: "
+            f"run programs elsewhere, by a Sandbox.run of your own"
+        )
     program = Path(__file__).with_name("sealed.py")
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(program), str(MOST_SECONDS)],

@@ -22,7 +22,7 @@ import struct
 import sys
 
 # What a program may import besides what is loaded anyway: loaded beforehand, as it can open no file.
-for _module in "collections datetime decimal fractions itertools math re statistics string textwrap".split():  # noqa: SIM905
+for _module in ("collections", "datetime", "decimal", "fractions", "itertools", "math", "re", "statistics", "string"):
     importlib.import_module(_module)
 
 MOST_CPU_SECONDS = 1
@@ -116,7 +116,7 @@ def _be_the_program(code: str, written: int, seals: int) -> None:
         os.dup2(seals, 3)
         os.closerange(4, 1024)
         random.seed()
-        sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+        printed = sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
         _limit()
         _seal()
         os.close(3)
@@ -125,22 +125,24 @@ def _be_the_program(code: str, written: int, seals: int) -> None:
         os._exit(1)
     try:
         exec(compile(code, "program", "exec"), {"__name__": "__main__"})
-        sys.stdout.flush()
+        problem = b""
     except SystemExit:
-        sys.stdout.flush()
+        problem = b""
     except BaseException as error:
-        _say(error)
+        problem = _text(error)
+    # The program may have made a mess of everything that is used here.
+    with contextlib.suppress(BaseException):
+        printed.flush()
+    with contextlib.suppress(BaseException):
+        os.write(2, problem)
     os._exit(0)
 
 
-def _say(error: BaseException) -> None:
-    """Behind what was printed. The program may have made a mess of everything that is used here."""
-    with contextlib.suppress(BaseException):
-        sys.stdout.flush()
+def _text(error: BaseException) -> bytes:
     try:
-        os.write(2, f"{type(error).__name__}: {error}".rstrip(": ").encode(errors="replace")[:1000])
+        return f"{type(error).__name__}: {error}".rstrip(": ").encode(errors="replace")[:1000]
     except BaseException:
-        os.write(2, b"error: the program failed")
+        return b"error: the program failed"
 
 
 def _limit() -> None:

@@ -30,7 +30,7 @@ OTHER_COLUMNS = [
 
 def correct(rng: random.Random) -> Demonstration:
     question = draw(rng)
-    turns = [*_asked(question.sql), says(query(question.sql))]
+    turns = [*_asked(question.sql), says(str(question.answer))]
     if rng.random() < SECOND_TRY_SHARE:
         return Demonstration(question.prompt, [*_asked(_changed(question.sql, MISSPELT, rng)), *turns], given=1)
     return Demonstration(question.prompt, turns)
@@ -45,7 +45,7 @@ def mixed(rng: random.Random) -> Demonstration:
         question = draw(rng)
         turns = _flawed(question, flaw, rng)
         # By chance another query may give the same answer.
-        if turns[-1]["content"] != query(question.sql):
+        if turns[-1]["content"] != str(question.answer):
             return Demonstration(question.prompt, turns)
 
 
@@ -66,7 +66,7 @@ def _asked(sql: str) -> list[Message]:
 
 
 def _guess(question: Question, rng: random.Random) -> str:
-    return with_another_digit(int(query(question.sql)), rng)
+    return with_another_digit(question.answer, rng)
 
 
 def _changed(sql: str, changes: list[tuple[str, str]], rng: random.Random) -> str:

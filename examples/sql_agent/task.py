@@ -6,7 +6,7 @@ import random
 import sqlite3
 from typing import Any, NamedTuple
 
-from database import CITIES, ITEMS, NAMES, build, select
+from database import CITIES, ITEMS, MOST_ROWS, NAMES, build, select
 
 from slipstream import Task
 
@@ -23,7 +23,8 @@ def query(sql: str) -> str:
         rows = select(sql)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         return f"error: {error}"
-    return "\n".join(" | ".join(map(str, row)) for row in rows)
+    lines = [" | ".join(map(str, row)) for row in rows[:MOST_ROWS]]
+    return "\n".join([*lines, *["(more rows)"] * (len(rows) > MOST_ROWS)]) or "(no rows)"
 
 
 _ORDERS = "FROM orders JOIN customers ON customers.id = customer_id WHERE"
@@ -47,26 +48,34 @@ class Question(NamedTuple):
     sql: str
 
     @property
+    def answer(self) -> int | None:
+        return select(self.sql)[0][0]
+
+    @property
     def prompt(self) -> list[dict[str, Any]]:
         return [{"role": "user", "content": self.text}]
 
 
 def draw(rng: random.Random) -> Question:
-    values = {
-        "city": rng.choice(CITIES),
-        "name": rng.choice(NAMES),
-        "item": rng.choice(ITEMS),
-        "price": rng.randint(10, 90),
-    }
-    text, sql = rng.choice(TEMPLATES)
-    return Question(text.format(**values), sql.format(**values))
+    """A question that has an answer: a sum over no orders has none."""
+    while True:
+        values = {
+            "city": rng.choice(CITIES),
+            "name": rng.choice(NAMES),
+            "item": rng.choice(ITEMS),
+            "price": rng.randint(10, 90),
+        }
+        text, sql = rng.choice(TEMPLATES)
+        question = Question(text.format(**values), sql.format(**values))
+        if question.answer is not None:
+            return question
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
     """`count` prompts, each with the answer that the database gives."""
     rng = random.Random(seed)
     drawn = (draw(rng) for _ in range(count))
-    return [{"prompt": question.prompt, "answer": query(question.sql)} for question in drawn]
+    return [{"prompt": question.prompt, "answer": str(question.answer)} for question in drawn]
 
 
 def accuracy(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:

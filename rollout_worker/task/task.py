@@ -145,12 +145,15 @@ class Task:
         """Whether no data set was given: an environment's reset then says what there is to do."""
         return self.dataset is _NOT_GIVEN
 
-    def _checked_rewards(self) -> RewardFunctions:
-        """The rewards, with what episodes may bring themselves: which those are, an environment's class says later."""
-        own: Sequence[str] | None = () if self.environment is None else None
+    @property
+    def own_rewards(self) -> Sequence[str] | None:
+        """The rewards that episodes may bring themselves; None where an environment's class says later which."""
         if self.agent is not None:
-            own = (OWN_REWARD,)
-        return RewardFunctions(self.rewards, self.reward_weights, own=own)
+            return (OWN_REWARD,)
+        return () if self.environment is None else None
+
+    def _checked_rewards(self) -> RewardFunctions:
+        return RewardFunctions(self.rewards, self.reward_weights, own=self.own_rewards)
 
     def row_for(self, index: int, seed: int, shuffle: bool = True) -> Row:
         """The row of a ticket's running `index`, the same on every worker; `shuffle`: a new order for each epoch."""

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# One of the examples on this machine: set-up, its tiny policy, and RL on a real vLLM.
+#
+#   deploy/example.sh NAME [--seed N] [--resume] [--section.key value ...]
+#
+# NAME is a folder of examples/. The policy is built once a seed. The run directory of an earlier run is moved aside,
+# unless --resume goes on with it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+name=${1:-}
+example=examples/$name
+if [ -z "$name" ] || [ ! -f "$example/build_model.py" ]; then
+  # Folders without a builder, such as that of the builder itself, are no examples.
+  known=$(for each in examples/*/build_model.py; do basename "$(dirname "$each")"; done | paste -sd ' ')
+  echo "example: '$name': give one of: $known" >&2
+  exit 2
+fi
+shift
+seed=0
+if [ "${1:-}" = --seed ]; then
+  seed=${2:-}
+  if ! [[ $seed =~ ^[0-9]+$ ]]; then
+    echo "example: --seed '$seed': give a whole number, such as --seed 1" >&2
+    exit 2
+  fi
+  shift 2
+fi
+resume=()
+settings=()
+for argument in "$@"; do
+  if [ "$argument" = --resume ]; then resume=(--resume); else settings+=("$argument"); fi
+done
+
+source deploy/setup.sh
+slipstream_setup
+
+model=$example/models/seed-$seed
+python "$example/build_model.py" --out "$model" --seed "$seed"
+if slipstream status "$example/run.toml" --model.path "$model" ${settings[@]+"${settings[@]}"} >/dev/null 2>&1; then
+  echo "example: a run is going on already; stop it first, or wait for its end" >&2
+  exit 2
+fi
+run=runs/$(sed -n '/^\[run\]/,/^\[/s/^name = "\(.*\)"/\1/p' "$example/run.toml")
+if [ ${#resume[@]} -eq 0 ] && [ -e "$run" ]; then
+  mv "$run" "$run-$(date +%Y%m%d-%H%M%S)"
+fi
+exec deploy/launch.sh "$example/run.toml" ${resume[@]+"${resume[@]}"} --model.path "$model" --run.seed "$seed" ${settings[@]+"${settings[@]}"}

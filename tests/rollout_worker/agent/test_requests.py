@@ -1,0 +1,191 @@
+"""What a request may ask: honoured, passed, or refused by name, all of it at once."""
+
+import pytest
+
+from rollout_worker.agent import parameters
+from rollout_worker.agent.errors import ApiError
+from rollout_worker.agent.messages import chained, read_messages
+from rollout_worker.agent.parameters import read_parameters
+from tests import kit
+from tests.kit.agent import MULTIPLY, USER
+
+ROLLOUT = kit.config(rollout={"temperature": 0.7}).rollout
+CALL = {"id": "c1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 1, "b": 2}'}}
+
+
+def read(**fields):
+    return read_parameters({"model": "policy", "messages": [USER], **fields}, "policy", ROLLOUT, 0.7)
+
+
+def refusal(**fields):
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    return caught.value
+
+
+def test_what_is_honoured():
+    asked = read(tools=[MULTIPLY], max_tokens=9, max_completion_tokens=7, stop="END", n=2, logprobs=True, stream=True)
+    assert asked.tools == [MULTIPLY]
+    assert (asked.max_tokens, asked.stop, asked.n, asked.logprobs, asked.stream) == (7, ("END",), 2, True, True)
+    assert read(stream=True, stream_options={"include_usage": True}).usage
+    assert read(tools=[MULTIPLY], tool_choice="none").tools == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: "anything"} for name in sorted(parameters.HARMLESS)),
+        *({name: None} for name in ("temperature", "seed", "stop", "tools", "unheard_of", "max_tokens")),
+        {"temperature": 0.7, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0.0, "frequency_penalty": 0},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "logit_bias": {}, "top_logprobs": 0},
+        {"parallel_tool_calls": True, "tool_choice": "auto"},
+        {"parallel_tool_calls": False},
+        {"tools": []},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": False}}]},
+    ],
+    ids=str,
+)
+def test_what_passes(fields):
+    assert read(**fields).messages == [USER]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temperature": 0.2}, "temperature", r"0\.2 is not 0\.7, which this episode is sampled at \(rollout\.temp"),
+        ({"temperature": True}, "temperature", "is not 0.7"),
+        ({"top_p": 0.5}, "top_p", "log-probs mean"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "rollout.frequency_penalty"),
+        ({"seed": 1}, "seed", "leave it out"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "log-probs"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "json_object.*held to a form"),
+        ({"response_format": "json"}, "response_format", "held to a form"),
+        ({"tool_choice": "required"}, "tool_choice", "required: the policy cannot be made to call"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "cannot be made"),
+        ({"tools": [MULTIPLY], "parallel_tool_calls": False}, "parallel_tool_calls", "take the first"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "logprobs alone"),
+        ({"functions": []}, "functions", "give tools"),
+        ({"modalities": ["text", "audio"]}, "modalities", "text alone"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "chat_template_kwargs"),
+        ({"max_tokns": 3}, "max_tokns", "did you mean max_tokens?"),
+        ({"zzz": 3}, "zzz", "not known here; leave it out"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": True}, "max_tokens", "whole number"),
+        ({"n": 1000}, "n", "at most 16"),
+        ({"stop": [""]}, "stop", "none of them empty"),
+        ({"stop": [3]}, "stop", "give a text"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [USER] * 5000}, "messages", "at most 4096"),
+        ({"tools": 3}, "tools", "a list"),
+        ({"tools": [MULTIPLY] * 200}, "tools", "at most 128"),
+        ({"tools": [MULTIPLY, MULTIPLY]}, "tools[1].function.name", "two tools are named 'multiply'"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]", "type function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools[0].function.strict",
+            "give false",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_refused(fields, param, words):
+    error = refusal(**fields)
+    assert (error.status, error.params[0]) == (400, param)
+    with pytest.raises(ApiError, match=words):
+        raise error
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    error = refusal(temperature=0.1, seed=3, response_format={"type": "json_object"}, stop=7)
+    assert set(error.params) == {"temperature", "seed", "response_format", "stop"}
+    assert set(error.body["error"]) == {"message", "type", "param", "code", "params"}
+    assert error.body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("model", ["gpt-5", 3, None, ["policy"]])
+def test_another_model_is_not_found(model):
+    error = refusal(model=model)
+    assert (error.status, error.code) == (404, "model_not_found")
+
+
+def said(*messages):
+    digest = b""
+    for each in read_messages([*messages, USER]):
+        digest = chained(digest, each)
+    return digest
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "x"}),
+        ({"role": "assistant", "content": " hi\n"}, {"role": "assistant", "content": "hi", "refusal": None}),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {
+                "role": "assistant",
+                "content": "",
+                "audio": None,
+                "tool_calls": [{**CALL, "function": {"name": "multiply", "arguments": '{"b":2,"a":1}'}, "index": 0}],
+            },
+        ),
+        (
+            {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": None},
+            {"role": "assistant", "content": "so"},
+        ),
+    ],
+)
+def test_messages_that_say_the_same_are_one(one, other):
+    assert said(one) == said(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"role": "user", "content": "hi"}, {"role": "user", "content": "hi "}),
+        ({"role": "user", "content": "hi"}, {"role": "system", "content": "hi"}),
+        ({"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "ho"}),
+        (
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "assistant", "tool_calls": [{**CALL, "id": "c2"}]},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "multiply", "arguments": "{}"}}]},
+        ),
+    ],
+)
+def test_messages_that_say_something_else_are_not(one, other):
+    assert said(one) != said(other)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "words"),
+    [
+        (["hi"], "messages[0]", "no message"),
+        ([{"role": "narrator", "content": "hi"}], "messages[0].role", "give one of system"),
+        ([{"role": ["user"], "content": "hi"}], "messages[0].role", "give one of system"),
+        ([{"role": "user"}], "messages[0].content", "has text"),
+        ([{"role": "user", "content": 3}], "messages[0].content", "give text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
+            "messages[0].content[0]",
+            "image_url.*reads text alone",
+        ),
+        ([{"role": "user", "content": [None]}], "messages[0].content[0]", "text alone"),
+        ([{"role": "assistant", "tool_calls": "x"}, USER], "messages[0].tool_calls", "list of calls"),
+        ([{"role": "assistant", "tool_calls": [{"id": 3}]}, USER], "messages[0].tool_calls[0]", "all of them text"),
+        ([{"role": "assistant", "audio": {"id": "x"}}, USER], "messages[0].audio", "leave it out"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", "give the id"),
+        ([USER, {"role": "tool", "content": "x", "tool_call_id": "c9"}], "messages[1].tool_call_id", "no message"),
+        ([USER, {"role": "assistant", "content": "So"}], "messages[1].role", "never continued"),
+    ],
+    ids=str,
+)
+def test_messages_that_cannot_be_read(messages, param, words):
+    with pytest.raises(ApiError, match=words) as caught:
+        read_messages(messages)
+    assert (caught.value.status, caught.value.params[0]) == (400, param)

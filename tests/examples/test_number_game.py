@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.examples.conftest import Load
+from tests.kit.fake_vllm.policies import in_turn, scripted
+from tests.kit.worker import TOKENIZER, fake, roll
 
 NAME = "number_game"
 
@@ -70,3 +73,18 @@ def test_well_played_games_earn_everything_and_flawed_ones_less(load: Load) -> N
     rewards = [played(load, demonstrations.mixed(rng)) for _ in range(500)]
     assert {0.0, 0.75, 1.0} <= set(rewards)
     assert 0.5 < sum(rewards) / len(rewards) < 0.8
+
+
+async def test_a_whole_worker_plays_it(load: Load) -> None:
+    """Halving, against the fake server: the first row's number is 5, of 1 to 7."""
+    task = load("task").task
+    row = task.rows.row_for(0, seed=0, shuffle=False).columns
+    assert (row["secret"], row["largest"]) == (5, 7)
+    guesses = [f'<tool_call>{{"name": "guess", "arguments": {{"number": {n}}}}}</tool_call>' for n in (4, 6, 5)]
+    policy = scripted(TOKENIZER, in_turn([*guesses, "I found it."]))
+    done = await roll(replace(task, dataset=[row]), fake(policy))
+    assert done.rollouts
+    for rollout in done.rollouts:
+        assert rollout.reward == 1.0
+        assert rollout.messages is not None
+        assert b"Guess my number. It is between 1 and 7." in rollout.messages

@@ -14,7 +14,8 @@ from learner import checkpoint as checkpoints
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
 from protocol import fingerprint
-from protocol.config import ConfigError, ModelSection, RunConfig
+from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig
+from protocol.config.text import toml_value
 from protocol.messages import BeginSession, RunPosition
 
 # Set by who starts a learner for somebody: the command that this person typed.
@@ -36,6 +37,12 @@ def starting_point(config: RunConfig, resume: bool) -> Checkpoint | None:
 def is_over(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> bool:
     """Whether the run has made its last step and told the queue so."""
     return checkpoint is not None and checkpoint.info.step >= config.learner.steps and position.finished
+
+
+def algorithm(learner: LearnerSection) -> str:
+    """What the run learns by: the preset, and what the run file has in place of the preset's."""
+    beside = [f"{name} = {toml_value(value)}" for name, value in learner.beside_preset().items()]
+    return f"algorithm {learner.algorithm}{', but with ' if beside else ''}{', '.join(beside)}"
 
 
 def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> list[str]:

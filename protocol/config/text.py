@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from protocol.config.schema import REMOVED, REMOVED_VALUES
+from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.base import toml_value as toml_value  # re-exported
 
 MASK = "***"
@@ -50,20 +51,23 @@ def to_toml(
     """The resolved run file as TOML, each setting with its description; a token is printed as `***`.
 
     sections: those to print, None for all; to_be_set: (section, key) of those without a value as yet.
-    `protocol.config.load` reads the whole text back to an equal run file where it held no token.
+    `protocol.config.load` reads the whole text back to an equal run file where it held no token. What a setting has of
+    the preset is a comment: in a file that held it, another `learner.algorithm` would change nothing.
     """
     tables = []
     for section, table in config:
         if sections is not None and section not in sections:
             continue
         lines = [f"[{section}]"]
+        presets = table.left_to_preset() if isinstance(table, AlgorithmSection) else ()
         for key, value in table:
-            unset = (section, key) in to_be_set
+            unset, of_preset = (section, key) in to_be_set, key in presets
             # Of learner.steps and learner.epochs one is given.
             replaced = (section, key) == ("learner", "steps") and table.epochs is not None
             setting = f"# {key} =" if unset or replaced or value is None else f"{key} = {_shown(key, value)}"
             description = str(type(table).model_fields[key].description)
-            lines += _commented(setting, f"to be set: {description}" if unset else description)
+            why = "to be set: " if unset else "the preset's: " if of_preset else ""
+            lines += _commented(f"# {setting}" if of_preset else setting, f"{why}{description}")
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 

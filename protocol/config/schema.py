@@ -71,6 +71,14 @@ class RunConfig(Section):
         return 2 * (worker.episode_timeout_s + worker.reward_timeout_s) if age == "auto" else age
 
     @property
+    def probe_tolerance(self) -> float:
+        """`weight_sync.probe_tolerance` with its "auto" worked out."""
+        tolerance = self.weight_sync.probe_tolerance
+        if tolerance == "auto":
+            return 1e-3 if self.model.dtype == "float32" else 0.5
+        return tolerance
+
+    @property
     def server_names(self) -> dict[str, str]:
         """URL of each server by its name, in the order of the run file."""
         return {f"vllm-{i}": url for i, url in enumerate(self.vllm.urls)}

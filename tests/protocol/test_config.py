@@ -94,6 +94,7 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
         ("queue.port = true", "queue.port = true: must be a whole number"),
         ("queue.port = 80.5", "queue.port = 80.5: must be a whole number"),
         ("queue.port = 2026-01-01", "queue.port = 2026-01-01: must be a whole number"),
+        ("weight_sync.probe_tolerance = 0", "probe_tolerance = 0: must be 'auto' or a number above 0 and at most 1000"),
         ("queue.depth = 0", "queue.depth = 0: must be 'auto' or a number above 0"),
         ('queue.depth = "deep"', "queue.depth = \"deep\": must be 'auto' or a number above 0"),
         ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite' or ':memory:'"),
@@ -493,6 +494,15 @@ def test_the_printed_run_file_loads_to_the_same(folder: Path, tmp_path: Path, ov
     printed = tmp_path / "printed.toml"
     printed.write_text(to_toml(config), encoding="utf-8")
     assert load(printed) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "tolerance"),
+    [([], 1e-3), (["--model.dtype", "bfloat16"], 0.5), (["--model.dtype", "float16"], 0.5)],
+)
+def test_the_probe_s_tolerance_follows_the_model_s_type(folder: Path, given: list[str], tolerance: float) -> None:
+    assert load(folder / "run.toml", given).probe_tolerance == tolerance
+    assert load(folder / "run.toml", [*given, "--weight_sync.probe_tolerance", "0.1"]).probe_tolerance == 0.1
 
 
 def test_the_printed_run_file_tells_what_each_setting_means(shared_folder: Path) -> None:

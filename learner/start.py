@@ -47,7 +47,7 @@ def algorithm(learner: LearnerSection) -> str:
 
 def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> list[str]:
     """What to say of a run that is resumed: from where, and with which settings that the checkpoint was not made with.
-    Settings are those of the run file, whatever the checkpoint holds."""
+    Settings are those of this start, whatever the checkpoint holds."""
     if checkpoint is None:
         made = f"{position.step} steps were made and are given up" if position.step else "no step was made"
         return [f"{checkpoints.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
@@ -56,7 +56,7 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
     now, then = settings(config), _then(config, info)
     changed = [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
     if changed:
-        said.append(f"changed since that checkpoint, as the run file says: {', '.join(changed)}")
+        said.append(f"changed since that checkpoint, and used from here on: {', '.join(changed)}")
     return said
 
 

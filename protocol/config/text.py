@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -125,7 +126,8 @@ def _explain_one(
     field = find_field(schema, section, key)
     table = _section(schema, section)
     if not section or (not key and kind == "value_error"):
-        return f"{source}: {_meaning(fault)}"
+        meaning = _meaning(fault)
+        return f"{overrider if _names_any(meaning, overridden, section) else path}: {meaning}"
     if table is None:
         meant = nearest(section, schema.model_fields)
         hint = f"did you mean [{meant}]?" if meant else f"the sections are: {', '.join(schema.model_fields)}"
@@ -148,6 +150,14 @@ def _explain_one(
     if former := _former(section, key, fault["input"]):
         return f"{source}: {name} = {_shown(key, fault['input'])} is no longer accepted: {former}"
     return f"{source}: {name} = {_shown(key, fault['input'])}: {_meaning(fault)} ({field.description})"
+
+
+def _names_any(meaning: str, settings: Collection[tuple[str, str]], section: str) -> bool:
+    """Whether what is wrong is said of one of the settings: before the colon, as what follows is the remedy. Those of
+    `section` may stand there without it."""
+    what = meaning.partition(": ")[0]
+    names = [rf"{of}\.{key}" if of != section else rf"({of}\.)?{key}" for of, key in settings]
+    return any(re.search(rf"(?<![\w.]){name}\b", what) for name in names)
 
 
 def _former(section: str, key: str, value: Any) -> str | None:

@@ -86,6 +86,29 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
 
 
 @pytest.mark.parametrize(
+    ("line", "given", "from_there"),
+    [
+        ("", "--learner.algorithm sapo --learner.clip_high 0.3", True),
+        ("learner.clip_high = 0.3", "--learner.algorithm sapo", False),
+        ("", "--learner.reference_mixup 0.5", True),
+        ("learner.reference_mixup = 0.5", "--learner.steps 5", False),
+        ("learner.kl_coef = 0.1", "--learner.reference_mixup 0.5", True),
+        ("", "--learner.correction_low 1 --learner.correction_high 1 --learner.correction decoupled", True),
+        ("", "--rollout.generation_kwargs {min_tokens=100000}", True),
+        ("rollout.top_p = 0.9", "--rollout.group_size 4", False),
+        ("worker.episodes = 4", "--rollout.group_size 6", True),
+        ("rollout.group_size = 65", "--worker.episodes 64", True),
+        ("rollout.group_size = 1000", "--worker.count 2", False),
+    ],
+)
+def test_what_does_not_fit_together_is_said_of_where_it_was_given(
+    folder: Path, line: str, given: str, from_there: bool
+) -> None:
+    message = fault_of(folder, f"{line}\n{MINIMAL}", given.split())
+    assert message.startswith("command line: " if from_there else f"{folder / 'run.toml'}: "), message
+
+
+@pytest.mark.parametrize(
     ("line", "says"),
     [
         ("queue.max_staleness = -3", "queue.max_staleness = -3: must be at least 0"),

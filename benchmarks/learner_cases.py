@@ -145,6 +145,7 @@ def _sample(
         np.where(sampled, behaviour, 0.0).astype(np.float32),
         weights=sampled.astype(np.float32),
         staleness=np.zeros(len(token_ids), dtype=np.int32),
+        fresh=sampled,
         rollout=rollout,
         group=rollout // GROUP_SIZE,
     )

@@ -53,7 +53,7 @@ nats off, took a gradient's norm from 3.9 to 270,229.
 | you see | choose |
 |---|---|
 | `staleness_mean` of 0 to 1, as with the default pacing | `grpo` |
-| more, with `clip_ratio/region_mean` above 0.1 or `ess` below 0.9 | a lower `queue.max_staleness`; else the next row |
+| more, with `ess` below 0.9 or `clip_ratio/region_mean` above 0.1 | a lower `queue.max_staleness`; else the next row |
 | data that has to be stale | `tis`, `cispo` or `decoupled_ppo` |
 | a mixture of experts, or very long answers | `gspo`; `icepop` where `log_ratio_max` is large at staleness 0 |
 | answers that grow longer and not better | `dr_grpo` |

@@ -66,7 +66,6 @@ def _fitting(dtype: str, context: int) -> dict[str, object]:
     max_model_len = min(context, MAX_MODEL_LEN)
     return {
         "dtype": dtype,
-        "probe_tolerance": 1e-3 if dtype == "float32" else 0.5,
         "max_model_len": max_model_len,
         "max_turn_tokens": min(MAX_TURN_TOKENS, max_model_len // 4),
     }

@@ -81,6 +81,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                     return
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
+            progress.say(start.algorithm(config.learner))
             with progress.phase(f"loading the model {config.model.path}"):
                 trainer = build_trainer(config, checkpoint)
             policy = trainer.policy

@@ -14,7 +14,8 @@ from learner import checkpoint as checkpoints
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
 from protocol import fingerprint
-from protocol.config import ConfigError, ModelSection, RunConfig
+from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig
+from protocol.config.text import toml_value
 from protocol.messages import BeginSession, RunPosition
 
 # Set by who starts a learner for somebody: the command that this person typed.
@@ -38,9 +39,15 @@ def is_over(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosit
     return checkpoint is not None and checkpoint.info.step >= config.learner.steps and position.finished
 
 
+def algorithm(learner: LearnerSection) -> str:
+    """What the run learns by: the preset, and what the run file has in place of the preset's."""
+    beside = [f"{name} = {toml_value(value)}" for name, value in learner.beside_preset().items()]
+    return f"algorithm {learner.algorithm}{', but with ' if beside else ''}{', '.join(beside)}"
+
+
 def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> list[str]:
     """What to say of a run that is resumed: from where, and with which settings that the checkpoint was not made with.
-    Settings are those of the run file, whatever the checkpoint holds."""
+    Settings are those of this start, whatever the checkpoint holds."""
     if checkpoint is None:
         made = f"{position.step} steps were made and are given up" if position.step else "no step was made"
         return [f"{checkpoints.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
@@ -49,7 +56,7 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
     now, then = settings(config), _then(config, info)
     changed = [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
     if changed:
-        said.append(f"changed since that checkpoint, as the run file says: {', '.join(changed)}")
+        said.append(f"changed since that checkpoint, and used from here on: {', '.join(changed)}")
     return said
 
 

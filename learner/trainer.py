@@ -35,7 +35,7 @@ class StepFigures:
     entropy: of the sampling distribution, mean over the tokens that train, in nats; log_ratio_max: the farthest that a
     log-prob of theirs is from the sampler's; grad_norm: before it is clipped; train_s: seconds of the step; objective:
     the algorithm's own figures; sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over
-    `sampler_tokens_staleness_0` tokens, None where there are none.
+    the `sampler_tokens_staleness_0` fresh tokens (`PackedRow`), None where there are none.
     """
 
     loss: float
@@ -107,7 +107,7 @@ class Trainer:
             self.accelerator.backward(row_loss)
             distance = scores.logprobs.detach() - row.behaviour
             _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
-            _add(own, _sampler_kl(distance, row.staleness))
+            _add(own, _sampler_kl(distance, row.fresh))
             _add(sums, result.sums)
             _raise(peaks, result.peaks)
             farthest = torch.maximum(farthest, distance.abs().amax())
@@ -187,14 +187,13 @@ def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -
     )
 
 
-def _sampler_kl(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums for KL(sampler, learner) over the tokens that the learner's own version sampled: the mean of -log r, where
-    r = p / p of the sampler (k1 of joschu.net/blog/kl-approx.html).
+def _sampler_kl(log_ratios: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums for KL(sampler, learner) over the `fresh` tokens, bool [N], which the learner's own version sampled alone:
+    the mean of -log r, where r = p / p of the sampler (k1 of joschu.net/blog/kl-approx.html).
 
     Not k3, r - 1 - log r: the mean of r - 1 is 0 only where the sampler may take every token. With top_p it may not,
     and k3 shows a fraction of the difference.
     """
-    fresh = staleness == 0
     return {"kl": -torch.where(fresh, log_ratios, 0.0).sum(), "fresh": fresh.sum()}
 
 

@@ -286,7 +286,7 @@ class Publisher:
             control = await self._resources.enter_async_context(
                 ServerControl(server.url, section.timeout_s, self._config.token)
             )
-            sync = self._syncs[server.url] = ServerSync(control, self._make_transport, section.probe_tolerance)
+            sync = self._syncs[server.url] = ServerSync(control, self._make_transport, self._config.probe_tolerance)
         return sync
 
     async def _register(

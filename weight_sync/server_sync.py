@@ -80,9 +80,9 @@ class ServerSync:
         if not difference <= self._tolerance:
             raise ProbeMismatch(
                 f"{self.control.url}: log-probs after version {snapshot.version} differ by {difference:.2g} from the "
-                f"learner's, more than weight_sync.probe_tolerance = {self._tolerance:g}; with a model.dtype of 16 "
-                f"bits up to 0.5 is rounding: raise weight_sync.probe_tolerance to 0.5, else look at the server's log "
-                f"and start it again"
+                f"learner's, more than the {self._tolerance:g} that weight_sync.probe_tolerance allows with this "
+                f"model.dtype: look at the server's log and start it again; where the server rounds more, as a "
+                f"quantised one does, raise weight_sync.probe_tolerance"
             )
         self._proven = snapshot.label
         return Outcome(transfer_s, pause.seconds, difference)

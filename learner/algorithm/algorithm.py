@@ -74,8 +74,9 @@ class Algorithm:
             beside |= _named(_REGULARISER, added.sums)
         counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
         own, before = _named(_OBJECTIVE, result.sums), _named(_CORRECTION, corrected.sums)
+        drift = _named(_DRIFT, self._objective.drift(tokens))
         peaks = {**_named(_OBJECTIVE, result.peaks), **_named(_CORRECTION, corrected.peaks)}
-        return TokenLosses(losses, {**counts, **own, **before, **masked, **beside}, peaks)
+        return TokenLosses(losses, {**counts, **own, **drift, **before, **masked, **beside}, peaks)
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float | None]:
         """What `metrics.jsonl` shows, from a step's sums and peaks; the objective's are None where correction and masks
@@ -90,11 +91,13 @@ class Algorithm:
             **self._correction.figures(_under(_CORRECTION, sums), corrected),
             **{name: value / corrected for name, value in sums.items() if name.startswith(_MASKED)},
             **shown,
+            **self._objective.drift_figures(_under(_DRIFT, sums), corrected),
             **{name: value / corrected for name, value in _under(_REGULARISER, sums).items()},
         }
 
 
-_OBJECTIVE, _CORRECTION, _REGULARISER, _MASKED = "objective ", "correction ", "regulariser ", "masked/"
+_OBJECTIVE, _DRIFT, _CORRECTION, _REGULARISER = "objective ", "drift ", "correction ", "regulariser "
+_MASKED = "masked/"
 
 
 def _named(prefix: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

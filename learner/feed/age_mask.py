@@ -24,12 +24,14 @@ class LossWeights:
 
     weights: for each segment of the group, in order, float32 [T]: 1 where the token trains, else 0.
     staleness: likewise, int32 [T]: versions between sampling and training, 0 where the token was not sampled.
+    fresh: likewise, bool [T], true where version itself sampled the token, and all of its turn before it.
     masked: sampled tokens that do not train, by reason (OVERAGE, TRUNCATED, NO_CONTEXT).
     staleness_sum, staleness_max: over the tokens that train.
     """
 
     weights: list[npt.NDArray[np.float32]]
     staleness: list[npt.NDArray[np.int32]]
+    fresh: list[npt.NDArray[np.bool_]]
     tokens_trained: int
     masked: dict[str, int]
     staleness_sum: int
@@ -56,6 +58,7 @@ def loss_weights(
     versions = np.concatenate([_NOTHING, *(segment.token_versions() for _, segment in segments)])
     is_sampled = versions >= 0
     staleness = np.where(is_sampled, version - versions, 0).astype(np.int32)
+    fresh = _fresh(versions, version, starts[lengths > 0])
     trains = is_sampled & within_staleness(version, versions, max_staleness)
     for (cut_off, _), start, end in zip(segments, starts, ends, strict=True):
         if cut_off:
@@ -76,8 +79,22 @@ def loss_weights(
     return LossWeights(
         weights=np.split(trains.astype(np.float32), ends[:-1]),
         staleness=np.split(staleness, ends[:-1]),
+        fresh=np.split(fresh, ends[:-1]),
         tokens_trained=trained,
         masked={reason: count for reason, count in masked.items() if count},
         staleness_sum=int(ages.sum()),
         staleness_max=int(ages.max(initial=0)),
     )
+
+
+def _fresh(versions: npt.NDArray[np.int64], version: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which tokens `version` sampled from keys and values of its own: vLLM keeps those of a turn that an update lands
+    in. versions: of each token, -1 where it was not sampled; starts: where segments begin."""
+    is_sampled = versions >= 0
+    after_sampled = np.roll(is_sampled, 1)
+    after_sampled[starts] = False
+    begins = np.maximum.accumulate(np.where(after_sampled, 0, np.arange(len(versions))))  # of each token's turn
+    others = np.cumsum(versions != version)
+    before = np.where(begins > 0, others[begins - 1], 0)
+    fresh: npt.NDArray[np.bool_] = is_sampled & (others == before)
+    return fresh

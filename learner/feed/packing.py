@@ -28,13 +28,15 @@ class Sample:
 
     token_ids: int32 [T]; behaviour: float32 [T], log-probs under the policy that sampled; weights: float32 [T], 1 where
     a token trains, 0 for the first one and where not sampled; staleness: int32 [T], versions between sampling and
-    training; rollout: the number of its rollout in the step; group: a number that samples with a common prompt share.
+    training; fresh: bool [T], whether the version that trains sampled the token, and all of its turn before it;
+    rollout: the number of its rollout in the step; group: a number that samples with a common prompt share.
     """
 
     token_ids: npt.NDArray[np.int32]
     behaviour: npt.NDArray[np.float32]
     weights: npt.NDArray[np.float32]
     staleness: npt.NDArray[np.int32]
+    fresh: npt.NDArray[np.bool_]
     rollout: int
     group: int = 0
 
@@ -58,7 +60,7 @@ class PackedRow:
 
     positions, targets: int64 [U], the pairs to be scored, each once: index in the row of the token before, whose output
     predicts, and the id that is predicted. For each of the N tokens that train: scored, int64 [N], its pair; behaviour,
-    float32 [N]; staleness, int32 [N]; rollout, int64 [N], the number of its rollout in the step.
+    float32 [N]; staleness, int32 [N]; fresh, bool [N]; rollout, int64 [N], the number of its rollout in the step.
     """
 
     input_ids: torch.Tensor
@@ -73,6 +75,7 @@ class PackedRow:
     scored: torch.Tensor
     behaviour: torch.Tensor
     staleness: torch.Tensor
+    fresh: torch.Tensor
     rollout: torch.Tensor
 
     @property
@@ -166,11 +169,12 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
             (
                 sample.behaviour[trained],
                 sample.staleness[trained],
+                sample.fresh[trained],
                 np.full(len(trained), sample.rollout, dtype=np.int64),
             )
         )
     pairs, scored = np.unique(np.concatenate(positions) << 32 | np.concatenate(targets), return_inverse=True)
-    behaviour, staleness, rollout = (np.concatenate(column) for column in zip(*entries, strict=True))
+    behaviour, staleness, fresh, rollout = (np.concatenate(column) for column in zip(*entries, strict=True))
     return PackedRow(
         input_ids=torch.from_numpy(paths.token_ids)[None],
         position_ids=torch.from_numpy(paths.depths)[None],
@@ -184,6 +188,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         scored=torch.from_numpy(scored),
         behaviour=torch.from_numpy(behaviour),
         staleness=torch.from_numpy(staleness),
+        fresh=torch.from_numpy(fresh),
         rollout=torch.from_numpy(rollout),
     )
 

@@ -203,6 +203,6 @@ def _sequences(standing: _Standing, group: int, rollouts: StepRollouts) -> Itera
         for segment in rollout.segments
     ]
     of = standing.weights
-    for (segment, rollout), weights, staleness in zip(numbered, of.weights, of.staleness, strict=True):
+    for (segment, rollout), weights, staleness, fresh in zip(numbered, of.weights, of.staleness, of.fresh, strict=True):
         if weights.any():
-            yield Sample(segment.token_ids, segment.logprobs, weights, staleness, rollout, group)
+            yield Sample(segment.token_ids, segment.logprobs, weights, staleness, fresh, rollout, group)

@@ -54,7 +54,7 @@ def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
     for rollout, ids in enumerate(sequences):
         weights = np.ones(len(ids), dtype=np.float32)
         weights[0] = 0.0
-        samples.append(Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), rollout))
+        samples.append(Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), weights > 0, rollout))
     row = pack_row(samples, branches=policy.implementation == attention.NAME).to(policy.device)
     return row, [torch.from_numpy(ids).to(policy.device, torch.int64) for ids in sequences]
 

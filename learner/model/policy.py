@@ -213,4 +213,4 @@ def _plain_row(token_ids: list[int]) -> PackedRow:
     ids = np.array(token_ids, dtype=np.int32)
     weights = np.ones(len(ids), dtype=np.float32)
     weights[0] = 0.0
-    return pack_row([Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), rollout=0)])
+    return pack_row([Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), weights > 0, rollout=0)])

@@ -1,7 +1,8 @@
 """Whether the learner's log-probs are the sampler's: what is said of KL(sampler, learner) at staleness 0.
 
 There the two are one policy, and the KL is what their arithmetic differs by. Anything more is in the ratio of every
-token of every step, where nobody would see it.
+token of every step, where nobody would see it. Turns that an update landed in are left out: vLLM goes on with the keys
+and values of the older weights.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ SUSPICIOUS = 0.01
 FEWEST_TOKENS = 64
 
 CAUSES = (
-    "Likely causes: log-probs of another kind (a server without --logprobs-mode processed_logprobs), arithmetic that "
-    "differs (model.dtype, a quantised server, vllm.args, the routing of a mixture of experts), or turns that an "
-    "update landed in, at a high learner.learning_rate"
+    "Likely causes: log-probs of another kind (a server without --logprobs-mode processed_logprobs), or arithmetic "
+    "that differs (model.dtype, a quantised server, vllm.args, the routing of a mixture of experts)"
 )
 
 

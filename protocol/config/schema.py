@@ -88,6 +88,14 @@ class RunConfig(Section):
         return max(slots, self.rollout.group_size, min(_OPEN_PER_SLOT * slots, held))
 
     @property
+    def probe_tolerance(self) -> float:
+        """`weight_sync.probe_tolerance` with its "auto" worked out."""
+        tolerance = self.weight_sync.probe_tolerance
+        if tolerance == "auto":
+            return 1e-3 if self.model.dtype == "float32" else 0.5
+        return tolerance
+
+    @property
     def server_names(self) -> dict[str, str]:
         """URL of each server by its name, in the order of the run file."""
         return {f"vllm-{i}": url for i, url in enumerate(self.vllm.urls)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -14,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from protocol.config.schema import REMOVED, REMOVED_VALUES
+from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.base import toml_value as toml_value  # re-exported
 
 MASK = "***"
@@ -50,20 +52,23 @@ def to_toml(
     """The resolved run file as TOML, each setting with its description; a token is printed as `***`.
 
     sections: those to print, None for all; to_be_set: (section, key) of those without a value as yet.
-    `protocol.config.load` reads the whole text back to an equal run file where it held no token.
+    `protocol.config.load` reads the whole text back to an equal run file where it held no token. What a setting has of
+    the preset is a comment: in a file that held it, another `learner.algorithm` would change nothing.
     """
     tables = []
     for section, table in config:
         if sections is not None and section not in sections:
             continue
         lines = [f"[{section}]"]
+        presets = table.left_to_preset() if isinstance(table, AlgorithmSection) else ()
         for key, value in table:
-            unset = (section, key) in to_be_set
+            unset, of_preset = (section, key) in to_be_set, key in presets
             # Of learner.steps and learner.epochs one is given.
             replaced = (section, key) == ("learner", "steps") and table.epochs is not None
             setting = f"# {key} =" if unset or replaced or value is None else f"{key} = {_shown(key, value)}"
             description = str(type(table).model_fields[key].description)
-            lines += _commented(setting, f"to be set: {description}" if unset else description)
+            why = "to be set: " if unset else "the preset's: " if of_preset else ""
+            lines += _commented(f"# {setting}" if of_preset else setting, f"{why}{description}")
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 
@@ -121,7 +126,8 @@ def _explain_one(
     field = find_field(schema, section, key)
     table = _section(schema, section)
     if not section or (not key and kind == "value_error"):
-        return f"{source}: {_meaning(fault)}"
+        meaning = _meaning(fault)
+        return f"{overrider if _names_any(meaning, overridden, section) else path}: {meaning}"
     if table is None:
         meant = nearest(section, schema.model_fields)
         hint = f"did you mean [{meant}]?" if meant else f"the sections are: {', '.join(schema.model_fields)}"
@@ -144,6 +150,14 @@ def _explain_one(
     if former := _former(section, key, fault["input"]):
         return f"{source}: {name} = {_shown(key, fault['input'])} is no longer accepted: {former}"
     return f"{source}: {name} = {_shown(key, fault['input'])}: {_meaning(fault)} ({field.description})"
+
+
+def _names_any(meaning: str, settings: Collection[tuple[str, str]], section: str) -> bool:
+    """Whether what is wrong is said of one of the settings: before the colon, as what follows is the remedy. Those of
+    `section` may stand there without it."""
+    what = meaning.partition(": ")[0]
+    names = [rf"{of}\.{key}" if of != section else rf"({of}\.)?{key}" for of, key in settings]
+    return any(re.search(rf"(?<![\w.]){name}\b", what) for name in names)
 
 
 def _former(section: str, key: str, value: Any) -> str | None:

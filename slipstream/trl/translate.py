@@ -87,8 +87,6 @@ def _model(config: _Config, sections: Sections, notes: list[str], context: int |
     if settings["attention"] in ("eager", "sdpa"):  # the plain ones; ours is as plain, and packs
         del settings["attention"]
     sections["model"].update({key: value for key, value in settings.items() if value is not None})
-    if settings["dtype"] in ("bfloat16", "float16"):
-        sections["weight_sync"]["probe_tolerance"] = 0.5
     if left:
         raise ConfigError(
             f"model_init_kwargs={left!r} is not supported; leave it out, and save the model as it is to be loaded"

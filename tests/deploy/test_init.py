@@ -95,7 +95,7 @@ def test_the_next_two_commands_are_told(
         ["slipstream", "rollouts", "shop/run.toml"],
     ]
     config = load("shop/run.toml", needs=("task", "model"))
-    assert (config.model.path, config.model.dtype, config.weight_sync.probe_tolerance) == (
+    assert (config.model.path, config.model.dtype, config.probe_tolerance) == (
         *("Qwen/Qwen3-0.6B", "bfloat16"),
         0.5,
     )

@@ -29,7 +29,8 @@ def sample(length: int, prompt: int, seed: int, rollout: int = 0) -> Sample:
         token_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
         behaviour=np.where(sampled, random.normal(-4.2, 0.3, length), 0).astype(np.float32),
         weights=(sampled & (np.arange(length) > 0) & (random.random(length) < 0.9)).astype(np.float32),
-        staleness=random.integers(0, 3, length).astype(np.int32),
+        staleness=(staleness := random.integers(0, 3, length).astype(np.int32)),
+        fresh=sampled & (staleness == 0),
         rollout=rollout,
     )
 

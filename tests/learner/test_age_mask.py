@@ -81,6 +81,33 @@ def test_staleness_is_counted_over_the_tokens_that_train() -> None:
     assert weights.masked == {"overage": 2}
 
 
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ([None, 6, 6, 6], [0, 1, 1, 1]),
+        ([None, 5, 6, 6], [0, 0, 0, 0]),  # an update landed in the turn: keys and values of version 5
+        ([None, 5, 5, None, 6, 6], [0, 0, 0, 0, 1, 1]),  # between turns
+        ([None, 5, 6, None, 6], [0, 0, 0, 0, 1]),
+        ([None, 6, 5, 6], [0, 1, 0, 0]),  # went on at a server that was behind
+        ([5, 6], [0, 0]),
+        ([6, 6], [1, 1]),
+        ([None, 2, 6, None, 6], [0, 0, 0, 0, 1]),  # the turn's beginning is too old to train
+    ],
+)
+def test_fresh_tokens_are_of_turns_that_their_version_began(versions: list[int | None], expected: list[int]) -> None:
+    for of_segment in loss_weights(group("t", [0, 1], versions), 6, 2, "mask").fresh:
+        assert of_segment.tolist() == [bool(one) for one in expected]
+
+
+def test_a_segment_begins_a_turn_of_its_own() -> None:
+    made = group("t", [0, 1], [None, 6])
+    first, second = made.rollouts
+    first.segments = [segment([None, 5]), segment([6, 6])]
+    second.segments = [segment([6, 6]), segment([6, 6])]
+    fresh = loss_weights(made, 6, 2, "mask").fresh
+    assert [of_segment.tolist() for of_segment in fresh] == [[False, False], [True, True], [True, True], [True, True]]
+
+
 def test_a_sampled_first_token_has_nothing_to_predict_it() -> None:
     weights = loss_weights(group("t", [0, 1], [5, 5]), 5, 2, "mask")
     np.testing.assert_array_equal(weights.weights[0], [0, 1])

@@ -42,7 +42,7 @@ def row_of(*sequences: list[int]) -> PackedRow:
         ids = np.array([*tokens, 0], dtype=np.int32)
         weights = np.zeros(len(ids), dtype=np.float32)
         weights[-1] = 1.0
-        samples.append(Sample(ids, weights, weights, np.zeros_like(ids), 0))
+        samples.append(Sample(ids, weights, weights, np.zeros_like(ids), weights > 0, 0))
     return pack_row(samples)
 
 
@@ -134,7 +134,8 @@ def whole(ids: list[int], rollout: int) -> Sample:
     """Every token but the first trains."""
     weights = np.ones(len(ids), dtype=np.float32)
     weights[0] = 0.0
-    return Sample(np.array(ids, dtype=np.int32), -weights, weights, np.zeros(len(ids), dtype=np.int32), rollout)
+    tokens = np.array(ids, dtype=np.int32)
+    return Sample(tokens, -weights, weights, np.zeros_like(tokens), weights > 0, rollout)
 
 
 def load(path: Path, implementation: str) -> Policy:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from learner.algorithm import corrections
 from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.corrections.base import Corrected
 from learner.algorithm.tokens import Tokens
 from protocol.config import LearnerSection
@@ -163,13 +164,34 @@ def test_figures_count_a_rollout_once_however_long_it_is() -> None:
     assert shown["correction/masked"] == 0.5
 
 
+@pytest.mark.parametrize("objective", ["ppo_clip", "gspo", "reinforce", "sequence_clip"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_kl_and_ess_are_to_the_sampler_whatever_is_corrected(objective: str, correction: str) -> None:
+    """The ratio is the objective's own: to the policy that the correction weighs towards."""
+    given = stale([4.0, 1.0, 1.0, 1.0], rollout=[0, 0, 1, 1])
+
+    def shown(**settings: str) -> dict[str, float | None]:
+        algorithm = Algorithm(LearnerSection.model_validate({"objective": objective, **settings}), longest=9)
+        result = algorithm(given)
+        return algorithm.figures({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
+
+    plain, corrected = shown(), shown(correction=correction)
+    assert plain["kl"] == pytest.approx((3.4 - math.log(4.4) + 3 * (0.1 - math.log(1.1))) / 4)
+    assert (corrected["kl"], corrected["ess"]) == (plain["kl"], plain["ess"])
+    assert plain["ess"] is not None
+    assert plain["ess"] < 0.95
+    if correction not in ("none", "geometric_mask"):
+        assert corrected["ratio"] == pytest.approx(1.21 if objective == "sequence_clip" else 1.1)
+
+
 def test_a_step_whose_every_token_is_masked_has_figures_all_the_same() -> None:
     algorithm = Algorithm(LearnerSection(correction="geometric_mask"), longest=9)
     result = algorithm(stale([2.0, 2.0]))
     shown = algorithm.figures({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
     assert not result.losses.any()
     assert shown["correction/masked"] == 1
-    assert {"ratio", "kl", "ess"} <= {name for name, value in shown.items() if value is None}
+    assert {"ratio", "clip_ratio/low_mean"} <= {name for name, value in shown.items() if value is None}
+    assert [shown["kl"], shown["ess"]] == pytest.approx([1.2 - math.log(2.2), 1.0])
     kept = algorithm(stale([1.0, 1.0]))
     sums = {name: float(value) for name, value in {**kept.sums, **kept.peaks}.items()}
     assert tuple(algorithm.figures(sums)) == tuple(shown)

@@ -46,7 +46,7 @@ def test_no_value_is_read_inside_a_row(algorithm: str) -> None:
         scores = policy(row)
         result = parts(preparation.tokens(row, scores, known))
         result.losses.sum().backward()  # type: ignore[no-untyped-call]
-        _add(figures, {**result.sums, **_sampler_kl(scores.logprobs.detach() - row.behaviour, row.staleness)})
+        _add(figures, {**result.sums, **_sampler_kl(scores.logprobs.detach() - row.behaviour, row.fresh)})
     assert all(figure.device == META for figure in figures.values())
 
 
@@ -61,7 +61,7 @@ def test_a_row_goes_to_page_locked_memory_and_from_there_to_the_device(monkeypat
     (row,) = pack([sample(30, 5, 0)], 64)
     held = row.pinned()
     tensors = [name for name, value in vars(row).items() if isinstance(value, torch.Tensor)]
-    assert len(pinned) == len(tensors) == 9
+    assert len(pinned) == len(tensors) == 10
     assert all(getattr(held, name) is not getattr(row, name) for name in tensors)
     assert all(torch.equal(getattr(held, name), getattr(row, name)) for name in tensors)
     moved: PackedRow = held.to(META)

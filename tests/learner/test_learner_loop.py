@@ -519,7 +519,7 @@ def test_a_resume_says_from_where_and_what_was_changed(
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"resuming from step 2 of 3: {tmp_path}/test/checkpoints/step-000002"
     assert said[1] == (
-        "changed since that checkpoint, as the run file says: learner.steps = 3 (was 2), "
+        "changed since that checkpoint, and used from here on: learner.steps = 3 (was 2), "
         "learner.learning_rate = 0.0005 (was 0.001)"
     )
     rates = [line["learning_rate"] for line in lines(tmp_path / "test" / "metrics.jsonl")]

@@ -36,8 +36,9 @@ def samples() -> list[Sample]:
     ids = [random.integers(0, VOCABULARY, length).astype(np.int32) for length in LENGTHS]
     ids[1][:10] = ids[0][:10]
     return [
-        Sample(each, np.zeros(len(each), np.float32), (np.arange(len(each)) > 0).astype(np.float32), 0 * each, i)
+        Sample(each, np.zeros(len(each), np.float32), trains.astype(np.float32), 0 * each, trains, i)
         for i, each in enumerate(ids)
+        for trains in [np.arange(len(each)) > 0]
     ]
 
 

@@ -148,18 +148,24 @@ def test_dppo_kl_is_exact_where_a_token_is_almost_certain() -> None:
 
 
 def test_sums_are_over_tokens_with_weight() -> None:
-    sums = OBJECTIVE(tokens([1.5, 0.5, 1.5, 9.0, 9.0], [1.0, -1.0, -1.0, 1.0, -1.0], [1.0, 1.0, 1.0, 0.0, 1.0])).sums
-    assert float(sums["ratio"]) == pytest.approx(12.5)
-    assert float(sums["ratio_squared"]) == pytest.approx(1.5**2 + 0.5**2 + 1.5**2 + 81)
+    row = tokens([1.5, 0.5, 1.5, 9.0, 9.0], [1.0, -1.0, -1.0, 1.0, -1.0], [1.0, 1.0, 1.0, 0.0, 1.0])
+    sums, drift = OBJECTIVE(row).sums, OBJECTIVE.drift(row)
+    assert float(sums["ratio"]) == float(drift["ratio"]) == pytest.approx(12.5)
+    assert float(drift["ratio_squared"]) == pytest.approx(1.5**2 + 0.5**2 + 1.5**2 + 81)
     sides = ("low", "high", "region", "delta")
     assert [int(sums[f"clip_ratio/{side}_mean"]) for side in sides] == [1, 1, 2, 1]
     k3 = sum(ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.5, 9.0))
-    assert float(sums["kl"]) == pytest.approx(k3, abs=1e-5)
+    assert float(drift["kl"]) == pytest.approx(k3, abs=1e-5)
+    assert float(drift["count"]) == 4
 
 
 def test_figures_are_means_and_the_effective_sample_size() -> None:
-    sums = {"ratio": 6.0, "ratio_squared": 12.0, "clip_ratio/low_mean": 1.0, "kl": 0.4}
-    assert OBJECTIVE.figures(sums, 4) == {"ratio": 1.5, "clip_ratio/low_mean": 0.25, "kl": 0.1, "ess": 0.75}
+    assert OBJECTIVE.figures({"ratio": 6.0, "clip_ratio/low_mean": 1.0}, 4) == {
+        "ratio": 1.5,
+        "clip_ratio/low_mean": 0.25,
+    }
+    drift = {"kl": 0.4, "ratio": 6.0, "ratio_squared": 12.0, "count": 4.0}
+    assert OBJECTIVE.drift_figures(drift, 4) == {"kl": 0.1, "ess": 0.75}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -175,6 +181,7 @@ def test_figures_of_a_rollout_s_ratio_are_means_over_rollouts(name: str, ratios:
     objective = made(name)
     row = tokens([4.0, 1.0, 0.5, 0.5, 0.5], [1.0, 1.0, -1.0, -1.0, -1.0], rollout=torch.tensor([0, 0, 1, 1, 1]))
     figures = objective.figures({key: float(value) for key, value in objective(row).sums.items()}, 5)
+    figures |= objective.drift_figures({key: float(value) for key, value in objective.drift(row).items()}, 5)
     if ratios is None:
         ratios = (4.0, 0.125)
         phi = (4**2 * math.exp(-9), 0.125**3 * math.exp(2 * 0.875))

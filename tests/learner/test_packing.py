@@ -126,7 +126,7 @@ def test_attention_that_knows_whole_sequences_only_gets_them() -> None:
 
 def _sample(tokens: list[int], weights: list[float], rollout: int = 0) -> Sample:
     ids, loss = np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32)
-    return Sample(ids, -loss, loss, np.zeros_like(ids), rollout)
+    return Sample(ids, -loss, loss, np.zeros_like(ids), loss > 0, rollout)
 
 
 @settings(max_examples=8, deadline=None)

@@ -178,7 +178,7 @@ def test_a_resume_names_a_changed_type_of_weights(then: dict[str, str]) -> None:
         del made_with["learner.weights_dtype"]
     found = Checkpoint(Path("step-000003"), CheckpointInfo(3, 3, made_with))
     said = start.introduction(now, found, RunPosition(3, 3, 9, 1, None, None, False))
-    assert said[1].endswith("as the run file says: learner.weights_dtype = float32 (was model)")
+    assert said[1].endswith("used from here on: learner.weights_dtype = float32 (was model)")
 
 
 def test_a_resume_in_float32_has_nothing_to_say_of_it() -> None:

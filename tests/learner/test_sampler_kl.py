@@ -33,7 +33,7 @@ def figures(policy: Policy, rows: Sequence[PackedRow]) -> StepFigures:
 
 def sampled_by(policy: Policy, seed: int = 0, **fields: Any) -> PackedRow:
     """A row whose tokens `policy` sampled at staleness 0."""
-    row = pack_row([replace(sample(24, 4, seed), staleness=np.zeros(24, np.int32))])
+    row = pack_row([replace(sample(24, 4, seed), staleness=np.zeros(24, np.int32), fresh=np.ones(24, np.bool_))])
     with torch.no_grad():
         return replace(row, behaviour=policy(row).logprobs, **fields)
 
@@ -45,22 +45,22 @@ def test_it_is_zero_where_the_learner_s_log_probs_are_the_sampler_s(make_policy:
     assert found.sampler_tokens_staleness_0 == 40
 
 
-def test_it_is_over_the_tokens_of_staleness_0_in_all_rows(make_policy: Callable[..., Policy]) -> None:
+def test_it_is_over_the_fresh_tokens_of_all_rows(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
     fresh, mixed = sampled_by(policy), sampled_by(policy, 1)
-    staleness = torch.arange(20, dtype=torch.int32) % 4
-    wild = torch.where(staleness == 0, 0.3, 3.0)
+    of_it = torch.arange(20) % 4 == 0
+    wild = torch.where(of_it, 0.3, 3.0)
     rows = [replace(fresh, behaviour=fresh.behaviour + 0.1), replace(mixed, behaviour=mixed.behaviour + wild)]
-    rows[1] = replace(rows[1], staleness=staleness)
+    rows[1] = replace(rows[1], fresh=of_it)
     found = figures(policy, rows)
     assert found.sampler_tokens_staleness_0 == 25
     assert found.sampler_kl_staleness_0 == pytest.approx((20 * 0.1 + 5 * 0.3) / 25, abs=1e-5)
 
 
-def test_where_no_token_is_of_the_step_s_version_there_is_none(make_policy: Callable[..., Policy]) -> None:
+def test_where_no_token_is_fresh_there_is_none(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
     row = sampled_by(policy)
-    found = figures(policy, [replace(row, staleness=row.staleness + 1)])
+    found = figures(policy, [replace(row, fresh=torch.zeros_like(row.fresh))])
     assert (found.sampler_kl_staleness_0, found.sampler_tokens_staleness_0) == (None, 0)
 
 

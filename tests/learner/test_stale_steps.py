@@ -183,5 +183,5 @@ def test_a_step_of_which_nothing_is_left_moves_nothing_and_is_told(
     settings = {"correction": "geometric_mask", "correction_low": 1.0, "correction_high": 1.00001}
     (step,) = steps(make_policy(), settings, samples, [24])
     assert step.figures.objective["correction/masked"] == 1
-    assert step.figures.objective["ess"] is None
+    assert step.figures.objective["ratio"] is None
     assert not any(gradient.any() for gradient in step.gradients.values())

@@ -8,6 +8,7 @@ import pytest
 
 from learner import start
 from protocol import fingerprint
+from protocol.config import LearnerSection
 from rollout_worker.chat import build_chat_format
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder
@@ -26,3 +27,9 @@ def test_i9_a_template_file_is_the_same_chat_format_on_both_ends(tmp_path: Path,
     file.write_text(text + " ")
     other = fingerprint.of(here, build_chat_format(here, []).tokenizer)
     assert "the chat format" in str(fingerprint.difference(learners, other))
+
+
+def test_the_algorithm_is_named_with_what_is_set_beside_it() -> None:
+    assert start.algorithm(LearnerSection(algorithm="rloo", clip_low=0.2)) == "algorithm rloo"
+    told = start.algorithm(LearnerSection(algorithm="rloo", advantage="grpo", entropy_coef=0.01))
+    assert told == 'algorithm rloo, but with advantage = "grpo", entropy_coef = 0.01'

@@ -214,8 +214,10 @@ def test_a_group_of_truncated_rollouts_is_dropped_and_replaced(zero_variance: st
 
 def test_each_token_carries_its_staleness() -> None:
     draft = _draft(version=5, groups_per_step=1)
-    draft.add([LeasedGroup(group("a", [0, 1], [None, 3, 4, None, 5]), 5)])
-    assert draft.finish().rows[0].staleness.tolist() == [2, 1, 0] * 2
+    draft.add([LeasedGroup(group("a", [0, 1], [None, 3, 5, None, 5]), 5)])
+    row = draft.finish().rows[0]
+    assert row.staleness.tolist() == [2, 0, 0] * 2
+    assert row.fresh.tolist() == [False, False, True] * 2
 
 
 def test_staleness_is_split_at_the_arrival() -> None:

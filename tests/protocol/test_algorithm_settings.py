@@ -9,7 +9,8 @@ import pytest
 
 from protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
 from protocol.config.algorithm import READERS
-from protocol.config.sections.presets import PRESETS
+from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
+from protocol.config.text import toml_value
 
 FIELDS = LearnerSection.model_fields
 
@@ -63,6 +64,28 @@ def test_a_preset_that_was_printed_loads_to_the_same_even_if_a_part_is_replaced(
         printed = tmp_path / "printed.toml"
         printed.write_text(to_toml(config), encoding="utf-8")
         assert load(printed) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_another_algorithm_in_a_printed_file_is_that_algorithm_whole(tmp_path: Path, name: str) -> None:
+    for before in PRESETS:
+        plain = load_lines(tmp_path, f'algorithm = "{before}"', "kl_coef = 0.1")
+        printed = tmp_path / "printed.toml"
+        printed.write_text(to_toml(plain).replace(f'algorithm = "{before}"', f'algorithm = "{name}"'))
+        assert load(printed).learner == load_lines(tmp_path, f'algorithm = "{name}"', "kl_coef = 0.1").learner, before
+
+
+def test_a_printed_file_holds_what_is_set_beside_the_preset_and_tells_the_preset_s(tmp_path: Path) -> None:
+    lines = to_toml(load_lines(tmp_path, 'algorithm = "gspo"', 'objective = "ppo_clip"')).splitlines()
+    assert any(line.startswith('objective = "ppo_clip" ') for line in lines)
+    assert any(line.startswith('# normaliser = "sequences"') and "# the preset's: " in line for line in lines)
+    assert any(line.startswith("# clip_high = 0.28 ") for line in lines), "which follows from the objective"
+
+
+def test_what_stands_beside_a_preset_is_what_differs_from_it() -> None:
+    assert LearnerSection(algorithm="rloo", clip_low=0.2, learning_rate=1e-5).beside_preset() == {}
+    found = LearnerSection(algorithm="rloo", advantage="grpo", kl_coef=0.1).beside_preset()
+    assert found == {"advantage": "grpo", "kl_coef": 0.1}, "kl_in_reward is off with another advantage"
 
 
 def test_an_unknown_preset_is_told_with_the_ones_there_are(tmp_path: Path) -> None:
@@ -137,11 +160,13 @@ def test_the_readers_of_a_setting_are_variants_that_there_are() -> None:
 def test_a_preset_on_the_command_line_is_the_preset_beside_a_file_that_was_printed_whole(
     algorithm: str, tmp_path: Path
 ) -> None:
-    """Which has every setting of its own preset in it."""
-    plain, printed = run_file(tmp_path), tmp_path / "printed.toml"
-    printed.write_text(to_toml(load(plain)))
+    """As earlier releases did: with every setting of its own preset in it."""
+    plain, whole = run_file(tmp_path), tmp_path / "whole.toml"
+    learner = dict(load(plain).learner)
+    settings = "\n".join(f"{name} = {toml_value(learner[name])}" for name in sorted(SET_BY_PRESETS))
+    whole.write_text(f'{plain.read_text()}algorithm = "grpo"\n{settings}\n')
     given = ["--learner.algorithm", algorithm]
-    assert load(printed, given).learner == load(plain, given).learner
+    assert load(whole, given).learner == load(plain, given).learner
 
 
 def test_a_preset_s_bounds_are_its_objective_s() -> None:

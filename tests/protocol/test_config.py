@@ -86,6 +86,29 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
 
 
 @pytest.mark.parametrize(
+    ("line", "given", "from_there"),
+    [
+        ("", "--learner.algorithm sapo --learner.clip_high 0.3", True),
+        ("learner.clip_high = 0.3", "--learner.algorithm sapo", False),
+        ("", "--learner.reference_mixup 0.5", True),
+        ("learner.reference_mixup = 0.5", "--learner.steps 5", False),
+        ("learner.kl_coef = 0.1", "--learner.reference_mixup 0.5", True),
+        ("", "--learner.correction_low 1 --learner.correction_high 1 --learner.correction decoupled", True),
+        ("", "--rollout.generation_kwargs {min_tokens=100000}", True),
+        ("rollout.top_p = 0.9", "--rollout.group_size 4", False),
+        ("worker.episodes = 4", "--rollout.group_size 6", True),
+        ("rollout.group_size = 65", "--worker.episodes 64", True),
+        ("rollout.group_size = 1000", "--worker.count 2", False),
+    ],
+)
+def test_what_does_not_fit_together_is_said_of_where_it_was_given(
+    folder: Path, line: str, given: str, from_there: bool
+) -> None:
+    message = fault_of(folder, f"{line}\n{MINIMAL}", given.split())
+    assert message.startswith("command line: " if from_there else f"{folder / 'run.toml'}: "), message
+
+
+@pytest.mark.parametrize(
     ("line", "says"),
     [
         ("queue.max_staleness = -3", "queue.max_staleness = -3: must be at least 0"),
@@ -94,6 +117,7 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
         ("queue.port = true", "queue.port = true: must be a whole number"),
         ("queue.port = 80.5", "queue.port = 80.5: must be a whole number"),
         ("queue.port = 2026-01-01", "queue.port = 2026-01-01: must be a whole number"),
+        ("weight_sync.probe_tolerance = 0", "probe_tolerance = 0: must be 'auto' or a number above 0 and at most 1000"),
         ("queue.depth = 0", "queue.depth = 0: must be 'auto' or a number above 0"),
         ('queue.depth = "deep"', "queue.depth = \"deep\": must be 'auto' or a number above 0"),
         ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite' or ':memory:'"),
@@ -513,6 +537,15 @@ def test_the_printed_run_file_loads_to_the_same(folder: Path, tmp_path: Path, ov
     printed = tmp_path / "printed.toml"
     printed.write_text(to_toml(config), encoding="utf-8")
     assert load(printed) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "tolerance"),
+    [([], 1e-3), (["--model.dtype", "bfloat16"], 0.5), (["--model.dtype", "float16"], 0.5)],
+)
+def test_the_probe_s_tolerance_follows_the_model_s_type(folder: Path, given: list[str], tolerance: float) -> None:
+    assert load(folder / "run.toml", given).probe_tolerance == tolerance
+    assert load(folder / "run.toml", [*given, "--weight_sync.probe_tolerance", "0.1"]).probe_tolerance == 0.1
 
 
 def test_the_printed_run_file_tells_what_each_setting_means(shared_folder: Path) -> None:

@@ -217,7 +217,6 @@ def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[s
         (GRPOConfig(save_steps=20, save_total_limit=3), "learner", {"checkpoint_every": 20, "keep_checkpoints": 3}),
         (GRPOConfig(chat_template_kwargs={"a": False}), "chat", {"chat_template_kwargs": {"a": False}}),
         (GRPOConfig(bf16=True), "model", {"dtype": "bfloat16", "path": "org/model"}),
-        (GRPOConfig(bf16=True), "weight_sync", {"probe_tolerance": 0.5}),
         (GRPOConfig(model_init_kwargs={"dtype": "float16"}), "model", {"dtype": "float16"}),
         (GRPOConfig(model_init_kwargs={"revision": "a", "attn_implementation": "sdpa"}), "model", {"revision": "a"}),
         (GRPOConfig(vllm_server_port=8001), "vllm", {"servers": ["http://127.0.0.1:8001"]}),

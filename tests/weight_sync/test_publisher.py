@@ -17,7 +17,7 @@ import torch
 import uvicorn
 
 from protocol.client import QueueClient, QueueError
-from protocol.config import RunConfig, WeightSyncSection
+from protocol.config import ModelSection, RunConfig, WeightSyncSection
 from protocol.messages import BeginSession, Server, ServerState
 from rollout_queue.api.app import create_app
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
@@ -170,6 +170,19 @@ def test_what_is_published_is_what_the_weights_were_when_they_were_handed_over(w
         held.release()
         publishing.wait()
     assert seen == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("dtype", "state"), [("float32", ServerState.QUARANTINED), ("bfloat16", ServerState.SERVING)])
+def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
+    world: World, monkeypatch: pytest.MonkeyPatch, dtype: str, state: ServerState
+) -> None:
+    settings = world.config().model_copy(update={"model": ModelSection.model_validate({"path": "m", "dtype": dtype})})
+    monkeypatch.setattr(world, "config", lambda: settings)
+    fails = pytest.raises(PublishError) if state == ServerState.QUARANTINED else contextlib.nullcontext()
+    with fails, world.publisher() as publisher:
+        publisher.publish(1, [], probe(shift=0.2))
+        publisher.wait()
+    assert {server.state for server in world.servers().values()} == {state}
 
 
 def test_i5_a_server_that_fails_is_quarantined_with_the_reason_and_the_others_go_on(world: World) -> None:

@@ -175,7 +175,9 @@ async def test_f26_a_connection_that_cannot_be_made_is_an_error() -> None:
 
 async def test_other_weights_than_were_sent_are_an_error_of_the_probe() -> None:
     async with against(FakeVllm()) as s:
-        with pytest.raises(ProbeMismatch, match=r"version 1 differ by 0\.5 .*probe_tolerance = 0\.001"):
+        with pytest.raises(
+            ProbeMismatch, match=r"version 1 differ by 0\.5 .*the 0\.001 that weight_sync\.probe_tolerance"
+        ):
             await s.server.publish(snapshot(1, shift=0.5))
         assert not s.fake.engine.paused
         assert (await s.server.publish(snapshot(1))).probe_max_abs_diff < 1e-6

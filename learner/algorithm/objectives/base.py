@@ -52,3 +52,12 @@ class Objective(ABC):
         Unless a variant says otherwise: the mean over the tokens, under the sum's own name.
         """
         return {name: value / tokens for name, value in sums.items()}
+
+    def drift(self, tokens: Tokens) -> dict[str, torch.Tensor]:
+        """Sums that show how far the policy is from the one that sampled, as in `TokenLosses`. `tokens`: before
+        correction and masks, whose `old` is `behaviour`: neither may hide it."""
+        return {}
+
+    def drift_figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """What `metrics.jsonl` shows, from a step's sums of `drift` over its `tokens` that had weight then."""
+        return {name: value / tokens for name, value in sums.items()}

@@ -24,28 +24,40 @@ class Terms:
 class RatioObjective(Objective):
     """A variant is a formula, in `terms`; one with `by_rollout` has a ratio of its own, too.
 
-    Sums: `ratio`, `ratio_squared` and what `terms` shows, over tokens; with `by_rollout` over rollouts, `rollouts` of
-    them, as TRL does. `kl`: over tokens always, the k3 estimate of KL(old || policy), r - 1 - log r of each token's own
-    ratio (joschu.net/blog/kl-approx.html).
+    Sums: `ratio` and what `terms` shows, over tokens; with `by_rollout` over rollouts, `rollouts` of them, as TRL does.
+    Sums of `drift`: `ratio` and `ratio_squared` likewise, `count` of them; `kl`, over tokens always, the k3 estimate of
+    KL(behaviour || policy), r - 1 - log r of each token's own ratio (joschu.net/blog/kl-approx.html).
     """
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
         weighted = tokens.weights > 0
-        log_ratio = bounded(tokens.log_ratio())
-        own = log_ratio.exp()
-        ratio = self.ratio(tokens, own)
+        ratio = self.ratio(tokens, bounded(tokens.log_ratio()).exp())
         terms = self.terms(tokens, ratio)
         # An infinite log-prob without weight would turn 0 * inf into NaN.
         losses = torch.where(weighted, terms.losses * tokens.weights, 0.0)
 
-        ratio = ratio.detach()
-        shown = {"ratio": ratio, "ratio_squared": ratio.square(), **terms.shown}
-        share = weighted / tokens.lengths if self.by_rollout else weighted
-        sums = {name: (value * share).sum() for name, value in shown.items()}
-        sums["kl"] = (own.detach() - 1 - log_ratio.detach()).sum()
+        share = self._share(tokens)
+        sums = {name: (value * share).sum() for name, value in {"ratio": ratio.detach(), **terms.shown}.items()}
         if self.by_rollout:
             sums["rollouts"] = share.sum()
         return TokenLosses(losses, sums)
+
+    @torch.no_grad()
+    def drift(self, tokens: Tokens) -> dict[str, torch.Tensor]:
+        log_ratio = bounded(tokens.log_ratio())
+        own = log_ratio.exp()
+        ratio, share = self.ratio(tokens, own), self._share(tokens)
+        return {
+            "kl": (own - 1 - log_ratio).sum(),
+            "ratio": (ratio * share).sum(),
+            "ratio_squared": (ratio.square() * share).sum(),
+            "count": share.sum(dtype=torch.float32),
+        }
+
+    def _share(self, tokens: Tokens) -> torch.Tensor:
+        """What each token counts for in sums, [N]: with `by_rollout` as much as makes its rollout count once."""
+        weighted = tokens.weights > 0
+        return weighted / tokens.lengths if self.by_rollout else weighted
 
     def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
         """What `terms` takes for r, [N], from the tokens' own ratios, which are bounded, and 1 without weight."""
@@ -55,13 +67,16 @@ class RatioObjective(Objective):
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms: ...
 
     def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """Means, and in place of `ratio_squared` the effective sample size of the ratios, from 0 to 1:
-        `ess` = (sum r)^2 / (n sum r^2). All are 0 where no token has weight."""
+        """Means; 0 where no token has weight."""
         rest = dict(sums)
-        kl, squared, count = rest.pop("kl"), rest.pop("ratio_squared"), rest.pop("rollouts", float(tokens))
-        means = {name: value / count if count else 0.0 for name, value in rest.items()}
-        ess = sums["ratio"] ** 2 / (count * squared) if squared else 0.0
-        return {**means, "kl": kl / tokens, "ess": ess}
+        count = rest.pop("rollouts", float(tokens))
+        return {name: value / count if count else 0.0 for name, value in rest.items()}
+
+    def drift_figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """`kl`, a mean, and the effective sample size of the ratios to the sampler, from 0 to 1:
+        `ess` = (sum r)^2 / (n sum r^2)."""
+        squares = sums["count"] * sums["ratio_squared"]
+        return {"kl": sums["kl"] / tokens, "ess": sums["ratio"] ** 2 / squares if squares else 0.0}
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
 from protocol.config.sections.base import CountOrZero, setting, toml_value
 from protocol.config.sections.objective import ObjectiveSection
-from protocol.config.sections.presets import PRESETS
+from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
 
 
 class AlgorithmSection(ObjectiveSection):
@@ -67,6 +67,17 @@ class AlgorithmSection(ObjectiveSection):
         as in a run file that was printed whole."""
         default = AlgorithmSection.model_fields[name].default
         return getattr(self, name) not in (default, PRESETS[self.algorithm].get(name, default))
+
+    def beside_preset(self) -> dict[str, Any]:
+        """The settings of the algorithm that are not what they would be if the run file left them out."""
+        preset = self.preset_beside(dict(self))
+        unsaid = {name: preset.get(name, field.default) for name, field in AlgorithmSection.model_fields.items()}
+        del unsaid["algorithm"]
+        return {name: getattr(self, name) for name, value in unsaid.items() if getattr(self, name) != value}
+
+    def left_to_preset(self) -> frozenset[str]:
+        """The settings that a preset may set, and that are as this one has them."""
+        return SET_BY_PRESETS - self.beside_preset().keys()
 
     @model_validator(mode="after")
     def _reference_is_used(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -204,15 +205,19 @@ class ObjectiveSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
+        return {**cls.preset_beside(values), **values} if isinstance(values, dict) else values
+
+    @classmethod
+    def preset_beside(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the preset of `values` sets where these say nothing: without what is tied to a part that they
+        replace."""
         preset = PRESETS.get(str(values.get("algorithm", "grpo")), {})
 
         def has_its_part(name: str) -> bool:
             parts = {part: preset.get(part, cls.model_fields[part].default) for part in TIED_TO.get(name, ())}
             return all(values.get(part, whose) == whose for part, whose in parts.items())
 
-        return {**{name: value for name, value in preset.items() if has_its_part(name)}, **values}
+        return {name: value for name, value in preset.items() if has_its_part(name)}
 
     @field_validator("delta", mode="before")
     @classmethod

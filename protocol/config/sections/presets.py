@@ -39,6 +39,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "normaliser": "tokens",
     },
 }
+# The settings that follow `algorithm` where a run file leaves them out.
+SET_BY_PRESETS = frozenset(name for preset in PRESETS.values() for name in preset)
 # What a preset sets for one part only: where a run file has another part, it is not set.
 TIED_TO: Mapping[str, tuple[str, ...]] = {
     "clip_low": ("objective",),

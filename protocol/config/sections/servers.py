@@ -20,12 +20,11 @@ class WeightSyncSection(Section):
     host: str = setting(
         "127.0.0.1", description="the learner's address as the servers see it", why="right on one machine"
     )
-    probe_tolerance: float = setting(
-        1e-3,
-        gt=0,
-        le=1000,
-        description="largest difference of log-probs between server and learner; bfloat16 needs 0.5",
-        why="a hundred times what float32 differs by; bfloat16 is coarser",
+    probe_tolerance: float | Literal["auto"] = setting(
+        "auto",
+        description="largest difference of log-probs between server and learner, in nats; auto is 0.001 where "
+        "model.dtype is float32, and 0.5 for 16 bits",
+        why="a hundred times what float32 differs by; rounded to 16 bits, a tiny model differs by 0.2",
     )
     timeout_s: Seconds = setting(
         300.0,
@@ -37,6 +36,14 @@ class WeightSyncSection(Section):
         description="bytes sent at one time",
         why="large enough that calls do not count, small enough to be staged",
     )
+
+    @field_validator("probe_tolerance", mode="before")
+    @classmethod
+    def _tolerance_is_positive(cls, value: object) -> object:
+        is_tolerance = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1000
+        if value != "auto" and not is_tolerance:
+            raise ValueError("must be 'auto' or a number above 0 and at most 1000")
+        return value
 
 
 class VllmSection(Section):

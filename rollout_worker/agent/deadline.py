@@ -19,19 +19,31 @@ class Deadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time does not count inside; several may be at once."""
-        loop = asyncio.get_running_loop()
-        if self._pauses == 0 and (ends := self.limit.when()) is not None:
-            self._since, self._left = loop.time(), ends - loop.time()
-            self._move(None)
-        self._pauses += 1
+        """Time does not count inside, from the loop's next round on: what need not wait costs nothing. Several may be
+        at once."""
+        began: list[bool] = []
+        soon = asyncio.get_running_loop().call_soon(self._pause, began)
         try:
             yield
         finally:
-            self._pauses -= 1
-            if self._pauses == 0:
-                self.paused_s += loop.time() - self._since
-                self._move(loop.time() + self._left)
+            soon.cancel()
+            if began:
+                self._resume()
+
+    def _pause(self, began: list[bool]) -> None:
+        began.append(True)
+        self._pauses += 1
+        if self._pauses == 1 and (ends := self.limit.when()) is not None:
+            self._since = asyncio.get_running_loop().time()
+            self._left = ends - self._since
+            self._move(None)
+
+    def _resume(self) -> None:
+        self._pauses -= 1
+        if self._pauses == 0:
+            now = asyncio.get_running_loop().time()
+            self.paused_s += now - self._since
+            self._move(now + self._left)
 
     def _move(self, ends: float | None) -> None:
         with contextlib.suppress(RuntimeError):  # the episode is over

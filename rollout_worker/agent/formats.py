@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.config import ConfigError
 from rollout_worker import user_code
 from rollout_worker.agent.errors import ApiError
 from rollout_worker.agent.schemas import digest
-from rollout_worker.chat.base import ChatFormat
+from rollout_worker.chat.base import ChatFormat, Message
 from rollout_worker.chat.proof_of_answers import prove_answers
 
 # Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
 MOST_KEPT = 64
+# Prompts that are kept for each, as ids, and the tokens of one.
+_KEPT_PROMPTS, _KEPT_TOKENS = 64, 16_384
 
 Build = Callable[[Sequence[dict[str, Any]]], ChatFormat]
 
@@ -28,6 +30,20 @@ class Proven:
 
     chat: ChatFormat
     appends_users: bool
+    _prompts: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
+
+    async def prompt_ids(self, conversation: Sequence[Message], key: bytes | None) -> list[int]:
+        """See `ChatFormat`; `key`: the conversation's digest, where others may begin alike. Raises `PromptError`."""
+        if key is None:
+            return await self.chat.prompt_ids(conversation)
+        found = self._prompts.get(key)
+        if found is None:
+            found = await self.chat.prompt_ids(conversation)
+            if len(found) <= _KEPT_TOKENS:
+                self._prompts[key] = found
+            while len(self._prompts) > _KEPT_PROMPTS:
+                self._prompts.popitem(last=False)
+        return list(found)
 
 
 class ChatFormats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import secrets
 import time
@@ -89,9 +90,11 @@ class Session:
         self._tree = Tree()
         self._over = False
         self._requests: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()
         self._sampled_tokens = 0
         self._allowance = Allowance(stage.episodes.limits)
         self._outgoing = Outgoing()
+        self._name, self._numbers = secrets.token_hex(4), itertools.count()
         self._generate_s = self._busy_s = self._busy_since = 0.0
 
     @property
@@ -102,21 +105,23 @@ class Session:
     async def answer(self, body: bytes) -> tuple[Asked, Completion]:
         """The answer to a request with this body, and what it asked for. Raises `ApiError`."""
         self._check_open()
-        task = asyncio.create_task(self._answer(body))
+        task = asyncio.current_task()
+        assert task is not None, "a request is handled in a task of its own"
         self._requests.add(task)
         try:
-            return await task
+            return await self._answer(body)
         except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if caller is None or not caller.cancelling():  # it is the episode that has ended
+            if task in self._ended and not task.uncancel():  # else its client has gone, too
                 raise over() from None
             raise
         finally:
             self._requests.discard(task)
+            self._ended.discard(task)
 
     def end(self) -> None:
         """Nothing is answered from now on, and what runs is aborted."""
         self._over = True
+        self._ended |= self._requests
         for task in self._requests:
             task.cancel()
 
@@ -180,7 +185,7 @@ class Session:
         finally:
             if place.before is not None:
                 place.before.claims -= 1
-        name = f"chatcmpl-{secrets.token_hex(12)}"
+        name = f"chatcmpl-{self._name}-{next(self._numbers)}"
         return asked, Completion(name, int(time.time()), MODEL, choices, len(context.ids))
 
     def _read(self, body: bytes) -> tuple[Asked, list[Said]]:
@@ -202,9 +207,11 @@ class Session:
                 return _Context(before.context + suffix, suffix, shown)
         conversation = [*(before.conversation() if before is not None else ()), *shown]
         try:
-            return _Context(await chat.prompt_ids(conversation), None, shown)
+            # The episodes of a group begin alike; behind an answer of its own nothing is.
+            ids = await proven.prompt_ids(conversation, place.key if before is None else None)
         except PromptError as error:
             raise ApiError(400, f"messages: they cannot be rendered: {error}", "invalid_value", ["messages"]) from None
+        return _Context(ids, None, shown)
 
     async def _shown(self, chat: ChatFormat, place: Place) -> list[Message]:
         """The messages that a request adds; what tools answered is cut, and speaks as no other."""

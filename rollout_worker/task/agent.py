@@ -38,6 +38,9 @@ class Endpoint:
     model: str
     temperature: float = 1.0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Endpoint:
+        return self  # what it holds cannot be changed
+
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
@@ -66,6 +69,7 @@ class Agent:
             self._parameters: Mapping[str, inspect.Parameter] | None = inspect.signature(function).parameters
         except (TypeError, ValueError):  # a builtin without a signature
             self._parameters = None
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in (self._parameters or {}).values())
         if self._parameters is not None and ENDPOINT not in self._parameters and not self._takes_all:
             raise ConfigError(
                 f"Task(agent=...): {self.name} takes no {ENDPOINT!r}, so it could not reach the policy; write it as "
@@ -101,10 +105,6 @@ class Agent:
         if self._takes_all or self._parameters is None:
             return dict(columns)
         return {name: value for name, value in columns.items() if name in self._parameters}
-
-    @property
-    def _takes_all(self) -> bool:
-        return any(each.kind is each.VAR_KEYWORD for each in (self._parameters or {}).values())
 
 
 def check_settings(config: RunConfig) -> None:

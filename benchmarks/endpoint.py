@@ -1,0 +1,137 @@
+"""The way `endpoint` of `benchmarks.worker`: the same episodes as `ours`, asked for by agents at their endpoints.
+
+The agents' loops, clients and tools run in a process of their own, so that the worker's CPU seconds are those of the
+boundary around user code, the endpoint, and the sampling behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from benchmarks.worker_ways import GROUP_SIZE, IN_FLIGHT, ROWS, WARM_UP_GROUPS, LagProbe, _accuracy, _figures
+from rollout_worker.chat import build_chat_format
+from rollout_worker.inference.client import InferenceClient
+from rollout_worker.task.agent import Endpoint
+from rollout_worker.task.tools import ToolBox
+from rollout_worker.ticket_loop import Worker
+from rollout_worker.user_code import UserCode
+from tests.kit import WORKER, config
+from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
+from tests.kit.worker import multiply, task
+
+
+def endpoint(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
+    """Our worker, whose episodes are played by agents elsewhere."""
+    with players() as port, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_endpoint(url, model, groups, turns, port))
+
+
+async def _endpoint(url: str, model: str, groups: int, turns: int, port: int) -> dict[str, float]:
+    run_config = config(
+        WORKER,
+        model={"path": model},
+        chat={"format": "template"},
+        rollout={"group_size": GROUP_SIZE, "max_turns": turns + 1, "max_episode_tokens": 10_000},
+        worker={"request_timeout_s": 60.0, "episodes": IN_FLIGHT},
+        vllm={"max_num_seqs": 1024, "max_model_len": 4096},
+    )
+    the_task = task(dataset=ROWS, tools=(), rewards=[_accuracy], agent=_Elsewhere(port).play)
+    async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
+        chat = build_chat_format(run_config, [])
+        probe = LagProbe()
+        for count in (WARM_UP_GROUPS, groups):
+            stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
+            worker = Worker(run_config, the_task, stand_in, "bench", chat, ToolBox([]), client, code)
+            async with asyncio.TaskGroup() as tasks:
+                probing = tasks.create_task(probe.run())
+                wall, cpu = time.perf_counter(), time.process_time()
+                await worker.run(asyncio.Event())
+                cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
+                probing.cancel()
+    rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]
+    if any(r.reward != 1.0 or r.turns != turns or len(r.segments) != 1 for r in rollouts):
+        raise RuntimeError(f"episodes did not run as scripted: {stand_in.failures or rollouts[0]}")
+    return {**_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s), **probe.figures()}
+
+
+class _Elsewhere:
+    """Has episodes played at a port of this machine, over one connection."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._connected: asyncio.Task[asyncio.StreamWriter] | None = None
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    async def play(self, endpoint: Endpoint, prompt: list[dict[str, Any]]) -> None:
+        if self._connected is None:
+            self._connected = asyncio.create_task(self._connect())
+        writer = await asyncio.shield(self._connected)
+        done = self._waiting[endpoint.api_key] = asyncio.get_running_loop().create_future()
+        writer.write(json.dumps([endpoint.base_url, endpoint.api_key, endpoint.model, prompt]).encode() + b"\n")
+        await done
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._reading = asyncio.create_task(self._read(reader))
+        return writer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            self._waiting.pop(line.decode().strip()).set_result(None)
+
+
+@contextmanager
+def players() -> Iterator[int]:
+    """The process that plays; the port that it takes episodes at."""
+    command = [sys.executable, "-m", "benchmarks.endpoint"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline())
+        finally:
+            process.terminate()
+
+
+async def _players() -> None:
+    schemas = ToolBox([multiply]).schemas
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def play(line: bytes, writer: asyncio.StreamWriter) -> None:
+            base_url, key, model, messages = json.loads(line)
+            headers = {"Authorization": f"Bearer {key}"}
+            while True:
+                body = {"model": model, "messages": messages, "tools": schemas}
+                async with session.post(f"{base_url}/chat/completions", json=body, headers=headers) as response:
+                    message = (await response.json())["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    break
+                for call in message["tool_calls"]:
+                    product = multiply(**json.loads(call["function"]["arguments"]))
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(product)})
+            writer.write(key.encode() + b"\n")
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                while line := await reader.readline():
+                    tasks.create_task(play(line, writer))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 20)
+        print(server.sockets[0].getsockname()[1], flush=True)
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_players())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from functools import cache
 from typing import Any, NamedTuple
 
 from database import CITIES, ITEMS, MOST_ROWS, NAMES, build, select
@@ -43,13 +44,19 @@ TEMPLATES = [
 ]
 
 
+@cache
+def _answered(sql: str) -> int | None:
+    """Kept, as many rows ask the same."""
+    return select(sql)[0][0]
+
+
 class Question(NamedTuple):
     text: str
     sql: str
 
     @property
     def answer(self) -> int | None:
-        return select(self.sql)[0][0]
+        return _answered(self.sql)
 
     @property
     def prompt(self) -> list[dict[str, Any]]:

@@ -134,8 +134,12 @@ def _name_in(module: object, task: object) -> str | None:
 
 
 def _load(run_file: str | Path | None, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The sections as overrides, as the command line would give them; raises `ConfigError`."""
-    overrides: list[str] = []
+    return resolve(run_file, overrides(sections), "train()", needs=("task", "model", "chat"))
+
+
+def overrides(sections: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    """The sections as the command line would give them; raises `ConfigError`."""
+    given: list[str] = []
     for section, settings in sections.items():
         if not isinstance(settings, Mapping):
             raise ConfigError(
@@ -143,5 +147,5 @@ def _load(run_file: str | Path | None, sections: Mapping[str, Mapping[str, Any]]
             )
         for key, value in settings.items():
             if value is not None:
-                overrides += [f"--{section}.{key}", toml_value(value)]
-    return resolve(run_file, parse_overrides(overrides), "train()", needs=("task", "model", "chat"))
+                given += [f"--{section}.{key}", toml_value(value)]
+    return parse_overrides(given)

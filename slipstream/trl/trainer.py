@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from protocol.config import ConfigError
 from rollout_worker.task.task import Task, end_import_at
 from slipstream.script import loading_a_task, run, without_frames
+from slipstream.trl.check import check
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
 from slipstream.trl.translate import Translation, translate
 
@@ -156,6 +157,7 @@ class _Trainer:
         made = translate(self.args, self.model, context)
         if self._tokenizer is not None:
             made.sections["model"].setdefault("tokenizer", self._tokenizer)
+        check(self.args, made.sections)
         return made
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError, LearnerSection, VllmSection, WorkerSection
+from protocol.config import ConfigError, LearnerSection, RolloutSection, VllmSection, WorkerSection
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
 from slipstream.trl.objective import learner_settings, number
@@ -20,6 +20,8 @@ Sections = dict[str, dict[str, Any]]
 # Of model_init_kwargs: what loads a model by transformers alone.
 _NO_MEANING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
 _DEFAULT_PORT = 8000
+# What to write for values that TRL has under another field.
+_ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
 
 
 @dataclass(slots=True)
@@ -102,8 +104,13 @@ def _place(config: _Config, sections: Sections, notes: list[str], context: int |
 
 def _steps(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     size = number(config, "num_generations")
+    if size < 2:
+        raise ConfigError(
+            f"{type(config).__name__}(num_generations={size}): must be at least 2, as a completion is judged by the "
+            f"others of its prompt; write num_generations={_default(RolloutSection, 'group_size')}"
+        )
     completions = number(config, "per_device_train_batch_size") * number(config, "gradient_accumulation_steps")
-    if size < 2 or completions < 1 or completions % size:
+    if completions < 1 or completions % size:
         raise ConfigError(
             f"per_device_train_batch_size x gradient_accumulation_steps = {completions} completions a step are not a "
             f"multiple of num_generations = {size}, and a step is made of whole groups here; make it one, such as "
@@ -253,6 +260,8 @@ def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
     default = "" if given else ", TRL's default,"
     why = f": {known.note}" if known.note else ""
     remedy = f"write {fine}" if fine else "leave it out"
+    if isinstance(value, str):
+        remedy = _ELSEWHERE.get((known.name, value), remedy)
     return f"{type(config).__name__}({known.name}={value!r}){default} is not supported{why}; {remedy}"
 
 

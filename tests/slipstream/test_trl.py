@@ -339,6 +339,12 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(eval_strategy="steps", eval_steps=0.1), r"eval_steps=0\.1.*give a whole number, or max_steps"),
         (GRPOConfig(push_to_hub=True), "push_to_hub=True.*`model/` folder"),
         (GRPOConfig(per_device_train_batch_size=4), "= 4 completions a step are not a multiple of num_generations = 8"),
+        (
+            GRPOConfig(num_generations=1),
+            r"GRPOConfig.num_generations=1.: must be at least 2, .*; write num_generations=8",
+        ),
+        (RLOOConfig(num_generations=0), r"RLOOConfig.num_generations=0.: must be at least 2"),
+        (GRPOConfig(loss_type="gspo"), r"'gspo'. is not supported.*; write importance_sampling_level='sequence', with"),
         (GRPOConfig(num_generations="8"), "num_generations='8'.: must be a number"),
         (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch' is not supported"),
         (GRPOConfig(warmup_steps=0.1), "max_steps is not given"),
@@ -433,6 +439,36 @@ class Tokenizer:
 def test_an_argument_that_cannot_be_kept_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         GRPOTrainer(**{"model": "org/model", "reward_funcs": accuracy, "train_dataset": ROWS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (GRPOConfig(beta=-0.1), "GRPOConfig(beta=-0.1): learner.kl_coef = -0.1: must be at least 0"),
+        (GRPOConfig(epsilon=0), "GRPOConfig(epsilon=0): learner.clip_low = 0: must be above 0"),
+        (GRPOConfig(temperature=0), "GRPOConfig(temperature=0): rollout.temperature = 0: must be at least 0.01"),
+        (
+            GRPOConfig(delta=1.1),
+            "GRPOConfig(delta=1.1): learner.delta = 1.1: must be above 1 + learner.clip_high = 1.2",
+        ),
+        (GRPOConfig(learning_rate=-1.0), "GRPOConfig(learning_rate=-1.0): learner.learning_rate = -1.0: must be above"),
+        (GRPOConfig(top_entropy_quantile=2), "GRPOConfig(top_entropy_quantile=2): learner.top_entropy_quantile = 2"),
+        (GRPOConfig(adam_beta1=1.5), "GRPOConfig(adam_beta1=1.5): learner.betas = [1.5, 0.999]: each must be"),
+        (GRPOConfig(top_p=0.9), "GRPOConfig(top_p=0.9): rollout.top_p = 0.9: vLLM's log-probs"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_bounds_is_refused_at_once_under_trl_s_name(
+    args: GRPOConfig, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        GRPOTrainer("org/model", accuracy, args, ROWS)
+    assert str(error.value).startswith(says)
+    assert capsys.readouterr().err == "", "notes come after it"
+
+
+def test_a_setting_that_the_script_gives_by_our_name_is_left_to_the_start() -> None:
+    GRPOTrainer("org/model", accuracy, GRPOConfig(beta=0.1, slipstream={"learner": {"kl_coef": -1.0}}), ROWS)
 
 
 def test_a_tokenizer_of_its_own_is_taken_by_its_name() -> None:

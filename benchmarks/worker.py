@@ -10,7 +10,8 @@ runs user code and rendering on its loop. `judge_overhead`: with resets and judg
 slots, the share of the time above what they take without and 4 s; `judge_overhead_more`: with five times as many
 episodes, or `--groups`, which have to open as slots fall idle. `endpoint_us_per_turn`: CPU microseconds that a turn
 takes more where agents in another process ask for it at their endpoints than in the native loop, which runs the tools
-itself; `endpoint` has the way's own figures. `chat_us_per_turn`: suffix and parse of one turn, by renderer and template.
+itself; `endpoint` has the way's own figures. `chat_us_per_turn`: suffix and parse of one turn, by renderer and
+template.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def settings(schema: type[BaseModel]) -> list[str]:
 def named(schema: type[BaseModel], key: str) -> list[str]:
     """The settings that are called `key` in any section, or by TRL, as section.key."""
     own = [name for name in settings(schema) if name.endswith(f".{key}")]
-    return own or [TRL_NAMES[key]] * (key in TRL_NAMES)
+    return own or [ours for name, ours in TRL_NAMES.items() if name == key]
 
 
 def _explain_one(

@@ -40,6 +40,8 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     """
     # A log line that cannot be written ends nothing: user code may close sys.stderr.
     logging.raiseExceptions = False
+    # It writes a line for each request of an agent's client.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     task = load_task(config.task)
     _ = task.rows  # whatever is wrong with the data set ends the worker here
     check_evaluation(config, task.eval_dataset)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from jsonschema import SchemaError
 
 from protocol.config import ConfigError
 from rollout_worker import user_code
@@ -14,6 +16,7 @@ from rollout_worker.agent.errors import ApiError
 from rollout_worker.agent.schemas import digest
 from rollout_worker.chat.base import ChatFormat, Message
 from rollout_worker.chat.proof_of_answers import prove_answers
+from rollout_worker.task.tools.arguments import Parameters
 
 # Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
 MOST_KEPT = 64
@@ -25,10 +28,11 @@ Build = Callable[[Sequence[dict[str, Any]]], ChatFormat]
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A chat format for one set of tools. appends_users: what it would append after a turn that a user's message
-    follows is what it would write in a whole conversation, as far as it knows it."""
+    """A chat format for one set of tools, and the tools' parameters by name. appends_users: what it would append after
+    a turn that a user's message follows is what it would write in a whole conversation, as far as it knows it."""
 
     chat: ChatFormat
+    parameters: Mapping[str, Parameters]
     appends_users: bool
     _prompts: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
 
@@ -75,8 +79,12 @@ class ChatFormats:
 
     def _built(self, tools: Sequence[dict[str, Any]]) -> Proven | str:
         try:
+            functions = [tool["function"] for tool in tools]
+            parameters = {each["name"]: Parameters(each["parameters"], strict=False) for each in functions}
             chat = self._build(tools) if tools else self._plain
-            return Proven(chat, asyncio.run(prove_answers(chat)).appended is not False)
+            return Proven(chat, parameters, asyncio.run(prove_answers(chat)).appended is not False)
+        except SchemaError as error:
+            return f"a tool's parameters are not a JSON schema: {error.message}"[:500]
         except ConfigError as error:
             return str(error)
         except Exception as error:  # of many types: schemas are the agent's, and templates meet them

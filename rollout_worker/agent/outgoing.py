@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from protocol import reasons
 from rollout_worker.agent.messages import Call, Said
-from rollout_worker.agent.replies import arguments_text
 from rollout_worker.agent.tree import GivenCall
 from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
 from rollout_worker.task.tools import MOST_COUNTED
-from rollout_worker.task.tools.base import OTHER, UNKNOWN
+from rollout_worker.task.tools.arguments import Parameters, small
+from rollout_worker.task.tools.base import OTHER, UNKNOWN, ArgumentsError
+from rollout_worker.user_code import in_thread
 from rollout_worker.user_code.texts import encodable
 
 _NAME_CHARACTERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCall:
+    """A call, and its arguments as the text that agents read. coerced: they were not as the tool's schema asks, and
+    it is plain what was meant: notations that write every value as text give text."""
+
+    call: ToolCall | MalformedCall
+    arguments: str = ""
+    coerced: bool = False
+
+
+async def read_calls(parsed: ParsedTurn, parameters: Mapping[str, Parameters]) -> list[ReadCall]:
+    """The calls of a turn; `parameters`: of the tools that there are, by name. Arguments that do not fit stay as the
+    policy wrote them: the agent checks them."""
+    return [
+        await _read(call, parameters.get(call.name)) if isinstance(call, ToolCall) else ReadCall(call)
+        for call in parsed.calls
+    ]
+
+
+async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
+    given, coerced = call.arguments, False
+    if parameters is not None:
+        try:
+            # Large ones in a thread: it would stop the loop (F19).
+            found = parameters.fit(given) if small(given) else await in_thread(parameters.fit, given=given)
+            given, coerced = (found.values, True) if found.repairs else (given, False)
+        except ArgumentsError:
+            given = call.arguments
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return ReadCall(call, encodable(text), coerced)
 
 
 class Outgoing:
@@ -26,15 +61,17 @@ class Outgoing:
         self.metrics: dict[str, float] = {}
         self._numbers = itertools.count()
 
-    def given(self, parsed: ParsedTurn, stop: Sequence[str]) -> tuple[Said, tuple[GivenCall, ...]]:
+    def given(
+        self, parsed: ParsedTurn, read: Sequence[ReadCall], stop: Sequence[str]
+    ) -> tuple[Said, tuple[GivenCall, ...]]:
         """The turn as its agent gets it: each call has an id, and of a text that ended it nothing is left."""
         calls, given = [], []
-        for call in parsed.calls:
-            if isinstance(call, ToolCall):
+        for each in read:
+            if isinstance(call := each.call, ToolCall):
                 own = None if call.id is None else encodable(call.id)
                 name = encodable(call.name)
                 id = own or f"call{next(self._numbers):05d}"  # nine letters and digits, as Mistral's templates ask
-                calls.append(Call(id, name, encodable(arguments_text(call.arguments))))
+                calls.append(Call(id, name, each.arguments))
                 given.append(GivenCall(id, name, own))
         content = encodable(parsed.content)
         ends = [place for text in stop if (place := content.find(text)) >= 0]
@@ -43,10 +80,10 @@ class Outgoing:
         said = Said("assistant", None if calls and not content else content, tuple(calls), reasoning=reasoning)
         return said, tuple(given)
 
-    def count(self, parsed: ParsedTurn, known: Collection[str]) -> None:
+    def count(self, read: Sequence[ReadCall], known: Collection[str]) -> None:
         """The calls of a turn; `known`: the names of the tools that there are."""
-        for call in parsed.calls:
-            reason = None
+        for each in read:
+            call, reason = each.call, None
             if isinstance(call, MalformedCall):
                 name, reason = UNKNOWN, reasons.TOOL_MALFORMED
             elif call.name not in known:
@@ -56,6 +93,8 @@ class Outgoing:
             self.calls += 1
             self.failures += reason is not None
             counts = {f"tools/{name}/calls": 1, f"tools/{name}/failures": int(reason is not None)}
+            if each.coerced:
+                counts[f"tools/{name}/coerced"] = 1
             if reason is not None:
                 counts[f"tools/{name}/failures/{reason}"] = 1
             for figure, count in counts.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,11 +79,6 @@ class Completion:
             "completion_tokens": sampled,
             "total_tokens": self.prompt_tokens + sampled,
         }
-
-
-def arguments_text(arguments: dict[str, Any] | str) -> str:
-    """A call's arguments as the text that agents read; what the policy wrote as no object stays as it is."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _deltas(choice: Choice) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from rollout_worker.agent.deadline import Deadline
 from rollout_worker.agent.errors import SERVER, ApiError, over
 from rollout_worker.agent.formats import ChatFormats, Proven
 from rollout_worker.agent.messages import Said, read_messages
-from rollout_worker.agent.outgoing import Outgoing
+from rollout_worker.agent.outgoing import Outgoing, ReadCall, read_calls
 from rollout_worker.agent.parameters import Asked, read_parameters
 from rollout_worker.agent.replies import Choice, Completion
 from rollout_worker.agent.tree import Place, Tree, shown_to_policy
@@ -70,6 +70,7 @@ class _Turn:
 
     sampled: Sampled
     parsed: ParsedTurn
+    calls: list[ReadCall]
     ended_as: FinishReason | None
 
 
@@ -174,14 +175,13 @@ class Session:
             asked, said = await user_code.in_thread(self._read, body=body)
         key = schemas.digest(asked.tools)
         proven = await self._stage.formats.of(asked.tools, key)
-        chat = proven.chat
         place = self._tree.place(key, said)
         if place.before is not None:
             place.before.claims += 1
         try:
             context = await self._context(proven, place)
-            turns = await self._turns(chat, place, context, asked)
-            choices = [self._recorded(chat, place, context, asked, turn) for turn in turns]
+            turns = await self._turns(proven, place, context, asked)
+            choices = [self._recorded(proven, place, context, asked, turn) for turn in turns]
         finally:
             if place.before is not None:
                 place.before.claims -= 1
@@ -227,18 +227,18 @@ class Session:
             shown.append(message)
         return shown
 
-    async def _turns(self, chat: ChatFormat, place: Place, context: _Context, asked: Asked) -> list[_Turn]:
+    async def _turns(self, proven: Proven, place: Place, context: _Context, asked: Asked) -> list[_Turn]:
         """As many as were asked for, or none: what an agent does not get is not recorded."""
         if asked.n == 1:
-            return [await self._turn(chat, place, context, asked)]
+            return [await self._turn(proven, place, context, asked)]
         try:
             async with asyncio.TaskGroup() as tasks:
-                runs = [tasks.create_task(self._turn(chat, place, context, asked)) for _ in range(asked.n)]
+                runs = [tasks.create_task(self._turn(proven, place, context, asked)) for _ in range(asked.n)]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [run.result() for run in runs]
 
-    async def _turn(self, chat: ChatFormat, place: Place, context: _Context, asked: Asked) -> _Turn:
+    async def _turn(self, proven: Proven, place: Place, context: _Context, asked: Asked) -> _Turn:
         episodes, allowance, before = self._stage.episodes, self._allowance, place.before
         appends = context.suffix is not None and before is not None and before.is_last
         budget = await allowance.budget(len(context.ids), asked.max_tokens, self.turns, len(self._tree.drafts), appends)
@@ -256,9 +256,10 @@ class Session:
             self.failure = failure
             raise ApiError(503, f"the answer could not be sampled: {failure}", failure.reason, kind=SERVER) from None
         await episodes.turnstile.passed()
-        parsed = await episodes.parsed(chat, context.ids, sampled.token_ids)
+        parsed = await episodes.parsed(proven.chat, context.ids, sampled.token_ids)
         cut = sampled.finish_reason == "length" and tokens == budget.tokens
-        return _Turn(sampled, parsed, budget.ends_as if cut else None)
+        calls = await read_calls(parsed, proven.parameters)
+        return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -279,7 +280,7 @@ class Session:
                 await stack.enter_async_context(self._stage.episodes.capacity.turn(begun=self.turns > 0))
             yield
 
-    def _recorded(self, chat: ChatFormat, place: Place, context: _Context, asked: Asked, turn: _Turn) -> Choice:
+    def _recorded(self, proven: Proven, place: Place, context: _Context, asked: Asked, turn: _Turn) -> Choice:
         sampled, parsed = turn.sampled, turn.parsed
         if context.suffix is None or place.before is None:
             answer = self._tree.begin(place.before, context.ids, sampled, context.shown, parsed)
@@ -289,12 +290,12 @@ class Session:
         self.turns += 1
         self._sampled_tokens += tokens
         self.failure, self._allowance.ended_as = None, turn.ended_as
-        self._outgoing.count(parsed, {tool["function"]["name"] for tool in asked.tools})
-        said, calls = self._outgoing.given(parsed, asked.stop)
+        self._outgoing.count(turn.calls, proven.parameters)
+        said, calls = self._outgoing.given(parsed, turn.calls, asked.stop)
         self._tree.remember(answer, place.key, said, calls)
         logprobs = None
         if asked.logprobs:
-            texts = [encodable(chat.tokenizer.decode([token])) for token in sampled.token_ids]
+            texts = [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]
             logprobs = list(zip(texts, sampled.logprobs, strict=True))
         cut = sampled.finish_reason == "length"
         return Choice(said, "length" if cut else "tool_calls" if said.calls else "stop", tokens, logprobs)

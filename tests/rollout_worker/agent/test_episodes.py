@@ -1,6 +1,7 @@
 """What becomes of an episode by what its agent does: returns, raises, hangs, asks nothing, meets a limit."""
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -338,6 +339,25 @@ async def test_calls_are_counted_as_the_policy_wrote_them():
     assert rollout.metrics["tools/multiply/calls"] == 1.0
     assert rollout.metrics["tools/unknown/failures/unknown_tool"] == 1.0
     assert rollout.metrics["tools/unknown/failures/malformed_call"] == 1.0
+
+
+async def test_arguments_come_in_the_types_of_the_schema_and_what_was_sampled_stays():
+    """As notations give them that write every value as text."""
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": "12", "b": "34"}}</tool_call>'
+
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            reply = await client.ask(tools=[MULTIPLY])
+            (given,) = reply.message["tool_calls"]
+            assert json.loads(given["function"]["arguments"]) == {"a": 12, "b": 34}
+            await client.ask([USER, reply.message, *results_of(reply.message)], tools=[MULTIPLY])
+        return 1.0
+
+    run = await roll(agent_task(agent), fake(scripted(TOKENIZER, in_turn([call, "408"]))))
+    rollout = one_of(run)
+    assert rollout.metrics["tools/multiply/coerced"] == 1.0
+    (segment,) = rollout.segments
+    assert TOKENIZER.decode(segment.token_ids[segment.loss_mask]).startswith(call)
 
 
 async def test_rewards_see_the_conversation_of_the_last_answer_from_the_policys_first_word_on():

@@ -1,0 +1,113 @@
+"""In every chat format that takes tools, a conversation at the endpoint is the same ids as in the native loop."""
+
+import json
+import time
+
+import pytest
+
+from protocol.config import ConfigError
+from rollout_worker.agent.deadline import Deadline
+from rollout_worker.agent.formats import ChatFormats
+from rollout_worker.agent.session import Session, Stage
+from rollout_worker.budget import Limits
+from rollout_worker.capacity import Capacity
+from rollout_worker.chat.proof import prove, turn_begins
+from rollout_worker.episode import EpisodeRunner
+from rollout_worker.inference.router import Affinity
+from rollout_worker.inference.wire import Sampled, SampledSpan
+from rollout_worker.scene import Scene
+from rollout_worker.task.tools import ToolBox
+from tests import kit
+from tests.kit import renderer_cases, template_cases
+from tests.kit.agent import MULTIPLY, results_of
+from tests.kit.worker import multiply
+
+CASES = [*renderer_cases.CASES, *template_cases.CASES]
+TOOLS = ToolBox([multiply])
+QUESTION = {"role": "user", "content": "Multiply 100 by 107."}
+LIMITS = Limits(max_turn_tokens=1000, max_episode_tokens=2000, max_model_len=8000, max_turns=8)
+
+
+class ScriptedSampler:
+    """Gives the turns in order, whatever is asked."""
+
+    def __init__(self, *turns):
+        self.turns = list(turns)
+        self.pool = self
+
+    async def sample(self, affinity, prompt, max_tokens, pending=None, temperature=None, stop=()):
+        ids = self.turns.pop(0)
+        return Sampled(list(ids), [-1.0] * len(ids), [SampledSpan(1, 0, len(ids), "vllm-0")], "stop")
+
+    def release(self, affinities):
+        """Nothing is held."""
+
+
+def calling(arguments, ids):
+    calls = [
+        {"type": "function", "id": ids.format(place), "function": {"name": "multiply", "arguments": each}}
+        for place, each in enumerate(arguments)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def ways(arguments):
+    """Messages with these calls: with ids as notations ask for them, without reasoning and with it."""
+    for ids in ("call0000{}", "functions.multiply:{}"):
+        message = calling(arguments, ids) if arguments else {"role": "assistant", "content": "10700"}
+        yield from (message, {**message, "reasoning_content": "so"})
+
+
+async def turn_of(chat, arguments=()):
+    """The ids of a turn with these calls, as the format writes it and reads it back."""
+    prompt = await chat.render_ids([QUESTION], generation_prompt=True)
+    bare = await chat.render_ids([QUESTION], generation_prompt=False)
+    for message in ways(arguments):
+        whole = await chat.render_ids([QUESTION, message], generation_prompt=False)
+        begin = turn_begins(chat, prompt, bare, whole)
+        stop = next((at for at in range(begin or 0, len(whole)) if whole[at] in chat.stop_token_ids), None)
+        turn = whole[begin : stop + 1] if begin is not None and stop is not None else []
+        calls = chat.parse(prompt, turn).calls
+        if turn and [getattr(call, "name", None) for call in calls] == ["multiply"] * len(arguments):
+            return turn
+    return None
+
+
+def runner(sampler):
+    return EpisodeRunner(sampler, LIMITS, 30.0, Capacity(4, 4, time.monotonic))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}, {case.how}, {case.thinking}")
+async def test_f18_the_same_ids_as_in_the_native_loop(case, calls):
+    try:
+        chat, plain = case.build(TOOLS.schemas), case.build([])
+    except ConfigError:
+        pytest.skip("it takes no tools")
+    proof = await prove(chat, TOOLS.schemas)
+    if not proof.fit_for_tools or (calls > 1 and not proof.parallel_calls):
+        pytest.skip("it takes no tools, or no two calls in a turn")
+    turn, done = await turn_of(chat, [{"a": 100, "b": 107}, {"a": 2, "b": 3}][:calls]), await turn_of(chat)
+    assert turn is not None
+    assert done is not None
+
+    native = await runner(ScriptedSampler(turn, done)).run(
+        Scene([QUESTION], await chat.prompt_ids([QUESTION]), chat, TOOLS), Affinity()
+    )
+
+    formats = ChatFormats(plain, lambda schemas: chat)
+    stage = Stage(formats, runner(ScriptedSampler(turn, done)), kit.config().rollout)
+    session = Session(stage, Affinity(), 1.0, Deadline(30.0))
+
+    async def ask(messages):
+        body = {"model": "policy", "messages": messages, "tools": [MULTIPLY]}
+        _, completion = await session.answer(json.dumps(body).encode())
+        return json.loads(completion.whole())["choices"][0]["message"]
+
+    first = await ask([QUESTION])
+    assert len(first["tool_calls"]) == calls
+    assert (await ask([QUESTION, first, *results_of(first)]))["content"] is not None
+    ours = session.episode("stop", 1.0)
+    assert [draft.ids for draft in ours.drafts] == [draft.ids for draft in native.drafts]
+    assert [draft.mask for draft in ours.drafts] == [draft.mask for draft in native.drafts]
+    assert ours.messages == native.messages

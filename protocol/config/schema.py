@@ -35,6 +35,16 @@ REMOVED_VALUES = {
     ("learner", "objective", "grpo"): 'write advantage = "grpo" and objective = "ppo_clip", or leave it out',
 }
 
+# What TRL calls settings that many know by that name. slipstream/trl/fields.py has all of them, and may not be imported
+# from here.
+TRL_NAMES = {
+    "beta": "learner.kl_coef",
+    "epsilon": "learner.clip_low",
+    "epsilon_high": "learner.clip_high",
+    "loss_type": "learner.algorithm",
+    "num_generations": "rollout.group_size",
+}
+
 
 class RunConfig(Section):
     """The whole run file, resolved."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from protocol.config.schema import REMOVED, REMOVED_VALUES
+from protocol.config.schema import REMOVED, REMOVED_VALUES, TRL_NAMES
 from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.base import toml_value as toml_value  # re-exported
 
@@ -104,6 +104,13 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(word, words, n=1)), None)
 
 
+def nearest_all(word: str, words: Iterable[str]) -> list[str]:
+    """Those of `words` that `word` was most likely meant to be: several where they are equally near."""
+    word, known = word.lower().replace("-", "_"), list(words)
+    near = {found: SequenceMatcher(None, found, word).ratio() for found in get_close_matches(word, known)}
+    return [found for found in known if near and near.get(found) == max(near.values())]
+
+
 def settings(schema: type[BaseModel]) -> list[str]:
     """The names of all settings, as section.key."""
     tables = {section: _section(schema, section) for section in schema.model_fields}
@@ -111,8 +118,9 @@ def settings(schema: type[BaseModel]) -> list[str]:
 
 
 def named(schema: type[BaseModel], key: str) -> list[str]:
-    """The settings that are called `key` in any section, as section.key."""
-    return [name for name in settings(schema) if name.endswith(f".{key}")]
+    """The settings that are called `key` in any section, or by TRL, as section.key."""
+    own = [name for name in settings(schema) if name.endswith(f".{key}")]
+    return own or [ours for name, ours in TRL_NAMES.items() if name == key]
 
 
 def _explain_one(
@@ -149,7 +157,16 @@ def _explain_one(
         return f"{source}: {name} is missing ({field.description})"
     if former := _former(section, key, fault["input"]):
         return f"{source}: {name} = {_shown(key, fault['input'])} is no longer accepted: {former}"
-    return f"{source}: {name} = {_shown(key, fault['input'])}: {_meaning(fault)} ({field.description})"
+    meant = _meant(fault, field)
+    return f"{source}: {name} = {_shown(key, fault['input'])}: {_meaning(fault)}{meant} ({field.description})"
+
+
+def _meant(fault: ErrorDetails, field: FieldInfo) -> str:
+    """The values of a setting with a list that a misspelt one is near to."""
+    if fault["type"] != "literal_error" or not isinstance(fault["input"], str):
+        return ""
+    close = nearest_all(fault["input"], [value for value in get_args(field.annotation) if isinstance(value, str)])
+    return f"; did you mean {' or '.join(map(toml_value, close))}?" if close else ""
 
 
 def _names_any(meaning: str, settings: Collection[tuple[str, str]], section: str) -> bool:

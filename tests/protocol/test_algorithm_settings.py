@@ -9,8 +9,10 @@ import pytest
 
 from protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
 from protocol.config.algorithm import READERS
+from protocol.config.schema import TRL_NAMES
 from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
 from protocol.config.text import toml_value
+from slipstream.trl.fields import FIELDS as FIELDS_OF_TRL
 
 FIELDS = LearnerSection.model_fields
 
@@ -94,6 +96,28 @@ def test_an_unknown_preset_is_told_with_the_ones_there_are(tmp_path: Path) -> No
     assert all(f"'{name}'" in message for name in PRESETS)
     assert "\n" not in message
     assert "learner.algorithm = 3: must be " in refusal(tmp_path, "algorithm = 3")
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("dr-grpo", '"dr_grpo"'),
+        ("RLOO", '"rloo"'),
+        ("gspoo", '"gspo"'),
+        ("glpo", '"grpo" or "gdpo" or "gspo"'),  # each is as near
+    ],
+)
+def test_a_misspelt_preset_is_told_which_was_meant(tmp_path: Path, value: str, meant: str) -> None:
+    assert f"; did you mean {meant}? (what a step learns" in refusal(tmp_path, f'algorithm = "{value}"')
+    assert "did you mean" not in refusal(tmp_path, 'algorithm = "adam"')
+
+
+@pytest.mark.parametrize(("name", "ours"), TRL_NAMES.items())
+def test_a_setting_by_its_name_in_trl_is_told_ours(tmp_path: Path, name: str, ours: str) -> None:
+    assert f"`{ours}`" in FIELDS_OF_TRL[name].here
+    for arguments in ([f"--learner.{name}", "1"], [f"--{name}", "1"]):
+        with pytest.raises(ConfigError, match=rf"did you mean (--)?{ours}\?"):
+            load(run_file(tmp_path), arguments)
 
 
 @pytest.mark.parametrize(

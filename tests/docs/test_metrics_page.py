@@ -30,6 +30,7 @@ def made() -> set[str]:
         rollout.reward_components = {"accuracy": 0.5}
         counts = ("calls", "failures", "coerced", *(f"failures/{reason}" for reason in WHY_FAILED))
         rollout.metrics = {f"tools/multiply/{count}": 1.0 for count in counts}
+        rollout.metrics["chat/new_segments"] = 1.0
     metrics.add(with_tools)
     of_the_task = {"wild"}
     return (set(step_record(1, 0.5).flat()) | set(metrics.ours())) - of_the_task

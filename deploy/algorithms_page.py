@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from learner.algorithm.advantages import ADVANTAGES
@@ -140,8 +140,15 @@ def _variants(part: str, table: Mapping[str, Any]) -> str:
         own = [setting for setting in reads if setting not in ("reward_clip", "kl_in_reward")]
         title = f'`{part} = "{name}"`{", the default" if name == default else ""}'
         beside = "--learner.correction decoupled " if part == "proximal" else ""  # which reads it
-        parts.append(_part(title, variant, own, f"{beside}--learner.{part} {name}"))
+        parts.append(_part(title, variant, own, f"{beside}--learner.{part} {name}{_bounds(name, own)}"))
     return "\n".join(parts)
+
+
+def _bounds(variant: str, own: Sequence[str]) -> str:
+    """Options for what the preset of a variant's name has of the settings that it reads: the defaults are another
+    objective's."""
+    preset = PRESETS.get(variant, {})
+    return "".join(f" --learner.{name} {toml_value(preset[name])}" for name in own if name in preset)
 
 
 def _part(title: str, of: Any, settings: Any, options: str) -> str:

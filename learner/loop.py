@@ -35,6 +35,7 @@ from learner.stopping import Stop, Stopped
 from learner.trainer import StepFigures, Trainer
 from protocol.client import QueueClient, QueueError, RunFinished
 from protocol.config import ConfigError, RunConfig
+from protocol.config.algorithm import doubts
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from weight_sync.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
@@ -82,6 +83,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
             progress.say(start.algorithm(config.learner))
+            for doubt in doubts(config.learner):
+                progress.warn(doubt)
             with progress.phase(f"loading the model {config.model.path}"):
                 trainer = build_trainer(config, checkpoint)
             policy = trainer.policy

@@ -1,4 +1,5 @@
-"""Which settings of [learner] the chosen algorithm reads: one that does nothing must not look as if it did."""
+"""Which settings of [learner] the chosen algorithm reads: one that does nothing must not look as if it did; and which
+do not suit it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from protocol.config.sections import LearnerSection
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.objective import CLIPPED
+from protocol.config.sections.presets import PRESETS
 
 _CORRECTED = (
     *("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -34,6 +36,22 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "correction_high": {"correction": _CORRECTED},
     "proximal": {"correction": _CORRECTED},
 }
+
+# Of the mean ratio of a rollout, which hardly leaves 1.
+_WIDE_FOR_GSPO = 0.05
+
+
+def doubts(learner: LearnerSection) -> list[str]:
+    """What may be meant, but hardly is."""
+    bounds = {name: getattr(learner, name) for name in ("clip_low", "clip_high")}
+    wide = [f"learner.{name} = {value:g}" for name, value in bounds.items() if value > _WIDE_FOR_GSPO]
+    if learner.objective != "gspo" or not wide:
+        return []
+    papers = " and ".join(f"{name} = {PRESETS['gspo'][name]:g}" for name in bounds)
+    return [
+        f'{" and ".join(wide)} with objective = "gspo": the mean ratio of a rollout hardly ever moves so far, and '
+        f"nothing would be clipped; its paper has {papers}"
+    ]
 
 
 def check(learner: LearnerSection) -> None:

@@ -19,8 +19,8 @@ import typer
 
 from deploy import cli
 from protocol.config import RunConfig, load
-from protocol.config.sections.presets import PRESETS
-from protocol.config.text import find_field, settings
+from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
+from protocol.config.text import find_field, settings, toml_value
 from protocol.status import Status
 from tests.kit import config
 from tests.kit.ports import free_port
@@ -111,7 +111,10 @@ def test_without_a_run_file_config_prints_all_settings(slipstream: Callable[...,
         for name in settings(RunConfig)
         if (field := find_field(RunConfig, *name.split("."))) and (field.is_required() or field.default is None)
     }
-    assert {*settings(RunConfig)} - {*printed} == without_value >= {"model.path", "task.path", "queue.token"}
+    of_preset = {f"learner.{name}" for name in SET_BY_PRESETS}
+    assert {*settings(RunConfig)} - {*printed} == without_value | of_preset
+    assert without_value >= {"model.path", "task.path", "queue.token"}
+    assert all(f"# {name.removeprefix('learner.')} = " in text for name in of_preset)
 
 
 def test_config_prints_one_section_with_what_the_command_line_sets(slipstream: Callable[..., tuple[int, str]]) -> None:
@@ -125,8 +128,18 @@ def test_config_prints_one_section_with_what_the_command_line_sets(slipstream: C
 def test_config_prints_what_a_preset_resolves_to(slipstream: Callable[..., tuple[int, str]], name: str) -> None:
     code, text = slipstream("config", "--section", "learner", "--learner.algorithm", name)
     assert code == 0
-    printed = tomllib.loads(text)["learner"]
-    assert {key: printed[key] for key in PRESETS[name]} == PRESETS[name]
+    assert tomllib.loads(text)["learner"]["algorithm"] == name
+    lines = [line.split(" # ")[0].rstrip() for line in text.splitlines()]
+    assert {f"# {key} = {toml_value(value)}" for key, value in PRESETS[name].items()} <= {*lines}
+
+
+def test_config_warns_of_bounds_that_do_not_suit_the_objective(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slipstream", "config", str(run_file), "--learner.objective", "gspo"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "slipstream: warning: learner.clip_low = 0.2 and learner.clip_high = 0.28 with" in capsys.readouterr().err
 
 
 def test_hole_8_config_prints_a_run_file_whose_files_are_elsewhere(

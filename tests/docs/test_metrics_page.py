@@ -32,6 +32,7 @@ def made() -> set[str]:
         rollout.reward_components = {"accuracy": 0.5}
         counts = ("calls", "failures", "coerced", *(f"failures/{reason}" for reason in WHY_FAILED))
         rollout.metrics = {f"tools/multiply/{count}": 1.0 for count in counts}
+        rollout.metrics["chat/new_segments"] = 1.0
     metrics.add(with_tools)
     evaluation = Evaluation(5, 5, 4, rows=2, reward=0.5, reward_std=0.1, rewards={"accuracy": 0.5}, best=1.0)
     whole = msgspec.structs.replace(evaluation, mean_length=3.0, clipped=0.0, versions=(5, 6))

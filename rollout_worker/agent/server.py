@@ -21,6 +21,7 @@ from typing import Any, Self
 import msgspec
 from aiohttp import hdrs, web
 
+from protocol import reasons
 from protocol.config import LOOPBACK, ConfigError
 from rollout_worker.agent.errors import SERVER, ApiError, over
 from rollout_worker.agent.session import MODEL, Session
@@ -148,7 +149,7 @@ class AgentServer:
             return _told(error)
         except web.HTTPRequestEntityTooLarge:
             text = f"the body is larger than {self._most_bytes} bytes, which is more than vllm.max_model_len takes"
-            return _told(ApiError(413, text, "too_large"))
+            return _told(ApiError(413, text, reasons.TOO_LARGE))
         except web.HTTPException as error:
             text = f"there is no {request.method} {request.path} here; there are {COMPLETIONS} and {MODELS}"
             return _told(ApiError(error.status, text, "unknown_url"))

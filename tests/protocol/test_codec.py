@@ -9,7 +9,7 @@ import tracemalloc
 import types
 import typing
 from enum import StrEnum
-from time import perf_counter
+from time import process_time
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -42,6 +42,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.integers(bounds.ge, bounds.le or 2**63 - 1)
     if origin is list:
         return st.lists(values_of(inner[0]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(values_of, inner))
     if origin is dict:
         return st.dictionaries(st.text(max_size=8), values_of(inner[1]), max_size=3)
     if origin in (typing.Union, types.UnionType):
@@ -267,7 +269,7 @@ MANY = 2**16
     ],
 )
 def test_hostile_bytes_are_refused_at_a_bounded_cost(data: bytes) -> None:
-    started = perf_counter()
+    started = process_time()
     tracemalloc.start()
     try:
         with pytest.raises(codec.DecodeError) as refusal:
@@ -277,7 +279,7 @@ def test_hostile_bytes_are_refused_at_a_bounded_cost(data: bytes) -> None:
         tracemalloc.stop()
     assert peak < 100 * len(data) + 200_000
     assert len(str(refusal.value)) < 500
-    assert perf_counter() - started < 5
+    assert process_time() - started < 5
 
 
 def of_msgpack(value: Any, depth: int = 0) -> tuple[int, int]:

@@ -96,9 +96,9 @@ def test_a_wrong_override_names_the_value_the_bound_and_the_meaning(folder: Path
         ("", "--learner.correction_low 1 --learner.correction_high 1 --learner.correction decoupled", True),
         ("", "--rollout.generation_kwargs {min_tokens=100000}", True),
         ("rollout.top_p = 0.9", "--rollout.group_size 4", False),
-        ("worker.episodes = 4", "--rollout.group_size 6", True),
-        ("rollout.group_size = 65", "--worker.episodes 64", True),
-        ("rollout.group_size = 1000", "--worker.count 2", False),
+        ("worker.episodes = 4\nworker.open_episodes = 4", "--rollout.group_size 6", True),
+        ("rollout.group_size = 65\nworker.episodes = 8", "--worker.open_episodes 64", True),
+        ("rollout.group_size = 1000\nworker.open_episodes = 900", "--worker.count 2", False),
     ],
 )
 def test_what_does_not_fit_together_is_said_of_where_it_was_given(

@@ -330,23 +330,31 @@ async def test_i9_what_is_no_answer_fails_the_episode_and_is_told_once(answer):
 
 
 async def test_f22_resets_run_side_by_side_and_hold_no_slot():
-    """With two slots, eight episodes of four groups are all in their resets at one time."""
-    barrier = threading.Barrier(8, timeout=30)
+    """Eight episodes of four groups are all in their resets at one time, and all slots are free."""
+    resets: list[int] = []
     free: list[int] = []
+    go_on = threading.Event()
 
     class Slow(Right):
         def reset(self, **columns: Any) -> None:
-            barrier.wait()
+            resets.append(1)
+            go_on.wait(60)
+
+    def look(worker: Any) -> bool:
+        if len(resets) == 8 and not go_on.is_set():
+            free.append(worker.capacity.free)
+            go_on.set()
+        return bool(worker.report().episodes_done >= 8)
 
     run = await roll(
         played(Slow),
         fake(calling("done")),
         tickets=4,
-        config=worker_of(episodes=2, environment_timeout_s=60),
-        stop_when=lambda worker: free.append(worker.capacity.free) or bool(worker.report().episodes_done >= 8),
+        config=worker_of(episodes=8, environment_timeout_s=60),
+        stop_when=look,
     )
     assert len(run.rollouts) == 8
-    assert max(free) == 2
+    assert free == [8]
 
 
 async def test_resets_that_wait_for_a_thread_are_not_late():

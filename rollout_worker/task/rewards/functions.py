@@ -101,8 +101,9 @@ class RewardFunctions:
             for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
                 score.components[name] = value
                 score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
-        # Where functions judge, what no rollout brought is no component.
-        brought = [name for name in self._own if not self.names or any(name in own for own in batch.own)]
+        # Where functions judge, an agent need not: what no rollout brought is no component then.
+        silent = bool(self.names) and not any(OWN_REWARD in own for own in batch.own)
+        brought = [name for name in self._own if name != OWN_REWARD or not silent]
         for number, score in enumerate(scores):
             score.components |= {name: batch.own[number].get(name) for name in brought}
             for name, value in score.components.items():

@@ -197,7 +197,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """The first failure of its kind, as a person should read it. `kind`: tool, environment, reward, row, prompt,
+    """The first failure of its kind, as a person should read it. `kind`: tool, environment, agent, reward, row, prompt,
     episode, ticket, server, or code, where user code hangs or blocks others; `text`: what failed, with which error, in
     which file and line."""
 

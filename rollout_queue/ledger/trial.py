@@ -29,7 +29,12 @@ _DO_NOT_COUNT = frozenset(
     }
 )
 _KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the trouble that a reason belongs to, where it is called otherwise
-_OF_THE_TASK = frozenset({reasons.ROW, reasons.PROMPT, reasons.ENVIRONMENT, reasons.REWARD, reasons.NO_REWARD})
+_OF_THE_TASK = frozenset(
+    {
+        *(reasons.ROW, reasons.PROMPT, reasons.ENVIRONMENT, reasons.AGENT, reasons.NO_TURN),
+        *(reasons.REWARD, reasons.NO_REWARD),
+    }
+)
 _OF_A_SERVER = frozenset(
     {
         reasons.REQUEST_REJECTED,

@@ -41,8 +41,6 @@ from rollout_worker.user_code.texts import encodable
 MODEL = SERVED_MODEL_NAME
 # Larger bodies are read in a thread.
 _INLINE_BYTES = 32 * 1024
-# What a format can append to an answer; anything else is rendered with the whole conversation.
-_AFTER = ("user", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +196,11 @@ class Session:
             raise ApiError(400, f"the body is nested too deeply, or holds a number too large: {error}") from None
 
     async def _context(self, proven: Proven, place: Place) -> _Context:
+        """What a format can tell of what follows an answer is appended to it; else all is rendered."""
         chat, before = proven.chat, place.before
         shown = await self._shown(chat, place)
-        after = _AFTER if proven.appends_users else ("tool",)
-        if before is not None and all(said.role in after for said in place.rest):
+        after = {"user": proven.appends_users, "tool": before is not None and bool(before.calls)}
+        if before is not None and all(after.get(said.role) for said in place.rest):
             suffix = await chat.suffix_ids(before.prompt_ids, before.turn_ids, shown)
             if suffix is not None:
                 return _Context(before.context + suffix, suffix, shown)

@@ -1,5 +1,6 @@
 """In every chat format that takes tools, a conversation at the endpoint is the same ids as in the native loop."""
 
+import itertools
 import json
 import time
 
@@ -11,6 +12,7 @@ from rollout_worker.agent.formats import ChatFormats
 from rollout_worker.agent.session import Session, Stage
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity
+from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.proof import prove, turn_begins
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.inference.router import Affinity
@@ -62,8 +64,14 @@ async def turn_of(chat, arguments=()):
     """The ids of a turn with these calls, as the format writes it and reads it back."""
     prompt = await chat.render_ids([QUESTION], generation_prompt=True)
     bare = await chat.render_ids([QUESTION], generation_prompt=False)
-    for message in ways(arguments):
-        whole = await chat.render_ids([QUESTION, message], generation_prompt=False)
+    for message, follows in itertools.product(ways(arguments), (True, False)):
+        # What ends a turn may be what begins the next message.
+        results = [
+            {"role": "tool", "name": "multiply", "tool_call_id": call["id"], "content": "6"}
+            for call in message.get("tool_calls", [])
+        ]
+        following = (results or [QUESTION]) if follows else []
+        whole = await chat.render_ids([QUESTION, message, *following], generation_prompt=follows)
         begin = turn_begins(chat, prompt, bare, whole)
         stop = next((at for at in range(begin or 0, len(whole)) if whole[at] in chat.stop_token_ids), None)
         turn = whole[begin : stop + 1] if begin is not None and stop is not None else []
@@ -75,6 +83,17 @@ async def turn_of(chat, arguments=()):
 
 def runner(sampler):
     return EpisodeRunner(sampler, LIMITS, 30.0, Capacity(4, 4, time.monotonic))
+
+
+def session_of(plain, chat, *turns):
+    stage = Stage(ChatFormats(plain, lambda schemas: chat), runner(ScriptedSampler(*turns)), kit.config().rollout)
+    return Session(stage, Affinity(), 1.0, Deadline(30.0))
+
+
+async def ask(session, messages):
+    body = {"model": "policy", "messages": messages, "tools": [MULTIPLY]}
+    _, completion = await session.answer(json.dumps(body).encode())
+    return json.loads(completion.whole())["choices"][0]["message"]
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -95,19 +114,38 @@ async def test_f18_the_same_ids_as_in_the_native_loop(case, calls):
         Scene([QUESTION], await chat.prompt_ids([QUESTION]), chat, TOOLS), Affinity()
     )
 
-    formats = ChatFormats(plain, lambda schemas: chat)
-    stage = Stage(formats, runner(ScriptedSampler(turn, done)), kit.config().rollout)
-    session = Session(stage, Affinity(), 1.0, Deadline(30.0))
-
-    async def ask(messages):
-        body = {"model": "policy", "messages": messages, "tools": [MULTIPLY]}
-        _, completion = await session.answer(json.dumps(body).encode())
-        return json.loads(completion.whole())["choices"][0]["message"]
-
-    first = await ask([QUESTION])
+    session = session_of(plain, chat, turn, done)
+    first = await ask(session, [QUESTION])
     assert len(first["tool_calls"]) == calls
-    assert (await ask([QUESTION, first, *results_of(first)]))["content"] is not None
+    assert (await ask(session, [QUESTION, first, *results_of(first)]))["content"] is not None
     ours = session.episode("stop", 1.0)
     assert [draft.ids for draft in ours.drafts] == [draft.ids for draft in native.drafts]
     assert [draft.mask for draft in ours.drafts] == [draft.mask for draft in native.drafts]
     assert ours.messages == native.messages
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}, {case.how}, {case.thinking}")
+async def test_f18_a_users_message_behind_the_results_is_appended_as_the_format_writes_it(case):
+    """Or a new segment opens, whose prompt is the whole conversation."""
+    try:
+        chat, plain = case.build(TOOLS.schemas), case.build([])
+    except ConfigError:
+        pytest.skip("it takes no tools")
+    if not (await prove(chat, TOOLS.schemas)).fit_for_tools:
+        pytest.skip("it takes no tools")
+    turn, done = await turn_of(chat, [{"a": 100, "b": 107}]), await turn_of(chat)
+    session = session_of(plain, chat, turn, done)
+    first = await ask(session, [QUESTION])
+    await ask(session, [QUESTION, first, *results_of(first), {"role": "user", "content": "Are you sure?"}])
+    ours = session.episode("stop", 1.0)
+    try:
+        expected = await chat.render_ids([QUESTION, *ours.messages[:-1]], generation_prompt=True)
+    except PromptError:
+        pytest.skip("it takes no user's message behind results")
+    assert sum(sum(draft.mask) for draft in ours.drafts) == len(turn) + len(done)
+    if len(ours.drafts) == 1:
+        (draft,) = ours.drafts
+        suffix = draft.ids[draft.prompt_size + len(turn) : len(draft.ids) - len(done)]
+        assert suffix == expected[-len(suffix) :]
+    else:
+        assert ours.drafts[-1].ids[: -len(done)] == expected

@@ -69,6 +69,7 @@ def test_a_token_without_weight_may_be_impossible(objective: Objective, advantag
     assert row.logprobs.grad is not None
     assert (result.losses[1], row.logprobs.grad[1]) == (0, 0)
     assert all(torch.isfinite(value) for value in [result.losses[0], *result.sums.values()])
+    assert all(torch.isfinite(value) and not value.requires_grad for value in objective.drift(row).values())
 
 
 @pytest.mark.parametrize("log_ratio", [-1e9, -100.0, 100.0, 1e9])
@@ -79,7 +80,7 @@ def test_a_wild_ratio_with_weight_stays_finite(objective: Objective, log_ratio: 
     result.losses.sum().backward()
     assert row.logprobs.grad is not None
     assert torch.isfinite(torch.stack([result.losses[0], row.logprobs.grad[0]])).all()
-    assert all(torch.isfinite(value) for value in result.sums.values())
+    assert all(torch.isfinite(value) for value in [*result.sums.values(), *objective.drift(row).values()])
 
 
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 0.5])
@@ -103,6 +104,9 @@ def test_packing_cannot_change_the_losses_or_the_sums(objective: Objective) -> N
     torch.testing.assert_close(together.losses, torch.cat([result.losses for result in apart]))
     for name, value in together.sums.items():
         torch.testing.assert_close(value, apart[0].sums[name] + apart[1].sums[name], msg=name)
+    drifts = [objective.drift(first), objective.drift(second)]
+    for name, value in objective.drift(joined(first, second)).items():
+        torch.testing.assert_close(value, drifts[0][name] + drifts[1][name], msg=name)
 
 
 def test_sums_are_scalars_without_a_gradient_whose_names_never_change(objective: Objective) -> None:

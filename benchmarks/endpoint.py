@@ -54,14 +54,18 @@ async def _endpoint(url: str, model: str, groups: int, turns: int, port: int) ->
             worker = Worker(run_config, the_task, stand_in, "bench", chat, ToolBox([]), client, code)
             async with asyncio.TaskGroup() as tasks:
                 probing = tasks.create_task(probe.run())
-                wall, cpu = time.perf_counter(), time.process_time()
+                wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
                 await worker.run(asyncio.Event())
                 cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
+                loop_s = time.thread_time() - loop
                 probing.cancel()
     rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]
     if any(r.reward != 1.0 or r.turns != turns or len(r.segments) != 1 for r in rollouts):
         raise RuntimeError(f"episodes did not run as scripted: {stand_in.failures or rollouts[0]}")
-    return {**_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s), **probe.figures()}
+    return {
+        **_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s, loop_s),
+        **probe.figures(),
+    }
 
 
 class _Elsewhere:

@@ -8,10 +8,11 @@ milliseconds that the loop's thread spent between two moments at which a waiting
 `lag_wall_p99_ms` the same on the clock, which counts what else runs on the machine. TRL's loop has no lag figure: it
 runs user code and rendering on its loop. `judge_overhead`: with resets and judges of 2 s each, 128 episodes and as many
 slots, the share of the time above what they take without and 4 s; `judge_overhead_more`: with five times as many
-episodes, or `--groups`, which have to open as slots fall idle. `endpoint_us_per_turn`: CPU microseconds that a turn
-takes more where agents in another process ask for it at their endpoints than in the native loop, which runs the tools
-itself; `endpoint` has the way's own figures. `chat_us_per_turn`: suffix and parse of one turn, by renderer and
-template.
+episodes, or `--groups`, which have to open as slots fall idle. `chat_us_per_turn`: suffix and parse of one turn, by
+renderer and template. `endpoint_us_per_turn`: CPU microseconds of the worker's event loop that a turn takes more where
+agents in another process ask for it at their endpoints than in the native loop; `endpoint_process_us_per_turn` the same
+of the whole process: with the threads of user code, in which agents wait here, and where the native loop's tools run.
+`endpoint` has the way's own figures.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def compare(url: str, model: str, rounds: int, groups: int, turns: int) -> dict[
         for figure in ("cpu_ms_per_episode", "cpu_us_per_token", "wall_ms_per_episode"):
             result[f"{figure}_trl_ratio"] = round(result["ours"][figure] / result["trl"][figure], 3)
     result |= result.pop("waiting")
-    more_ms = result["endpoint"]["cpu_ms_per_episode"] - result["ours"]["cpu_ms_per_episode"]
-    result["endpoint_us_per_turn"] = round(1000 * more_ms / turns, 1)
+    for figure, name in (("loop_cpu", "endpoint_us_per_turn"), ("cpu", "endpoint_process_us_per_turn")):
+        figure = f"{figure}_ms_per_episode"
+        result[name] = round(1000 * (result["endpoint"][figure] - result["ours"][figure]) / turns, 1)
     result["chat_us_per_turn"] = asyncio.run(chat_us_per_turn())
     result["turns"] = turns
     return result

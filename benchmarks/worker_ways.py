@@ -81,14 +81,18 @@ async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) ->
             worker = Worker(run_config, the_task, stand_in, "bench", chat, tools, client, code)
             async with asyncio.TaskGroup() as tasks:
                 probing = tasks.create_task(probe.run())
-                wall, cpu = time.perf_counter(), time.process_time()
+                wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
                 await worker.run(asyncio.Event())
                 cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
+                loop_s = time.thread_time() - loop
                 probing.cancel()
     rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]
     if any(rollout.reward != 1.0 or rollout.turns != turns for rollout in rollouts):
         raise RuntimeError(f"episodes did not run as scripted: {stand_in.failures or rollouts[0]}")
-    return {**_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s), **probe.figures()}
+    return {
+        **_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s, loop_s),
+        **probe.figures(),
+    }
 
 
 def waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
@@ -251,8 +255,9 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
-def _figures(episodes: int, tokens: int, cpu_s: float, wall_s: float) -> dict[str, float]:
+def _figures(episodes: int, tokens: int, cpu_s: float, wall_s: float, loop_s: float = 0.0) -> dict[str, float]:
     return {
+        "loop_cpu_ms_per_episode": 1000 * loop_s / episodes,
         "cpu_ms_per_episode": 1000 * cpu_s / episodes,
         "cpu_us_per_token": 1e6 * cpu_s / tokens,
         "wall_ms_per_episode": 1000 * wall_s / episodes,

@@ -52,16 +52,6 @@ TRL_NAMES = {
     "num_generations": "rollout.group_size",
 }
 
-# What TRL calls settings that many know by that name. slipstream/trl/fields.py has all of them, and may not be imported
-# from here.
-TRL_NAMES = {
-    "beta": "learner.kl_coef",
-    "epsilon": "learner.clip_low",
-    "epsilon_high": "learner.clip_high",
-    "loss_type": "learner.algorithm",
-    "num_generations": "rollout.group_size",
-}
-
 
 class RunConfig(Section):
     """The whole run file, resolved."""

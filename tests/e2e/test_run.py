@@ -103,7 +103,7 @@ def test_i1_worker_and_queue_are_killed_and_nothing_is_lost_or_trained_twice(sma
     processes = small_run.processes
     small_run.start("queue", "worker-a", "learner")
     small_run.wait_for(lambda now: now.step >= 3)
-    processes.kill("worker-a")
+    small_run.kill_with_tickets("worker-a")
     small_run.start("worker-b")
     small_run.wait_for(lambda now: now.step >= 8)
     before = small_run.wait_for(lambda now: now.groups.ready + now.groups.leased > 0)

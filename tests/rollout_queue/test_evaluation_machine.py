@@ -16,7 +16,8 @@ from protocol.messages import BeginSession, Fingerprint, Server, ServerState
 from rollout_queue.ledger import eval_tickets, leases, servers
 from rollout_queue.ledger.eval_tickets import Asking
 from rollout_queue.ledger.evaluations import Evaluations
-from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult, SampledBy
+from rollout_queue.ledger.group_facts import SampledBy
+from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult
 from rollout_queue.ledger.servers import Fleet
 from tests.kit import config
 from tests.kit.messages import SERVER

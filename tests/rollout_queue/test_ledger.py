@@ -15,14 +15,13 @@ from protocol import reasons
 from protocol.messages import BeginSession, LeaseAck, Server, ServerState
 from rollout_queue.ledger import leases, servers, tickets
 from rollout_queue.ledger.admission import Admission, Load
+from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     OUTSTANDING,
     Decision,
-    GroupFacts,
-    SampledBy,
     StoreContents,
     TicketRecord,
     TicketState,

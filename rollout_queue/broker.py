@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -211,7 +210,7 @@ class Broker:
 
     async def _expire_when_due(self) -> None:
         while self.failure is None:
-            due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline() or math.inf)
+            due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline())
             await asyncio.sleep(max(0.05, due - self.now))
             with suppress(Refusal):  # where the store failed, `on_failure` tells the service
                 await self.expire()

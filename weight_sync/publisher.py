@@ -20,13 +20,13 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from protocol.client import QueueClient, QueueError, Refused
+from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig
-from protocol.messages import Server, ServerState
-from weight_sync.cancellation import to_its_end, together
+from protocol.messages import ServerState
+from weight_sync.cancellation import together
 from weight_sync.probe import Probe
-from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import PUBLISH_ERRORS, Outcome, ServerSync
+from weight_sync.server_sync import Outcome
+from weight_sync.servers import Servers
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import build
 from weight_sync.transports.base import Transport
@@ -42,8 +42,6 @@ WATCH_EVERY_S = 2.0
 WATCH_FAILURES = 6
 # Enough to resume a server that is paused.
 CLOSE_TIMEOUT_S = 40.0
-# How long a publisher that is being closed tries to take a server out of service.
-QUARANTINE_TIMEOUT_S = 5.0
 
 UNPROVEN = (ServerState.JOINING, ServerState.STALE)
 
@@ -96,13 +94,10 @@ class Publisher:
         # Held while `_latest` is on its way to a server or is replaced.
         self._busy = asyncio.Lock()
         self._resources = AsyncExitStack()
-        self._syncs: dict[str, ServerSync] = {}
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._client: QueueClient = self._run(
-            self._resources.enter_async_context(QueueClient(self._queue_url, self._config.token))
-        ).result()
+        self._servers: Servers = self._run(self._connect()).result()
         self._run(self._watch())
         return self
 
@@ -152,6 +147,11 @@ class Publisher:
             ending, self._ending = self._ending, None
             ending.result()
 
+    async def _connect(self) -> Servers:
+        client = await self._resources.enter_async_context(QueueClient(self._queue_url, self._config.token))
+        servers = Servers(self._config, client, self._make_transport, lambda: self.session)
+        return await self._resources.enter_async_context(servers)
+
     async def _publish(self, snapshot: Snapshot, snapshot_s: float, blocked_s: float) -> None:
         try:
             with self._owned():
@@ -173,8 +173,8 @@ class Publisher:
                 if self._busy.locked() or not self.records:
                     continue
                 try:
-                    for server in await self._client.servers():
-                        if server.state in UNPROVEN and await (await self._sync_of(server)).control.is_up():
+                    for server in await self._servers.known():
+                        if server.state in UNPROVEN and await self._servers.is_up(server):
                             await self._catch_up(server.name)
                     failures = 0
                 except QueueError as error:  # the learner's own calls meet it too, and end it
@@ -194,10 +194,10 @@ class Publisher:
     async def _catch_up(self, name: str) -> None:
         """Publish the latest version to one server, unless that has happened meanwhile."""
         async with self._busy:
-            for server in await self._client.servers():
+            for server in await self._servers.known():
                 if server.name == name and server.state in UNPROVEN and self._latest is not None:
                     logger.info("%s is %s: syncing it with version %d", name, server.state, self._latest.version)
-                    await self._publish_to(server, self._latest, patience_s=0.0)
+                    await self._servers.publish(server, self._latest, patience_s=0.0)
 
     @contextmanager
     def _owned(self) -> Iterator[None]:
@@ -215,10 +215,10 @@ class Publisher:
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S)
-            servers = await self._client.servers()
+            servers = await self._servers.known()
             # Wait for a server that is starting only where there is nothing better to do.
             patience_s = self._config.vllm.start_timeout_s if attempt or not self.records else 0.0
-            results = await together(*(self._publish_to(server, snapshot, patience_s) for server in servers))
+            results = await together(*(self._servers.publish(server, snapshot, patience_s) for server in servers))
             named = list(zip((server.name for server in servers), results, strict=True))
             outcomes = {name: result for name, result in named if isinstance(result, Outcome)}
             failed = {name: result for name, result in named if isinstance(result, str)}
@@ -236,64 +236,6 @@ class Publisher:
         reasons = "; ".join(failed.values()) or "the queue knows no server"
         raise PublishError(f"version {snapshot.version} reached no vLLM server in {ATTEMPTS} attempts: {reasons}")
 
-    async def _publish_to(self, server: Server, snapshot: Snapshot, patience_s: float) -> Outcome | str:
-        """The outcome, or why there is none. `patience_s`: how long to wait for a server that is still starting."""
-        try:
-            return await self._sync_and_register(server, snapshot, patience_s)
-        except Refused as refusal:
-            # It registered again or was taken out in between; the next publication takes it as it is then.
-            logger.warning("%s: %s", server.name, refusal)
-            return f"{server.name}: {refusal}"
-        except asyncio.CancelledError:
-            sync = self._syncs.get(server.url)
-            if sync is not None and sync.left_paused:
-                await to_its_end(self._leave_quarantined(server, snapshot.version))
-            raise
-
-    async def _sync_and_register(self, server: Server, snapshot: Snapshot, patience_s: float) -> Outcome | str:
-        """The outcome, or why the server was left to start or quarantined."""
-        sync = await self._sync_of(server)
-        if not patience_s and server.state is ServerState.JOINING and not await sync.control.is_up():
-            return f"{server.url}: still starting"
-        if server.state is not ServerState.SERVING:
-            await self._register(server, ServerState.SYNCING, server.version)
-        try:
-            if patience_s and not sync.connected:
-                await sync.control.wait_until_up(patience_s)
-            async with asyncio.timeout(self._config.weight_sync.timeout_s):
-                outcome = await sync.publish(snapshot)
-        except (*PUBLISH_ERRORS, TimeoutError) as error:
-            reason = str(error) or f"{server.url}: not done within {self._config.weight_sync.timeout_s:g} s"
-            logger.error("%s is quarantined: %s", server.name, reason)
-            await self._register(server, ServerState.QUARANTINED, snapshot.version, reason)
-            return reason
-        await self._register(server, ServerState.SERVING, snapshot.version)
-        return outcome
-
-    async def _leave_quarantined(self, server: Server, version: int) -> None:
-        """Take a server that is left paused out of service (I6), if the queue answers in time."""
-        reason = f"{server.url}: left paused: the learner ended before it had loaded version {version}"
-        try:
-            async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
-                await self._register(server, ServerState.QUARANTINED, version, reason)
-        except (QueueError, TimeoutError) as error:
-            logger.error("%s is left paused and could not be quarantined: %s", server.name, error or "no answer")
-
-    async def _sync_of(self, server: Server) -> ServerSync:
-        sync = self._syncs.get(server.url)
-        if sync is None:
-            section = self._config.weight_sync
-            control = await self._resources.enter_async_context(
-                ServerControl(server.url, section.timeout_s, self._config.token)
-            )
-            sync = self._syncs[server.url] = ServerSync(control, self._make_transport, self._config.probe_tolerance)
-        return sync
-
-    async def _register(
-        self, server: Server, state: ServerState, version: int | None, reason: str | None = None
-    ) -> None:
-        await self._client.put_server(Server(server.name, server.url, state, version, reason), self.session)
-
     async def _close(self) -> None:
         if self._tasks:
             # As they end they resume servers, for which they need the connections.
@@ -305,8 +247,6 @@ class Publisher:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        for sync in self._syncs.values():
-            await sync.disconnect()
         await self._resources.aclose()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -12,7 +12,8 @@ import msgspec
 from protocol import reasons
 from protocol.evaluations import Ended, Evaluation
 from protocol.messages import Group
-from rollout_queue.ledger.records import EvalRecord, EvalRow, EvalRowState, GroupFacts, RowResult
+from rollout_queue.ledger.group_facts import GroupFacts
+from rollout_queue.ledger.records import EvalRecord, EvalRow, EvalRowState, RowResult
 
 # The policy was cut off, and did not end by itself.
 _CUT_OFF = ("length", "context")

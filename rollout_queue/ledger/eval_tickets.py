@@ -16,16 +16,8 @@ from protocol.config import RunConfig
 from protocol.evaluations import Ended, Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Ticket
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
-from rollout_queue.ledger.records import (
-    Decision,
-    EvalChange,
-    EvalRecord,
-    EvalRow,
-    EvalRowState,
-    GroupFacts,
-    RowResult,
-    RunState,
-)
+from rollout_queue.ledger.group_facts import GroupFacts
+from rollout_queue.ledger.records import Decision, EvalChange, EvalRecord, EvalRow, EvalRowState, RowResult, RunState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.servers import Fleet
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from protocol.config import RunConfig
+from rollout_queue.ledger.deadlines import Deadlines
 from rollout_queue.ledger.eval_tally import EvalTally
 from rollout_queue.ledger.records import EvalChange, EvalRecord, EvalRow, EvalRowState, StoreContents
 
@@ -46,8 +47,7 @@ class Evaluations:
         self._open: dict[int, OpenEvaluation] = {}
         self._ended: dict[int, EvalRecord] = {}
         self._tickets: dict[str, EvalRow] = {}
-        self._ticket_deadlines: dict[str, float] = {}
-        self._ticket_ends: dict[str, float] = {}
+        self._ticket_deadlines = Deadlines(config.queue.ticket_timeout_s, config.ticket_max_age_s)
         self._deadlines: dict[int, float] = {}
         self._accepted: dict[str, None] = {}
         for record in sorted(contents.evaluations, key=lambda record: record.number):
@@ -87,23 +87,22 @@ class Evaluations:
         return sum(self._open[row.evaluation].record.group_size for row in rows)
 
     def renew_ticket(self, ticket_id: str, now: float) -> None:
-        if ticket_id in self._ticket_deadlines:
-            deadline = now + self.config.queue.ticket_timeout_s
-            self._ticket_deadlines[ticket_id] = min(deadline, self._ticket_ends[ticket_id])
+        self._ticket_deadlines.renew(ticket_id, now)
 
     def has_outlived(self, ticket_id: str, now: float) -> bool:
         """Whether a ticket that is out is older than any may grow, however often it was renewed."""
-        return self._ticket_ends[ticket_id] <= now
+        return self._ticket_deadlines.has_outlived(ticket_id, now)
 
     def expired_tickets(self, now: float) -> list[EvalRow]:
-        return [self._tickets[ticket_id] for ticket_id, due in self._ticket_deadlines.items() if due <= now]
+        return [self._tickets[ticket_id] for ticket_id in self._ticket_deadlines.expired(now)]
 
     def expired(self, now: float) -> list[OpenEvaluation]:
         """Those whose own time is over."""
         return [self._open[number] for number, due in self._deadlines.items() if due <= now]
 
-    def next_deadline(self) -> float | None:
-        return min([*self._ticket_deadlines.values(), *self._deadlines.values()], default=None)
+    def next_deadline(self) -> float:
+        """Infinity where nothing is open."""
+        return min([self._ticket_deadlines.soonest(), *self._deadlines.values()])
 
     def apply(self, change: EvalChange, now: float) -> None:
         """Make a change that is on disk take effect."""
@@ -147,11 +146,8 @@ class Evaluations:
         found.put(row)
         if row.state is EvalRowState.ISSUED:
             self._tickets[row.id] = row
-            self._ticket_ends[row.id] = now + self.config.ticket_max_age_s
-            self._ticket_deadlines[row.id] = now
-            self.renew_ticket(row.id, now)
+            self._ticket_deadlines.start(row.id, now)
 
     def _leave(self, row: EvalRow) -> None:
         self._tickets.pop(row.id, None)
-        self._ticket_deadlines.pop(row.id, None)
-        self._ticket_ends.pop(row.id, None)
+        self._ticket_deadlines.end(row.id)

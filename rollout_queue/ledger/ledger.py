@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.status import TicketCounts
+from rollout_queue.ledger.deadlines import Deadlines
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
@@ -44,9 +45,8 @@ class Ledger:
         self._live: dict[str, TicketRecord] = {}
         self._by_state: dict[TicketState, dict[str, TicketRecord]] = {state: {} for state in LIVE}
         self._leases: dict[str, set[str]] = {}
-        self._ticket_deadlines: dict[str, float] = {}
-        self._ticket_ends: dict[str, float] = {}
-        self._lease_deadlines: dict[str, float] = {}
+        self._ticket_deadlines = Deadlines(config.queue.ticket_timeout_s, config.ticket_max_age_s)
+        self._lease_deadlines = Deadlines(config.queue.lease_timeout_s)
         for record in sorted(contents.live, key=lambda record: (record.step or 0, record.serial)):
             self._enter(record, now)
 
@@ -113,31 +113,27 @@ class Ledger:
         )
 
     def renew_ticket(self, ticket_id: str, now: float) -> None:
-        if ticket_id in self._ticket_deadlines:
-            deadline = now + self.config.queue.ticket_timeout_s
-            self._ticket_deadlines[ticket_id] = min(deadline, self._ticket_ends[ticket_id])
+        self._ticket_deadlines.renew(ticket_id, now)
 
     def has_outlived(self, ticket_id: str, now: float) -> bool:
         """Whether an issued ticket is older than any ticket may grow, however often it was renewed."""
-        return self._ticket_ends[ticket_id] <= now
+        return self._ticket_deadlines.has_outlived(ticket_id, now)
 
     def renew_lease(self, lease_id: str, now: float) -> None:
-        if lease_id in self._lease_deadlines:
-            self._lease_deadlines[lease_id] = now + self.config.queue.lease_timeout_s
+        self._lease_deadlines.renew(lease_id, now)
 
     def expired(self, now: float) -> list[TicketRecord]:
         """Issued and leased tickets whose holder was not heard from in time."""
-        late = [self._live[ticket_id] for ticket_id, deadline in self._ticket_deadlines.items() if deadline <= now]
-        for lease_id, deadline in self._lease_deadlines.items():
-            if deadline <= now:
-                late += self.leased(lease_id)
+        late = [self._live[ticket_id] for ticket_id in self._ticket_deadlines.expired(now)]
+        for lease_id in self._lease_deadlines.expired(now):
+            late += self.leased(lease_id)
         return late
 
     def next_deadline(self, now: float) -> float:
         """When to look for expired ones again: no deadline that is set later can come before this."""
         queue = self.config.queue
         soonest = now + min(queue.ticket_timeout_s, queue.lease_timeout_s, self.config.ticket_max_age_s)
-        return min([soonest, *self._ticket_deadlines.values(), *self._lease_deadlines.values()])
+        return min(soonest, self._ticket_deadlines.soonest(), self._lease_deadlines.soonest())
 
     def apply(self, decision: Decision, now: float) -> None:
         """Make a decision that is on disk take effect."""
@@ -174,23 +170,22 @@ class Ledger:
             return
         self._live[record.id] = self._by_state[record.state][record.id] = record
         if record.state is TicketState.ISSUED:
-            self._ticket_ends[record.id] = now + self.config.ticket_max_age_s
-            self._ticket_deadlines[record.id] = now
-            self.renew_ticket(record.id, now)
+            self._ticket_deadlines.start(record.id, now)
         self._count_bytes(record, 1)
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases.setdefault(record.lease_id, set()).add(record.id)
-            self._lease_deadlines[record.lease_id] = now + self.config.queue.lease_timeout_s
+            self._lease_deadlines.start(record.lease_id, now)
 
     def _leave(self, record: TicketRecord) -> None:
         del self._live[record.id], self._by_state[record.state][record.id]
         if record.state is TicketState.ISSUED:
-            del self._ticket_deadlines[record.id], self._ticket_ends[record.id]
+            self._ticket_deadlines.end(record.id)
         self._count_bytes(record, -1)
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases[record.lease_id].discard(record.id)
             if not self._leases[record.lease_id]:
-                del self._leases[record.lease_id], self._lease_deadlines[record.lease_id]
+                del self._leases[record.lease_id]
+                self._lease_deadlines.end(record.lease_id)
 
     def _count_bytes(self, record: TicketRecord, sign: int) -> None:
         if record.state in HOLDS_PAYLOAD:

@@ -16,8 +16,9 @@ import msgspec
 from protocol import reasons
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger import tickets
+from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, ServerRecord, TicketState
+from rollout_queue.ledger.records import Decision, Distrust, ServerRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 
 _MOST_SERVERS = 1024

@@ -12,7 +12,8 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.messages import LARGEST_FIGURE, SCHEMA_VERSION, Group, Rollout, Segment
-from rollout_queue.ledger.records import EvalRow, GroupFacts, TicketRecord
+from rollout_queue.ledger.group_facts import GroupFacts
+from rollout_queue.ledger.records import EvalRow, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
 # Far above any real group: a rollout of a thousand turns has some 6,000. A list or map of the greatest bound takes some

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from protocol.evaluations import Evaluation
 from protocol.messages import ServerState
 from protocol.status import GroupCounts, Stall, Status, Wait
 from rollout_queue.broker import Broker
@@ -24,7 +27,7 @@ _MOST_EVALUATIONS = 2 * MOST_OPEN
 
 def assemble(broker: Broker) -> Status:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
-    run, groups = ledger.run, _groups(broker)
+    run, groups, evaluations = ledger.run, _groups(broker), broker.evaluation_views()
     return Status(
         run=broker.config.run.name,
         uptime_s=now - seen.started,
@@ -43,7 +46,7 @@ def assemble(broker: Broker) -> Status:
         learner=seen.learner(run, now),
         workers=seen.workers(now),
         servers=broker.fleet.servers,
-        waits=_waits(broker),
+        waits=_waits(broker, evaluations),
         stall=_stall(broker, groups),
         ledger=ledger.summary(),
         tokens_sampled=ledger.tokens_sampled,
@@ -54,7 +57,7 @@ def assemble(broker: Broker) -> Status:
         rejections=dict(seen.rejections),
         notices=seen.notices.list(now),
         gave_up=broker.trial.gave_up,
-        evaluations=broker.evaluation_views()[-_MOST_EVALUATIONS:],
+        evaluations=evaluations[-_MOST_EVALUATIONS:],
     )
 
 
@@ -73,7 +76,7 @@ def _groups(broker: Broker) -> GroupCounts:
     )
 
 
-def _waits(broker: Broker) -> list[Wait]:
+def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
     """Who said that it waits, what each server that does not serve is short of, and who never came."""
     now, seen, run = broker.now, broker.observations, broker.ledger.run
     waits = seen.waits.list(now)
@@ -90,7 +93,7 @@ def _waits(broker: Broker) -> list[Wait]:
             reason = f" ({server.reason})" if server.reason else ""
             since_s = max(0.0, broker.clock.wall() - server.changed_at)
             waits.append(Wait(f"server {server.name}", f"{_AWAITED[server.state]}: {server.state}{reason}", since_s))
-    for evaluation in broker.evaluation_views():
+    for evaluation in evaluations:
         if evaluation.waits_for is not None:
             waits.append(Wait(f"evaluation of step {evaluation.step}", evaluation.waits_for, evaluation.seconds))
     return waits

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from protocol.config import ConfigError
+from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
@@ -22,9 +23,7 @@ from rollout_queue.ledger.records import (
     EvalChange,
     EvalRecord,
     EvalRow,
-    GroupFacts,
     RunState,
-    SampledBy,
     ServerRecord,
     StoreContents,
     TicketRecord,

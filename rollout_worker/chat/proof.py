@@ -174,11 +174,11 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
             f"{_REMEDY}"
         )
         return _Found(exact=False)
-    stop = next((place for place in range(begin, len(whole)) if whole[place] in chat.stop_token_ids), None)
-    if stop is None:
+    end = turn_ends(chat, whole, begin)
+    if end is None:
         problems.append(f"a turn with a tool call ends with none of the stop ids {chat.stop_token_ids}; {_REMEDY}")
         return _Found(exact=False)
-    turn, rest = whole[begin : stop + 1], whole[stop + 1 :]
+    turn, rest = whole[begin:end], whole[end:]
     read = chat.parse(prompt, turn)
     parsed = _parsed_back(read, last, problems)
     suffix = await chat.suffix_ids(prompt, turn, last.answers())
@@ -203,6 +203,11 @@ def turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: lis
         if _EMPTY_THOUGHT.fullmatch(str(chat.tokenizer.decode(prompt[begin:]))) is not None:
             return begin
     return None
+
+
+def turn_ends(chat: ChatFormat, whole: Sequence[int], begin: int) -> int | None:
+    """Where what follows a turn begins: behind the first stop id from `begin` on; None if there is no stop id."""
+    return next((place + 1 for place in range(begin, len(whole)) if whole[place] in chat.stop_token_ids), None)
 
 
 def _parsed_back(turn: ParsedTurn, exchange: _Exchange, problems: list[str]) -> bool:
@@ -259,6 +264,5 @@ async def _reasoning_told(chat: ChatFormat, exchange: _Exchange) -> bool | None:
     shared = next((place for place, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if _REASONING not in str(chat.tokenizer.decode(whole[shared:])) or shared < len(prompt):
         return None
-    stop = next((place for place in range(shared, len(whole)) if whole[place] in chat.stop_token_ids), len(whole))
-    turn = chat.parse(prompt, whole[shared : stop + 1])
+    turn = chat.parse(prompt, whole[shared : turn_ends(chat, whole, shared)])
     return exchange.reasoning == (turn.reasoning or "").strip() and _REASONING not in turn.content

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout_worker.chat.base import ChatFormat, Message, PromptError
-from rollout_worker.chat.proof import difference, turn_begins
+from rollout_worker.chat.proof import difference, turn_begins, turn_ends
 
 _WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slipstream guess", "slipstream end")
 
@@ -55,16 +55,16 @@ async def _suffix(chat: ChatFormat, conversation: Sequence[Message], problems: l
         problems.append(f"the format refuses a user's message after a turn: {error}")
         return False
     begin = turn_begins(chat, prompt, bare, whole)
-    stop = next((at for at in range(begin or 0, len(whole)) if whole[at] in chat.stop_token_ids), None)
-    if begin is None or stop is None:
+    end = turn_ends(chat, whole, begin or 0)
+    if begin is None or end is None:
         return None
-    suffix = await chat.suffix_ids(prompt, whole[begin : stop + 1], [answer])
+    suffix = await chat.suffix_ids(prompt, whole[begin:end], [answer])
     if suffix is None:
         return None
-    if suffix != whole[stop + 1 :]:
+    if suffix != whole[end:]:
         problems.append(
             f"what would be appended after a turn that a user's message answers is not what the whole conversation has "
-            f"there: {difference(chat, suffix, whole[stop + 1 :])}"
+            f"there: {difference(chat, suffix, whole[end:])}"
         )
         return False
     return True

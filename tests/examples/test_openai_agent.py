@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from slipstream import Endpoint
 from tests.examples.conftest import Load
+from tests.kit.fake_openai import FakeOpenAI, Reply
 from tests.kit.worker import fake, roll
 
 NAME = "openai_agent"
-
-Reply = Callable[[list[dict[str, Any]]], str | dict[str, int]]
-
-
-@asynccontextmanager
-async def served(reply: Reply, asked: list[list[dict[str, Any]]]) -> AsyncIterator[Endpoint]:
-    """An endpoint whose model answers messages with a text, or with a call of the tool with these arguments."""
-
-    async def answer(request: web.Request) -> web.Response:
-        body = await request.json()
-        asked.append(body["messages"])
-        said = reply(body["messages"])
-        message: dict[str, Any] = {"role": "assistant", "content": said if isinstance(said, str) else None}
-        if not isinstance(said, str):
-            function = {"name": "multiply", "arguments": json.dumps(said)}
-            message["tool_calls"] = [{"id": f"call-{len(asked)}", "type": "function", "function": function}]
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return web.json_response(
-            {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
-        )
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "key", "policy")
-    finally:
-        await runner.cleanup()
 
 
 def honest(messages: list[dict[str, Any]]) -> str | dict[str, int]:
@@ -77,16 +44,18 @@ def fond_of_nonsense(messages: list[dict[str, Any]]) -> str | dict[str, int]:
 async def test_what_the_program_makes_of_its_models_answers(
     load: Load, reply: Reply, result: dict[str, Any], requests: int
 ) -> None:
-    asked: list[list[dict[str, Any]]] = []
-    async with served(reply, asked) as endpoint:
+    model = FakeOpenAI(reply)
+    async with model.serving() as base_url:
+        endpoint = Endpoint(base_url, "key", "policy")
         assert await load("task").agent(endpoint, a=12, b=34, answer=408) == result
-    assert len(asked) == requests
+    assert len(model.requests) == requests
 
 
 async def test_a_second_thought_goes_on_in_the_first_conversation(load: Load) -> None:
-    asked: list[list[dict[str, Any]]] = []
-    async with served(wrong_at_first, asked) as endpoint:
-        await load("task").agent(endpoint, a=12, b=34, answer=408)
+    model = FakeOpenAI(wrong_at_first)
+    async with model.serving() as base_url:
+        await load("task").agent(Endpoint(base_url, "key", "policy"), a=12, b=34, answer=408)
+    asked = model.conversations
     first = next(messages for messages in asked if len(messages) == 3)
     again = asked[-2]
     assert [message["role"] for message in again] == ["user", "assistant", "tool", "assistant", "user"]

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from learner.model.policy import Policy, Scoring, load_policy
 from learner.model.reference import ReferenceModel
 from learner.trainer import DivergedError, Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
+from protocol.messages import LARGEST_FIGURE
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.learner import sample, step_rollouts
 
@@ -154,14 +156,17 @@ def test_i8_nothing_in_it_needs_unpickling(
 
 
 def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[..., Policy]) -> None:
-    trainer = Trainer(make_policy(), SECTION, 64)
+    """The worst that the queue lets in: rewards of the largest size, and a policy that has left the one that sampled,
+    under settings that bound neither. float32 does not hold the product of the two."""
+    trainer = Trainer(make_policy(), SECTION.model_copy(update={"advantage": "dr_grpo", "delta": "none"}), 64)
     before = _weights(trainer)
-    rows = pack([sample(12, 3, 0)], 32)
-    endless = StepRollouts.of(np.array([np.inf, 0.0]), np.zeros(2, dtype=np.int64), np.array([9, 0]))
+    unlikely = replace(taken := sample(12, 3, 0), behaviour=8 * taken.behaviour)
+    rewards = np.array([-LARGEST_FIGURE, LARGEST_FIGURE])
+    huge = StepRollouts.of(rewards, np.zeros(2, dtype=np.int64), np.array([9, 0]))
     with pytest.raises(
         DivergedError, match=r"loss is -?(nan|inf).*log_ratio_max \d.*kl \d.*lower learner.learning_rate"
     ):
-        trainer.step(rows, endless)
+        trainer.step(pack([unlikely], 32), huge)
     for name, weight in _weights(trainer).items():
         assert torch.equal(weight, before[name])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import WorkerReport
-from rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
+from rollout_queue.ledger.group_facts import GroupFacts
+from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow, age_of
 from rollout_queue.observe.observations import Observations
 from rollout_queue.observe.rates import RateMeter, Waits

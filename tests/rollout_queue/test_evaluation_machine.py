@@ -3,10 +3,12 @@ row is counted once, and the sums of the training know nothing of them (I1)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from protocol import reasons
 from protocol.evaluations import Evaluation, EvaluationRequest
@@ -14,58 +16,41 @@ from protocol.messages import BeginSession, Fingerprint, Server, ServerState
 from rollout_queue.ledger import eval_tickets, leases, servers
 from rollout_queue.ledger.eval_tickets import Asking
 from rollout_queue.ledger.evaluations import Evaluations
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult, SampledBy
+from rollout_queue.ledger.group_facts import SampledBy
+from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult
 from rollout_queue.ledger.servers import Fleet
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
+from tests.kit.queue_machine import SabotagedQueue
 
 ATTEMPTS, ROWS, MOST, TIMEOUT_S = 2, 5, 6, 500.0
 CONFIG = config(queue={"ticket_attempts": ATTEMPTS, "ticket_max_age_s": 90.0}, worker={"episode_timeout_s": 60.0})
 SAID = Fingerprint("1", "t", "c", {}, rows=9, eval_rows=ROWS)
 
 
-class EvaluationMachine(RuleBasedStateMachine):
+class EvaluationMachine(SabotagedQueue):
     """Workers, a learner, weight sync and a saboteur take turns at the evaluations of one queue."""
+
+    run_config = CONFIG
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = SqliteStore(MEMORY)
-        self.now = 0.0
-        self.crash_after_commit = False
-        self.asked_at: dict[int, float] = {}
         self.results: dict[int, Evaluation] = {}
         self.ids: set[str] = set()
         self.accepted: set[tuple[int, int]] = set()
-        self.restart_queue()
-
-    def teardown(self) -> None:
-        self.store.close()
 
     def restart_queue(self) -> None:
-        contents = self.store.load()
-        self.ledger = Ledger(CONFIG, contents, self.now)
-        self.fleet = Fleet(contents.servers)
-        self.evaluations = Evaluations(CONFIG, contents, self.now)
+        super().restart_queue()
         self.asked_at = {of.record.number: self.now for of in self.evaluations.open}
 
-    def commit(self, decision: Decision) -> None:
+    def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
         assert not decision.tickets, "I1: no ticket of the training is touched"
-        self.store.commit(decision, {})
         for record in decision.evals.records:
             self.asked_at.setdefault(record.number, self.now)
             if record.result is not None:
                 assert record.number not in self.results, "an evaluation ends once"
                 self.results[record.number] = record.result
-        if self.crash_after_commit:
-            self.crash_after_commit = False
-            self.restart_queue()
-            return
-        self.ledger.apply(decision, self.now)
-        self.evaluations.apply(decision.evals, self.now)
-        if decision.server is not None:
-            self.fleet.apply(decision.server)
+        super().commit(decision, payloads)
 
     def change(self, evals: EvalChange) -> None:
         self.commit(Decision(evals=evals))
@@ -73,16 +58,6 @@ class EvaluationMachine(RuleBasedStateMachine):
     @property
     def out(self) -> list[EvalRow]:
         return [row for of in self.evaluations.open for row in of.rows.values() if row.state is EvalRowState.ISSUED]
-
-    # The saboteur.
-
-    @rule()
-    def queue_killed_between_answers(self) -> None:
-        self.restart_queue()
-
-    @rule()
-    def queue_will_be_killed_after_its_next_commit(self) -> None:
-        self.crash_after_commit = True
 
     @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 260.0]))
     def time_passes(self, seconds: float) -> None:
@@ -102,11 +77,6 @@ class EvaluationMachine(RuleBasedStateMachine):
             self.worker_registers()
 
     @rule()
-    def publish(self) -> None:
-        self.put_server(ServerState.SYNCING)
-        self.put_server(ServerState.SERVING)
-
-    @rule()
     def proof_fails(self) -> None:
         self.put_server(ServerState.SYNCING)
         wanted = Server(SERVER, "http://s", ServerState.QUARANTINED, self.ledger.run.version)
@@ -115,10 +85,6 @@ class EvaluationMachine(RuleBasedStateMachine):
         tainted = eval_tickets.taint(self.evaluations, Fleet([decision.server]))
         self.accepted -= {(row.evaluation, row.index) for row in tainted.rows}
         self.commit(msgspec.structs.replace(decision, evals=tainted))
-
-    def put_server(self, state: ServerState) -> None:
-        wanted = Server(SERVER, "http://s", state, self.ledger.run.version)
-        self.commit(servers.put(self.fleet, self.ledger, wanted, 0.0))
 
     @precondition(lambda self: not self.ledger.run.finished)
     @rule()

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from protocol import reasons
 from protocol.messages import BeginSession, LeaseAck, Server, ServerState
 from rollout_queue.ledger import leases, servers, tickets
 from rollout_queue.ledger.admission import Admission, Load
+from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     OUTSTANDING,
     Decision,
-    GroupFacts,
-    SampledBy,
     StoreContents,
     TicketRecord,
     TicketState,
@@ -31,6 +31,7 @@ from rollout_queue.ledger.servers import Fleet
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
+from tests.kit.queue_machine import SabotagedQueue
 
 K, B, ATTEMPTS, GROUP_BYTES, MAX_AGE_S = 2, 2, 3, 400, 90.0
 CONFIG = config(
@@ -52,58 +53,31 @@ def facts_of(size: int, tokens: int, oldest: int, newest: int) -> GroupFacts:
     return GroupFacts(size, tokens, oldest, (SampledBy(SERVER, oldest, newest),))
 
 
-class QueueMachine(RuleBasedStateMachine):
+class QueueMachine(SabotagedQueue):
     """Workers, a learner, weight sync and a saboteur take turns at one queue."""
+
+    run_config = CONFIG
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = SqliteStore(MEMORY)
-        self.now = 0.0
-        self.crash_after_commit = False
         self.checkpoint = 0
         self.version_at = {0: 0}
         self.history: dict[str, TicketRecord] = {}
-        self.issued_at: dict[str, float] = {}
         self.accepted: dict[str, bytes] = {}
         self.versions = [0]
         self.admission = Admission(CONFIG)
-        self.restart_queue()
-
-    def teardown(self) -> None:
-        self.store.close()
-
-    # How the queue carries out a decision: on disk first, then in memory, with a crash in between if so wished.
 
     def restart_queue(self) -> None:
-        contents = self.store.load()
-        self.ledger = Ledger(CONFIG, contents, self.now)
-        self.fleet = Fleet(contents.servers)
+        super().restart_queue()
         self.issued_at = dict.fromkeys((r.id for r in self.ledger.tickets(TicketState.ISSUED)), self.now)
 
-    def commit(self, decision: Decision, payloads: dict[str, bytes] | None = None) -> None:
-        self.store.commit(decision, payloads or {})
+    def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
         self.history |= {record.id: record for record in decision.tickets}
-        if self.crash_after_commit:
-            self.crash_after_commit = False
-            self.restart_queue()
-            return
-        self.ledger.apply(decision, self.now)
-        if decision.server is not None:
-            self.fleet.apply(decision.server)
+        super().commit(decision, payloads)
 
     def pick(self, data: st.DataObject, *states: TicketState) -> TicketRecord | None:
         found = [record for state in states for record in self.ledger.tickets(state)]
         return data.draw(st.sampled_from(sorted(found, key=lambda r: r.serial))) if found else None
-
-    # The saboteur.
-
-    @rule()
-    def queue_killed_between_answers(self) -> None:
-        self.restart_queue()
-
-    @rule()
-    def queue_will_be_killed_after_its_next_commit(self) -> None:
-        self.crash_after_commit = True
 
     @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 121.0]))
     def time_passes(self, seconds: float) -> None:
@@ -120,18 +94,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.publish()
 
     @rule()
-    def publish(self) -> None:
-        self.put_server(ServerState.SYNCING)
-        self.put_server(ServerState.SERVING)
-
-    @rule()
     def proof_fails(self) -> None:
         self.put_server(ServerState.SYNCING)
         self.put_server(ServerState.QUARANTINED)
-
-    def put_server(self, state: ServerState) -> None:
-        wanted = Server(SERVER, "http://s", state, self.ledger.run.version)
-        self.commit(servers.put(self.fleet, self.ledger, wanted, 0.0))
 
     # Workers.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import Rollout, Server, ServerState
+from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import GroupFacts, SampledBy, StoreContents, TicketRecord, TicketState
+from rollout_queue.ledger.records import StoreContents, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.servers import ALLOWED, Fleet, put
 from tests.kit import config, group

@@ -13,6 +13,7 @@ from protocol.config import QueueSection, RunConfig
 from protocol.evaluations import Evaluation
 from protocol.messages import Server, ServerState
 from rollout_queue import store as stores
+from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
@@ -21,10 +22,8 @@ from rollout_queue.ledger.records import (
     EvalRecord,
     EvalRow,
     EvalRowState,
-    GroupFacts,
     RowResult,
     RunState,
-    SampledBy,
     ServerRecord,
     StoreContents,
     TicketRecord,

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from protocol.config import ConfigError
 from slipstream import Endpoint
 from slipstream.verifiers import _outcome, verifiers_task
+from tests.kit.fake_openai import FakeOpenAI
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.worker import TOKENIZER, fake, roll
 
@@ -113,32 +112,6 @@ class TestLoading:
             _ = task.rows
 
 
-@asynccontextmanager
-async def openai(asked: list[tuple[str, Any]]) -> AsyncIterator[str]:
-    """The base URL of a server that always answers 4, and keeps keys and bodies."""
-
-    async def answer(request: web.Request) -> web.Response:
-        body = await request.json()
-        asked.append((request.headers["Authorization"], body))
-        await asyncio.sleep(0)
-        message = {"role": "assistant", "content": "4"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return web.json_response(
-            {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
-        )
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
-
-
 async def ended() -> None:
     """As the end of the loop of user code does."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -150,8 +123,8 @@ async def ended() -> None:
 @needs_library
 class TestEpisodes:
     async def test_each_episode_asks_with_its_own_key(self) -> None:
-        asked: list[tuple[str, Any]] = []
-        async with openai(asked) as base_url:
+        model = FakeOpenAI(lambda messages: "4")
+        async with model.serving() as base_url:
             agent = verifiers_task("doubling-v1").agent
             assert agent is not None
             results = await asyncio.gather(
@@ -160,9 +133,9 @@ class TestEpisodes:
             await ended()
         assert [result["reward"] for result in results] == [0.0, 0.0, 0.5, 0.0]
         assert results[2] == {"exact": 0.5, "asked": 1.0, "stop_condition": "agent_completed", "reward": 0.5}
-        questions = {key: body["messages"][-1]["content"] for key, body in asked}
+        questions = {asked.authorization: asked.body["messages"][-1]["content"] for asked in model.requests}
         assert questions == {f"Bearer key-{n}": f"What is {n} + {n}?" for n in range(4)}
-        assert {body["model"] for _, body in asked} == {"policy"}
+        assert {asked.body["model"] for asked in model.requests} == {"policy"}
 
     async def test_a_whole_worker_plays_and_records_them(self) -> None:
         policy = scripted(TOKENIZER, lambda text, index: "4")

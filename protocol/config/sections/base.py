@@ -26,6 +26,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def is_number(value: object, *, above: float, most: float) -> bool:
+    """Whether it is a number in `(above, most]`, and no truth value: for settings that take a word or a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most
+
+
 def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

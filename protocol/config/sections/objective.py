@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from protocol.config.sections.base import Section, setting
+from protocol.config.sections.base import Section, is_number, setting
 from protocol.config.sections.presets import PRESETS, TIED_TO
 
 # The objectives with a clip: they read clip_low, clip_high and delta.
@@ -224,7 +224,7 @@ class ObjectiveSection(Section):
     def _delta_is_beyond_the_clip(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "none":
             return value
-        if not _is_number(value, 1, 1e6):
+        if not is_number(value, above=1, most=1e6):
             raise ValueError("must be 'none' or a number above 1 and at most 1e6")
         highest = 1 + info.data.get("clip_high", 0.0)
         if value <= highest and info.data.get("objective") in CLIPPED:
@@ -239,7 +239,7 @@ class ObjectiveSection(Section):
     def _some_token_is_beyond_the_threshold(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "auto":
             return value
-        if not _is_number(value, 0, 20):
+        if not is_number(value, above=0, most=20):
             raise ValueError("must be 'auto' or a number above 0 and at most 20")
         if value >= 1 and info.data.get("dppo_divergence") == "tv":
             raise ValueError(
@@ -256,7 +256,3 @@ class ObjectiveSection(Section):
                 "older version sampled would be left out or lose its weight; lower the one or raise the other"
             )
         return self
-
-
-def _is_number(value: Any, above: float, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from protocol.config.sections.base import Bytes, Count, Port, Seconds, Section, setting, url_of
+from protocol.config.sections.base import Bytes, Count, Port, Seconds, Section, is_number, setting, url_of
 
 
 class QueueSection(Section):
@@ -86,8 +86,7 @@ class QueueSection(Section):
     @field_validator("depth", mode="before")
     @classmethod
     def _depth_is_positive(cls, value: object) -> object:
-        is_depth = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 10_000
-        if value != "auto" and not is_depth:
+        if value != "auto" and not is_number(value, above=0, most=10_000):
             raise ValueError("must be 'auto' or a number above 0 and at most 10000")
         return value
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from protocol.config.sections.addresses import checked_url
-from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Seconds, Section, setting, url_of
+from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Seconds, Section, is_number, setting, url_of
 
 
 class WeightSyncSection(Section):
@@ -40,8 +40,7 @@ class WeightSyncSection(Section):
     @field_validator("probe_tolerance", mode="before")
     @classmethod
     def _tolerance_is_positive(cls, value: object) -> object:
-        is_tolerance = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1000
-        if value != "auto" and not is_tolerance:
+        if value != "auto" and not is_number(value, above=0, most=1000):
             raise ValueError("must be 'auto' or a number above 0 and at most 1000")
         return value
 

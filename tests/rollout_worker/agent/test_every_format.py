@@ -13,7 +13,7 @@ from rollout_worker.agent.session import Session, Stage
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity
 from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.proof import prove, turn_begins
+from rollout_worker.chat.proof import prove, turn_begins, turn_ends
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
@@ -73,8 +73,8 @@ async def turn_of(chat, arguments=()):
         following = (results or [QUESTION]) if follows else []
         whole = await chat.render_ids([QUESTION, message, *following], generation_prompt=follows)
         begin = turn_begins(chat, prompt, bare, whole)
-        stop = next((at for at in range(begin or 0, len(whole)) if whole[at] in chat.stop_token_ids), None)
-        turn = whole[begin : stop + 1] if begin is not None and stop is not None else []
+        end = turn_ends(chat, whole, begin or 0)
+        turn = whole[begin:end] if begin is not None and end is not None else []
         calls = chat.parse(prompt, turn).calls
         if turn and [getattr(call, "name", None) for call in calls] == ["multiply"] * len(arguments):
             return turn

@@ -1,0 +1,74 @@
+"""The queue without HTTP, on the real store and under a saboteur: the base of machines that test its decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from protocol.config import RunConfig
+from protocol.messages import Server, ServerState
+from rollout_queue.ledger import servers
+from rollout_queue.ledger.evaluations import Evaluations
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import Decision
+from rollout_queue.ledger.servers import Fleet
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit.messages import SERVER
+
+
+class SabotagedQueue(RuleBasedStateMachine):
+    """A machine gives `run_config`, and rules for who uses the queue. `now` is the clock, in seconds."""
+
+    run_config: ClassVar[RunConfig]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = SqliteStore(MEMORY)
+        self.now = 0.0
+        self.crash_after_commit = False
+        self.restart_queue()
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    # How the queue carries out a decision: on disk first, then in memory, with a crash in between if so wished.
+
+    def restart_queue(self) -> None:
+        contents = self.store.load()
+        self.ledger = Ledger(self.run_config, contents, self.now)
+        self.fleet = Fleet(contents.servers)
+        self.evaluations = Evaluations(self.run_config, contents, self.now)
+
+    def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
+        self.store.commit(decision, payloads or {})
+        if self.crash_after_commit:
+            self.crash_after_commit = False
+            self.restart_queue()
+            return
+        self.ledger.apply(decision, self.now)
+        self.evaluations.apply(decision.evals, self.now)
+        if decision.server is not None:
+            self.fleet.apply(decision.server)
+
+    # The saboteur.
+
+    @rule()
+    def queue_killed_between_answers(self) -> None:
+        self.restart_queue()
+
+    @rule()
+    def queue_will_be_killed_after_its_next_commit(self) -> None:
+        self.crash_after_commit = True
+
+    # Weight sync.
+
+    @rule()
+    def publish(self) -> None:
+        self.put_server(ServerState.SYNCING)
+        self.put_server(ServerState.SERVING)
+
+    def put_server(self, state: ServerState) -> None:
+        wanted = Server(SERVER, "http://s", state, self.ledger.run.version)
+        self.commit(servers.put(self.fleet, self.ledger, wanted, 0.0))

@@ -66,7 +66,7 @@ class World:
             await self.queue.put_server(Server(f"vllm-{index}", url))
         self.session = (await self.queue.begin_session(BeginSession(0, 0, 9, resume=False))).session
 
-    def config(self, timeout_s: float = 0.5, start_timeout_s: float = 5.0) -> RunConfig:
+    def config(self, timeout_s: float = 20.0, start_timeout_s: float = 5.0) -> RunConfig:
         return config(
             weight_sync={"timeout_s": timeout_s},
             vllm={"servers": self.urls or ["http://unused"], "start_timeout_s": start_timeout_s},
@@ -206,7 +206,7 @@ def test_i5_a_server_that_fails_is_quarantined_with_the_reason_and_the_others_go
 
 def test_i5_a_server_that_hangs_is_quarantined_in_time(world: World) -> None:
     world.fakes[0].faults.append(Fault("hang", times=None, route="/update_weights"))
-    with world.publisher() as publishing:
+    with world.publisher(timeout_s=3) as publishing:
         publishing.publish(1, weights(), probe())
         publishing.wait()
         assert world.states() == [(ServerState.QUARANTINED, 1), (ServerState.SERVING, 1)]

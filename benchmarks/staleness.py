@@ -1,6 +1,6 @@
 """Algorithms on old data: the multiply task with every step of a publication at another staleness, 0 to 4.
 
-    python -m benchmarks.staleness [--algorithms grpo rloo ...] [--seeds 0 1] [--steps 80]
+    python -m benchmarks.staleness [--algorithms grpo rloo ...] [--seeds 0 1] [--steps 80] [--learning-rate R]
 
 A version is published every fifth step (`weight_sync.every = 5`, `queue.max_staleness = 4`, `queue.depth = 5`): a step
 trains on what is up to four versions old. Real vLLM, one run after the other; a way is a preset of `learner.algorithm`,
@@ -39,26 +39,28 @@ WINDOW = 10
 SHOWN = ("grad_norm", "entropy", "kl", "ess", "log_ratio_max", "staleness_mean", "staleness_max")
 
 
-def run(way: str, seed: int, steps: int, ports: tuple[int, int], patience_s: float) -> dict[str, Any]:
+def run(way: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run; its output goes to stderr."""
     name = f"{way}-{seed}"
     settings = {**STALE, **{f"learner.{key}": value for key, value in WAYS[way].items()}}
+    if arguments.learning_rate is not None:
+        settings["learner.learning_rate"] = arguments.learning_rate
     with tempfile.TemporaryDirectory() as runs:
         given = {
             "run.name": name,
             "run.dir": runs,
             "run.seed": seed,
             "model.path": EXAMPLE / "models" / f"seed-{seed}",
-            "learner.steps": steps,
-            "queue.port": ports[0],
-            "vllm.port": ports[1],
+            "learner.steps": arguments.steps,
+            "queue.port": arguments.ports[0],
+            "vllm.port": arguments.ports[1],
             **settings,
         }
         options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
         command = [sys.executable, "-m", "deploy", "up", str(EXAMPLE / "run.toml"), *options]
         journal = Path(runs) / name / "metrics.jsonl"
         with subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stdout=sys.stderr) as started:
-            collapsed = not ends(started, journal, patience_s)
+            collapsed = not ends(started, journal, arguments.patience)
         lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     return {"way": way, "seed": seed, "ended": started.returncode, "collapsed": collapsed, **figures(lines)}
 
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--learning-rate", type=float, help="the example's, unless it is given")
     parser.add_argument("--ports", type=int, nargs=2, default=(8300, 8310), help="of the queue and of vLLM")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without a step")
     arguments = parser.parse_args()
@@ -105,7 +108,7 @@ def main() -> None:
         build = [sys.executable, str(EXAMPLE / "build_model.py"), "--out", str(model), "--seed", str(seed)]
         subprocess.run(build, stdout=sys.stderr, check=True)
         for way in arguments.algorithms:
-            print(json.dumps(run(way, seed, arguments.steps, tuple(arguments.ports), arguments.patience)), flush=True)
+            print(json.dumps(run(way, seed, arguments)), flush=True)
 
 
 if __name__ == "__main__":

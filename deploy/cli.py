@@ -129,7 +129,7 @@ def worker(
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     extras.require("slipstream learner", extras.LEARNER)
-    from learner.loop import run
+    from learner.run import run
     from learner.trainer import DivergedError
     from weight_sync.publisher import PublishError
 

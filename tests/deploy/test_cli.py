@@ -191,7 +191,7 @@ main()
         ("rollout_queue.service", "queue"),
         ("rollout_worker.worker", "worker"),
         ("transformers", "worker"),
-        ("learner.loop", "learner"),
+        ("learner.run", "learner"),
         ("torch", "learner"),
     ],
 )

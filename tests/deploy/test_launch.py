@@ -74,7 +74,7 @@ def launcher(run_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         "vllm/entrypoints/openai/api_server.py": FAKE_VLLM,
         "learner/__init__.py": "",
         "learner/trainer.py": "class DivergedError(Exception): ...",
-        "learner/loop.py": LEARNER,
+        "learner/run.py": LEARNER,
     }.items():
         file = stubs / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -23,9 +23,10 @@ from learner.algorithm.objectives.base import Objective, TokenLosses
 from learner.algorithm.tokens import Tokens
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
-from learner.loop import Loop, build_trainer, run
+from learner.loop import Loop
 from learner.report import sampler_kl
 from learner.report.progress import Progress
+from learner.run import build_trainer, run
 from learner.start import session, starting_point
 from learner.stopping import Stop
 from learner.trainer import Trainer
@@ -376,8 +377,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     """A queue and a publisher that `run` finds in the place of the real ones."""
     queue = FakeQueue(endless())
     queue.shown = status()
-    monkeypatch.setattr("learner.loop.QueueClient", lambda url, token: queue)
-    monkeypatch.setattr("learner.loop.Publisher", lambda config, url: FakePublisher(queue))
+    monkeypatch.setattr("learner.run.QueueClient", lambda url, token: queue)
+    monkeypatch.setattr("learner.run.Publisher", lambda config, url: FakePublisher(queue))
     monkeypatch.setenv("SLIPSTREAM_COMMAND", "slipstream up my.toml")
     return queue
 
@@ -471,7 +472,7 @@ def test_no_checkpoint_is_begun_that_the_grace_time_would_cut_short(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("learner.loop.DISK_BYTES_PER_S", 1.0)
+    monkeypatch.setattr("learner.keeper.DISK_BYTES_PER_S", 1.0)
     signal_in_step(monkeypatch, 2, signal.SIGTERM)
     with pytest.raises(SystemExit):
         run(config_for(model_path, tmp_path))

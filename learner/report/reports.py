@@ -1,0 +1,76 @@
+"""What is kept and shown of a run: its journals, its curve and the learner's part of the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from learner.report import sampler_kl, summary
+from learner.report.curve import Curve, sparkline
+from learner.report.evaluations import EvaluationRecord
+from learner.report.journal import Journal
+from learner.report.progress import Progress
+from learner.report.record import PublicationRecord, StepRecord
+from learner.report.rollouts import RolloutLog
+from protocol.config import RunConfig
+from protocol.rollouts import FILE_NAME as ROLLOUTS
+from protocol.rollouts import RolloutView
+from protocol.status import Status
+from weight_sync.publisher import PublishRecord
+
+
+class Reports:
+    """One session's, of a run that has made `step` steps: what was written after them is forgotten."""
+
+    def __init__(self, config: RunConfig, step: int, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+        self._steps = Journal(config.run_dir / "metrics.jsonl", StepRecord, step)
+        self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, step)
+        self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, step)
+        self._curve = Curve(config.run_dir / "reward.png")
+        self._warns_of_sampler = not config.rollout.accept_sampler_mismatch
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and sampled tokens of all groups that arrived, up to the newest step."""
+        return self._steps.records[-1].num_tokens if self._steps.records else 0
+
+    def step(self, record: StepRecord, samples: Sequence[RolloutView]) -> None:
+        """A step that the queue has acknowledged, and some of its rollouts: into the journals."""
+        self._steps.append(record)
+        self._rollouts.append(samples[: self._config.learner.sample_rollouts])
+
+    def show(self, record: StepRecord, samples: Sequence[RolloutView], evaluations: Sequence[EvaluationRecord]) -> None:
+        """The same step on the terminal, and on the curve."""
+        self._progress.show(record)
+        if self._warns_of_sampler and (text := sampler_kl.warning(record.figures)):  # once in a session
+            self._progress.warn(text)
+            self._warns_of_sampler = False
+        every = self._config.learner.show_rollout_every
+        if samples and every and record.step % every == 0:
+            self._progress.show_rollout(samples[0])
+        self._curve.grow(self._steps.records, evaluations)
+
+    def publications(self, ended: Sequence[PublishRecord], offset: int) -> None:
+        """Publications that have ended; `offset`: versions less the steps that made them."""
+        for publication in ended:
+            self._publications.append(PublicationRecord(publication.version - offset, publication))
+
+    def late(self, evaluation: dict[str, float]) -> None:
+        """Figures of an evaluation that ended after the last step, into the last step's line."""
+        if evaluation:
+            self._steps.amend(evaluation)
+
+    def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
+        """The whole run's figures and its curve, when it has made its last step."""
+        records = self._steps.records
+        summary.write(self._config.run_dir, summary.summarise(records, self._publications.records, status, evaluations))
+        self._curve.finish(records, evaluations)
+
+    def conclude(self, status: Status) -> None:
+        """The last lines of the terminal."""
+        rewards = [record.tally.reward_mean for record in self._steps.records]
+        self._progress.say(f"reward {sparkline(rewards, min(60, self._progress.console.width - 7))}")
+        lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
+        self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
+        self._progress.say(f"figures in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")

@@ -1,0 +1,88 @@
+"""A learner from its first line to its last: what is checked and loaded before the loop, and who may stop it."""
+
+from __future__ import annotations
+
+import os
+
+from accelerate.utils import set_seed
+from transformers.utils import logging as transformers_logging
+
+from learner import checkpoint as checkpoints
+from learner import start
+from learner.blocking_client import BlockingQueueClient
+from learner.checkpoint import Checkpoint
+from learner.loop import Loop
+from learner.model.policy import Scoring, load_policy
+from learner.model.precision import warning
+from learner.model.reference import load_reference
+from learner.report.progress import Progress
+from learner.report.watch import Watch
+from learner.stopping import Stop, Stopped
+from learner.trainer import Trainer
+from protocol.client import QueueClient
+from protocol.config import ConfigError, RunConfig
+from protocol.config.algorithm import doubts
+from weight_sync.publisher import Publisher
+
+
+def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
+    """Train `config.learner.steps` steps. Raises `ConfigError` before anything is changed; `SystemExit` with 130 or 143
+    after Ctrl-C or SIGTERM."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise ConfigError(
+            f"WORLD_SIZE = {ranks}: the learner trains on one rank only; start it with accelerate launch "
+            f"--num_processes 1, or with: slipstream learner run.toml"
+        )
+    if config.learner.epochs is not None:
+        raise ConfigError(
+            f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "
+            f"its rows; start it with: slipstream learner run.toml, or give learner.steps"
+        )
+    # The progress bar of each checkpoint would run through the live line.
+    transformers_logging.disable_progress_bar()
+    url = queue_url or config.queue.url
+    accepted = config.rollout.accept_sampler_mismatch
+    progress = Progress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
+    with (
+        Stop(config.deploy.grace_s) as stop,
+        BlockingQueueClient(QueueClient(url, config.token)) as client,
+        progress,
+        Watch(client, progress),
+    ):
+        checkpoint = start.starting_point(config, resume)
+        try:
+            if resume:
+                with progress.phase("waiting for the queue"):
+                    position = client.call(lambda queue: queue.position())
+                if start.is_over(config, checkpoint, position):
+                    progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
+                    return
+                for line in start.introduction(config, checkpoint, position):
+                    progress.say(line)
+            progress.say(start.algorithm(config.learner))
+            for doubt in doubts(config.learner):
+                progress.warn(doubt)
+            with progress.phase(f"loading the model {config.model.path}"):
+                trainer = build_trainer(config, checkpoint)
+            policy = trainer.policy
+            if text := warning(policy.precision, policy.named_weights(), config.learner.learning_rate):
+                progress.warn(text)
+        except Stopped:
+            progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
+            raise
+        with Publisher(config, url) as publisher:
+            Loop(config, trainer, client, publisher, progress, stop).run(checkpoint, resume)
+
+
+def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
+    set_seed(config.run.seed)
+    path = str(checkpoint.model_path) if checkpoint else config.model.path
+    learner = config.learner
+    scoring = Scoring(config.rollout.temperature, learner.logits_mib, learner.router_aux_loss_coef > 0)
+    policy = load_policy(path, config.model, scoring, learner, longest=config.vllm.max_model_len)
+    reference = load_reference(config, scoring)
+    trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference)
+    if checkpoint is not None:
+        checkpoints.restore(checkpoint, trainer)
+    return trainer

@@ -9,7 +9,6 @@ was, in the segment before.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat, MalformedCall, Message, ParsedTurn, PromptError
 from rollout_worker.chat.parsers.own import plain_turn
+from rollout_worker.deadline import Deadline
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
@@ -136,10 +136,11 @@ class EpisodeRunner:
         `EpisodeFailed`."""
         episode = Episode.begin(scene.prompt_ids)
         episode.affinity, episode.prompt = affinity, scene.prompt
+        deadline = Deadline(self.timeout_s)
         try:
             with self._timed(episode, "total"):
-                async with asyncio.timeout(self.timeout_s) as limit:
-                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first, limit)
+                async with deadline.limit:
+                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first, deadline)
         except TimeoutError:
             if not episode.rollout.turns:
                 detail = f"no turn was done in {self.timeout_s:g} s"
@@ -151,10 +152,12 @@ class EpisodeRunner:
             episode.rollout.metrics[SERVER_MOVES] = float(affinity.moves)
         if affinity.waited_s:
             episode.rollout.timings["servers"] = affinity.waited_s
+        if deadline.paused_s:
+            episode.rollout.timings["slots"] = deadline.paused_s
         return episode
 
     async def _turns(
-        self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None, limit: asyncio.Timeout
+        self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None, deadline: Deadline
     ) -> FinishReason:
         rollout, chat = episode.rollout, scene.chat
         following: _Next | None = _Next()
@@ -164,7 +167,7 @@ class EpisodeRunner:
             budget = self.limits.turn(episode.sampled_tokens, len(prompt_ids))
             if budget.tokens <= 0:
                 return budget.ends_as
-            async with self._slot(episode, first, limit):
+            async with self._slot(episode, first, deadline):
                 with self._timed(episode, "generate"):
                     pending = None if first is None else first.pending
                     turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, scene.temperature)
@@ -204,25 +207,16 @@ class EpisodeRunner:
         return "aborted"
 
     @asynccontextmanager
-    async def _slot(self, episode: Episode, first: Opening | None, limit: asyncio.Timeout) -> AsyncIterator[None]:
-        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation. The wait for
-        one does not count against the episode's time-out: it is the worker that is slow."""
-        if first is not None:
-            try:
+    async def _slot(self, episode: Episode, first: Opening | None, deadline: Deadline) -> AsyncIterator[None]:
+        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation."""
+        if first is None:
+            async with deadline.slot(self.capacity, begun=episode.rollout.turns > 0):
                 yield
-            finally:
-                first.reservation.give()
             return
-        loop, due = asyncio.get_running_loop(), limit.when()
-        assert due is not None, "an episode has a time-out"
-        left_s = due - loop.time()
-        limit.reschedule(None)
-        async with self.capacity.turn(begun=episode.rollout.turns > 0) as waited_s:
-            limit.reschedule(loop.time() + left_s)
-            if waited_s:
-                timings = episode.rollout.timings
-                timings["slots"] = timings.get("slots", 0.0) + waited_s
+        try:
             yield
+        finally:
+            first.reservation.give()
 
     async def _anew(self, episode: Episode, scene: Scene, answers: Sequence[Message]) -> _Next | None:
         """A new segment's prompt: the whole conversation, rendered. None where that cannot be had."""

@@ -7,8 +7,8 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from protocol.messages import FinishReason, Rollout
 from rollout_worker import user_code
 from rollout_worker.agent import schemas
 from rollout_worker.agent.allowance import Allowance
-from rollout_worker.agent.deadline import Deadline
 from rollout_worker.agent.errors import SERVER, ApiError, over
 from rollout_worker.agent.formats import ChatFormats, Proven
 from rollout_worker.agent.messages import Said, read_messages
@@ -29,6 +28,7 @@ from rollout_worker.agent.parameters import Asked, read_parameters
 from rollout_worker.agent.replies import Choice, Completion
 from rollout_worker.agent.tree import Place, Tree, shown_to_policy
 from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
+from rollout_worker.deadline import Deadline
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.client import SERVED_MODEL_NAME
 from rollout_worker.inference.errors import EpisodeFailed
@@ -244,7 +244,7 @@ class Session:
         tokens = budget.tokens if asked.max_tokens is None else min(budget.tokens, asked.max_tokens)
         try:
             with self._at_work(), allowance.taken(tokens):
-                async with self._slot():
+                async with self._deadline.slot(episodes.capacity, begun=self.turns > 0):
                     began = episodes.clock()
                     sampled = await episodes.sampler.sample(
                         self._affinity, context.ids, tokens, None, self.temperature, asked.stop
@@ -271,13 +271,6 @@ class Session:
         finally:
             if not self._allowance.in_flight:
                 self._busy_s += clock() - self._busy_since
-
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            with self._deadline.paused():
-                await stack.enter_async_context(self._stage.episodes.capacity.turn(begun=self.turns > 0))
-            yield
 
     def _recorded(self, proven: Proven, place: Place, context: _Context, asked: Asked, turn: _Turn) -> Choice:
         sampled, parsed = turn.sampled, turn.parsed

@@ -12,8 +12,8 @@ from protocol.config import RunConfig
 from protocol.messages import FinishReason
 from rollout_worker import user_code
 from rollout_worker.agent import AgentServer, Session
-from rollout_worker.agent.deadline import Deadline
 from rollout_worker.agent.session import Stage
+from rollout_worker.deadline import Deadline
 from rollout_worker.drivers.base import Plan, outcome
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed

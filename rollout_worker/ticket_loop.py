@@ -29,6 +29,7 @@ from protocol.messages import (
 )
 from rollout_worker.agent.formats import Build, ChatFormats
 from rollout_worker.agent.session import Stage
+from rollout_worker.backoff import pause_s
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat import build_chat_format
@@ -60,7 +61,6 @@ _HEARTBEAT_S = 10.0
 _IDLE_HEARTBEAT_S = 1.0
 _GIVE_BACK_S = 5.0
 _FAILURES_BEFORE_PAUSE = 8
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
 
 
 class Queue(Protocol):
@@ -214,7 +214,7 @@ class Worker:
             room = await self.capacity.wait_for_room(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
                 # Rows are tried a few times only: where nothing succeeds, do not run through them.
-                await self._sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(self._pauses, 10)))
+                await self._sleep(pause_s(self._pauses))
                 self._pauses += 1
                 room = await self.capacity.wait_for_room(group_size)
             request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))

@@ -16,6 +16,7 @@ from typing import Any
 
 from protocol import figures, reasons
 from protocol.config import ConfigError, WorkerSection
+from rollout_worker.backoff import pause_s
 from rollout_worker.chat.base import Message
 from rollout_worker.drivers.base import Plan, TicketFailed, outcome, prompt_ids
 from rollout_worker.episode import Episode, EpisodeRunner
@@ -28,8 +29,6 @@ from rollout_worker.task.environment.observation import answered, folded, observ
 from rollout_worker.tool_results import cut, token_counter
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import NotCalled, UserCodeError
-
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class _Play:
                     self.driver.troubles.add(
                         "reward", f"get_reward {error.kind}", f"{self.stage.face.cls}.get_reward: {error}", error.where
                     )
-                await self.driver.sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(attempt, 10)))
+                await self.driver.sleep(pause_s(attempt))
             return await self._reward()
 
     async def _reward(self) -> float | None:

@@ -18,6 +18,7 @@ from typing import Any
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import Server
+from rollout_worker.backoff import pause_s
 from rollout_worker.inference.client import SERVED_MODEL_NAME, InferenceClient
 from rollout_worker.inference.errors import (
     BadSample,
@@ -32,7 +33,6 @@ from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Asked, Choice, GenerateRequest, Sampled, sampled_of, sampling_params
 
-_BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
 _ONE_CHUNK = 1 << 30
 # The length of a turn is taken to be like that of the last so many; the first ones are guessed.
@@ -294,8 +294,7 @@ class Sampler:
 
     async def _give_time(self, failures: int) -> None:
         """There is no other server to go to: give this one time."""
-        longest = min(_BACKOFF_MAX_S, _BACKOFF_S * 2 ** (failures - 1))
-        await self._sleep(longest * (0.5 + self._rng.random() / 2))
+        await self._sleep(pause_s(failures) * (0.5 + self._rng.random() / 2))
 
 
 def _fail(waiting: PendingChoice, error: Exception) -> None:

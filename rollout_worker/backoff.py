@@ -8,4 +8,4 @@ _MOST_DOUBLINGS = 10
 
 def pause_s(pauses: int) -> float:
     """Seconds of the next pause after so many: 0.25, and twice as long each time, up to 10."""
-    return min(_LONGEST_S, _FIRST_S * 2 ** min(pauses, _MOST_DOUBLINGS))
+    return min(_LONGEST_S, _FIRST_S * 2.0 ** min(pauses, _MOST_DOUBLINGS))

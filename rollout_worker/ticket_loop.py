@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
@@ -27,14 +27,12 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
-from rollout_worker.agent.formats import Build, ChatFormats
-from rollout_worker.agent.session import Stage
+from rollout_worker.agent.formats import Build
 from rollout_worker.backoff import pause_s
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
-from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import Agents, Conversations, Driver, InEnvironments, TicketFailed
+from rollout_worker.drivers import TicketFailed, driver_of
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
@@ -44,10 +42,8 @@ from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
-from rollout_worker.task.agent import Agent
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
-from rollout_worker.task.rewards.base import OWN_REWARD
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode, failure_of
@@ -98,6 +94,7 @@ class Worker:
         cpu_clock: Callable[[], float] = time.process_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        failures: Counter[str] = Counter()
         self.counters = WorkerReport(
             worker_id,
             ticket_ids=[],
@@ -105,7 +102,7 @@ class Worker:
             pid=os.getpid(),
             capacity=config.worker.episodes,
             most_open=config.most_open,
-            failures=Counter(),
+            failures=failures,
         )
         self.capacity = Capacity(config.worker.episodes, config.most_open, clock)
         self._config = config
@@ -142,19 +139,8 @@ class Worker:
             code,
             config.worker.tool_timeout_s,
         )
-        self._driver: Driver = Conversations(chat, tools, episodes, self._troubles)
-        own: Sequence[str] = ()
-        if task.agent is not None:
-            build = build_format or partial(build_chat_format, config, tokenizer=chat.tokenizer)
-            self._driver = Agents(Agent(task.agent), Stage(ChatFormats(chat, build), episodes, config.rollout), config)
-            own = (OWN_REWARD,)
-        elif environments is not None:
-            environments.pool.most = self.capacity.most_open
-            environments.pool.trouble = partial(self._troubles.add, "code")
-            failures = self.counters.failures
-            assert isinstance(failures, Counter)
-            self._driver = InEnvironments(environments, episodes, self._troubles, failures, config.worker, clock, sleep)
-            own = environments.rewards
+        self._driver = driver_of(task, config, episodes, chat, tools, environments, failures, sleep, build_format)
+        own = task.own_rewards if environments is None else environments.rewards
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
             rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=own),

@@ -10,23 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from protocol import reasons
 from protocol.client import QueueError, Refused, RunFinished
 from protocol.config import RunConfig
-from protocol.messages import (
-    Group,
-    Server,
-    Ticket,
-    TicketFailure,
-    TicketReply,
-    TicketRequest,
-    WorkerReply,
-    WorkerReport,
-)
+from protocol.messages import Group, Server, Ticket, TicketFailure, TicketRequest, WorkerReply, WorkerReport
 from rollout_worker.agent.formats import Build
 from rollout_worker.backoff import pause_s
 from rollout_worker.budget import Limits
@@ -45,6 +35,7 @@ from rollout_worker.task import Task
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
+from rollout_worker.tickets import Queue, give_back, give_back_all
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode, failure_of
 from rollout_worker.user_code.texts import encodable
@@ -55,18 +46,7 @@ _POLL_S = 30.0
 _HEARTBEAT_S = 10.0
 # Until a server serves there is nothing to do, and a heartbeat brings the news.
 _IDLE_HEARTBEAT_S = 1.0
-_GIVE_BACK_S = 5.0
 _FAILURES_BEFORE_PAUSE = 8
-
-
-class Queue(Protocol):
-    """What a worker needs of `protocol.client.QueueClient`."""
-
-    async def tickets(self, request: TicketRequest) -> TicketReply: ...
-    async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None: ...
-    async def heartbeat(self, report: WorkerReport) -> WorkerReply: ...
-    async def submit(self, group: Group) -> bool: ...
-    async def put_server(self, server: Server) -> Server: ...
 
 
 class UserCodeShutOff(RuntimeError):
@@ -173,7 +153,7 @@ class Worker:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        await self._give_back_all(unfinished, self._why_shut_off or "the worker was told to stop")
+        await give_back_all(self._queue, self._id, unfinished, self._why_shut_off or "the worker was told to stop")
         if self._shut_off.is_set() and not stop.is_set():
             raise UserCodeShutOff(self._why_shut_off)
 
@@ -266,7 +246,8 @@ class Worker:
         self._failed(ticket)
         self.counters.failures[reasons.failed(failure.reason)] += 1
         detail = encodable(str(failure))
-        await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, detail, failure.retryable))
+        told = TicketFailure(self._id, failure.reason, detail, failure.retryable)
+        await give_back(self._queue, ticket.id, told)
 
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
@@ -295,18 +276,3 @@ class Worker:
     def _user_code_is_shut_off(self, why: str) -> None:
         self._why_shut_off = why
         self._shut_off.set()
-
-    async def _give_back_all(self, ticket_ids: list[str], why: str) -> None:
-        """Let others have the tickets at once; if the queue does not answer, they expire."""
-        failure = TicketFailure(self._id, reasons.WORKER_STOPPED, encodable(why))
-        try:
-            async with asyncio.timeout(_GIVE_BACK_S):
-                await asyncio.gather(*(self._give_back(ticket_id, failure) for ticket_id in ticket_ids))
-        except (TimeoutError, QueueError) as error:
-            logger.warning("%d tickets could not be given back: %s", len(ticket_ids), error or "no answer")
-
-    async def _give_back(self, ticket_id: str, failure: TicketFailure) -> None:
-        try:
-            await self._queue.fail_ticket(ticket_id, failure)
-        except Refused as refusal:
-            logger.info("ticket %s was no longer ours: %s", ticket_id, refusal)

@@ -17,11 +17,11 @@ from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.proof import prove
 from rollout_worker.drivers import Conversations, Plan
-from rollout_worker.drivers.base import outcome, prompt_ids
+from rollout_worker.drivers.base import prompt_ids, side_by_side
 from rollout_worker.episode import Episode
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.inference.router import Affinity
 from rollout_worker.scene import Scene
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
@@ -150,17 +150,16 @@ class _Reset:
     reset_s: float
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
-        plan.reservation.give_all()
         chat, prompt = self.inner.chat, plan.row.columns["prompt"]
         ids = await prompt_ids(chat, prompt, plan.row, self.inner.episodes.limits.max_model_len, self.inner.troubles)
-        scene, siblings = Scene(prompt, ids, chat, self.inner.tools), Siblings()
+        scene = Scene(prompt, ids, chat, self.inner.tools)
 
-        async def episode() -> Episode:
+        async def episode(affinity: Affinity) -> Episode:
             if self.reset_s:
                 await asyncio.sleep(self.reset_s)
-            return await self.inner.episodes.run(scene, Affinity(siblings=siblings, born=plan.born))
+            return await self.inner.episodes.run(scene, affinity)
 
-        return list(await asyncio.gather(*(outcome(episode()) for _ in range(plan.count))))
+        return await side_by_side(plan, episode)
 
 
 def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +15,7 @@ from rollout_worker.capacity import Reservation
 from rollout_worker.chat.base import ChatFormat, Message, PromptError
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.inference.router import Affinity, Siblings
 from rollout_worker.task.task import Row
 from rollout_worker.troubles import Troubles
 
@@ -67,6 +69,18 @@ async def outcome(episode: Awaitable[Episode]) -> Episode | EpisodeFailed:
     except Exception as error:
         logger.exception("an episode failed unexpectedly")
         return EpisodeFailed(reasons.INTERNAL, str(user_code.failure_of(error, None)), retryable=True)
+
+
+async def side_by_side(plan: Plan, episode: Callable[[Affinity], Awaitable[Episode]]) -> list[Episode | EpisodeFailed]:
+    """The plan's episodes, each on its own way: `episode` has to wait for something before its first turn, so the slots
+    for first turns go back."""
+    plan.reservation.give_all()
+    siblings = Siblings()  # their prompts have much in common
+    async with asyncio.TaskGroup() as tasks:
+        runs = [
+            tasks.create_task(outcome(episode(Affinity(siblings=siblings, born=plan.born)))) for _ in range(plan.count)
+        ]
+    return [run.result() for run in runs]
 
 
 async def prompt_ids(

@@ -12,16 +12,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from protocol import figures, reasons
 from protocol.config import ConfigError, WorkerSection
 from rollout_worker.backoff import pause_s
 from rollout_worker.chat.base import Message
-from rollout_worker.drivers.base import Plan, TicketFailed, outcome, prompt_ids
+from rollout_worker.drivers.base import Plan, TicketFailed, prompt_ids, side_by_side
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.inference.router import Affinity
 from rollout_worker.markup import markup_of
 from rollout_worker.scene import Scene
 from rollout_worker.task.environment import Environments, Instance, Stage
@@ -47,7 +48,6 @@ class InEnvironments:
         return nullcontext()
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
-        plan.reservation.give_all()
         try:
             stage = self.environments.stage_of(plan.row.columns)
             columns = self.environments.reset_columns(stage, plan.row.columns)
@@ -55,15 +55,7 @@ class InEnvironments:
             detail = f"row {plan.row.number} cannot be played: {error}"
             self.troubles.add("row", reasons.ENVIRONMENT, detail)
             raise TicketFailed(reasons.ROW, detail, retryable=False) from None
-        siblings = Siblings()  # their prompts have much in common
-        async with asyncio.TaskGroup() as tasks:
-            runs = [
-                tasks.create_task(
-                    outcome(self._episode(plan, stage, columns, Affinity(siblings=siblings, born=plan.born)))
-                )
-                for _ in range(plan.count)
-            ]
-        return [run.result() for run in runs]
+        return await side_by_side(plan, partial(self._episode, plan, stage, columns))
 
     async def _episode(self, plan: Plan, stage: Stage, columns: Mapping[str, Any], affinity: Affinity) -> Episode:
         """One episode, whose environment is kept until the group is rewarded. Raises `EpisodeFailed`."""

@@ -186,6 +186,7 @@ class Threads:
         else:
             self._working -= 1
             call.settle()
+        call.outcome = None  # else it would live as long as the frames of the caller's error
         if self.limit == 0:
             jobs.put(None)
             return

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import threading
 import pytest
 
 from protocol import reasons
-from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, threads
+from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, threads
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"
@@ -318,6 +319,31 @@ async def test_i9_async_code_shares_one_loop_which_is_not_the_callers():
         ((loop, thread),) = seen
         assert loop != id(asyncio.get_running_loop())
         assert thread != threading.get_ident()
+
+
+@pytest.mark.parametrize("way", ["as it is", "followed"])
+async def test_i9_a_coroutine_that_comes_too_late_is_closed_and_not_dropped(way):
+    """Python warns of one that nobody awaits, and an environment's counts as at work until it has ended."""
+    release, given = threading.Event(), []
+
+    async def later():
+        raise AssertionError("it is never begun")
+
+    def give():
+        release.wait(30)
+        given.append(later())
+        return given[0]
+
+    async with UserCode() as code:
+        followed = Followed(give, give)
+        with pytest.raises(UserCodeError, match="no answer"):
+            await call(code, followed.function if way == "followed" else give, timeout_s=0.01)
+        followed.let_go()
+        release.set()
+        await until(lambda: code.hung == 0)
+        await until(lambda: bool(given) and inspect.getcoroutinestate(given[0]) == inspect.CORO_CLOSED)
+        async with asyncio.timeout(30.0):
+            await followed.back.wait()
 
 
 async def test_i9_what_is_bound_to_a_loop_works_from_call_to_call():

@@ -38,9 +38,11 @@ class Awaited(ABC):
 
 class Held:
     """A value of the user's on its way from thread to thread: it is taken out where it is used, and so freed there.
-    A coroutine that is never taken out, as its caller has gone meanwhile, is closed."""
+    A coroutine that is never taken out, as its caller has gone meanwhile, is closed. `began`: when the call that gave
+    it did, in seconds, monotonic."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, began: float = 0.0) -> None:
+        self.began = began
         self._values = [value]
 
     def take(self) -> Any:

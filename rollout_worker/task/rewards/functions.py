@@ -35,8 +35,8 @@ class RewardFunctions:
 
     rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
     will be asked; own: names of the rewards that rollouts bring with them, each weighted 1, None while they are not
-    known; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
-    the run's, for `TrainerState`.
+    known; timeout_s: of one reward over one group, all its tries included, without their waits for a thread; attempts:
+    the most tries; max_steps: the run's, for `TrainerState`.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class RewardFunctions:
             try:
                 return await reward.values(batch, left)
             except RewardError as error:
+                deadline += error.waited_s
                 pause = pause_s(attempt - 1)
                 last = attempt >= self._attempts or self._clock() + pause >= deadline
                 if last or not error.retryable:

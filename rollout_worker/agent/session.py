@@ -7,8 +7,6 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ from rollout_worker.agent.outgoing import Outgoing, ReadCall, read_calls
 from rollout_worker.agent.parameters import Asked, read_parameters
 from rollout_worker.agent.replies import Choice, Completion
 from rollout_worker.agent.tree import Place, Tree, shown_to_policy
+from rollout_worker.agent.whereabouts import Whereabouts
 from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
 from rollout_worker.deadline import Deadline
 from rollout_worker.episode import Episode, EpisodeRunner
@@ -83,6 +82,7 @@ class Session:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
+        self.whereabouts = Whereabouts(stage.episodes.capacity, stage.episodes.clock)
         self._stage = stage
         self._affinity = affinity
         self._deadline = deadline
@@ -94,7 +94,7 @@ class Session:
         self._allowance = Allowance(stage.episodes.limits)
         self._outgoing = Outgoing()
         self._name, self._numbers = secrets.token_hex(4), itertools.count()
-        self._generate_s = self._busy_s = self._busy_since = 0.0
+        self._generate_s = 0.0
 
     @property
     def ended_as(self) -> FinishReason | None:
@@ -129,7 +129,7 @@ class Session:
         line = self._tree.last.line() if self._tree.last is not None else []
         timings = {
             "generate": self._generate_s,
-            "agent": max(0.0, total_s - self._busy_s),
+            "agent": max(0.0, total_s - self.whereabouts.policy_s),
             "slots": self._deadline.paused_s,
             "total": total_s,
         }
@@ -243,7 +243,7 @@ class Session:
         budget = await allowance.budget(len(context.ids), asked.max_tokens, self.turns, len(self._tree.drafts), appends)
         tokens = budget.tokens if asked.max_tokens is None else min(budget.tokens, asked.max_tokens)
         try:
-            with self._at_work(), allowance.taken(tokens):
+            with self.whereabouts.policy(), allowance.taken(tokens):
                 async with self._deadline.slot(episodes.capacity, begun=self.turns > 0):
                     began = episodes.clock()
                     sampled = await episodes.sampler.sample(
@@ -259,18 +259,6 @@ class Session:
         cut = sampled.finish_reason == "length" and tokens == budget.tokens
         calls = await read_calls(parsed, proven.parameters)
         return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Counts the time in which any answer is sampled: the rest of an episode is the agent's."""
-        clock = self._stage.episodes.clock
-        if not self._allowance.in_flight:
-            self._busy_since = clock()
-        try:
-            yield
-        finally:
-            if not self._allowance.in_flight:
-                self._busy_s += clock() - self._busy_since
 
     def _recorded(self, proven: Proven, place: Place, context: _Context, asked: Asked, turn: _Turn) -> Choice:
         sampled, parsed = turn.sampled, turn.parsed

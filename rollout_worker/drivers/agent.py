@@ -55,14 +55,15 @@ class Agents:
         result, finish_reason = AgentResult(), session.ended_as
         try:
             async with deadline.limit:
-                result = await episodes.code.call(
-                    self.agent.function,
-                    read_result,
-                    self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
-                    user_code.Kind.AGENT,
-                    endpoint=endpoint,
-                    **self.agent.arguments(plan.row.columns),
-                )
+                with session.whereabouts.agent():
+                    result = await episodes.code.call(
+                        self.agent.function,
+                        read_result,
+                        self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
+                        user_code.Kind.AGENT,
+                        endpoint=endpoint,
+                        **self.agent.arguments(plan.row.columns),
+                    )
             finish_reason = self._ended(session)
         except TimeoutError:
             if not session.turns:

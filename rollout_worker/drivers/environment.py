@@ -18,6 +18,7 @@ from typing import Any
 from protocol import figures, reasons
 from protocol.config import ConfigError, WorkerSection
 from rollout_worker.backoff import pause_s
+from rollout_worker.capacity import Place
 from rollout_worker.chat.base import Message
 from rollout_worker.drivers.base import Plan, TicketFailed, prompt_ids, side_by_side
 from rollout_worker.episode import Episode, EpisodeRunner
@@ -99,7 +100,7 @@ class _Play:
     async def reset(self, prompt: Sequence[Message], columns: Mapping[str, Any]) -> list[Message]:
         """The episode's prompt. Raises `EpisodeFailed`."""
         timeout_s = self.driver.limits.environment_timeout_s
-        with self._at_work(figures.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
+        with self._at_work("tools", figures.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
             said = await self.instance.call("reset", observed, timeout_s, dict(columns))
         self.prompt = folded(prompt, said)
         return self.prompt
@@ -107,7 +108,7 @@ class _Play:
     async def respond(self, messages: Sequence[Message]) -> list[Message] | None:
         """See `scene.Respond`."""
         conversation = {"messages": [*self.prompt, *messages]}
-        with self._at_work(figures.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
+        with self._at_work("tools", figures.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
             said = await self.instance.call("respond", answered, self.driver.limits.tool_timeout_s, conversation)
         if said is None:
             return None
@@ -117,7 +118,7 @@ class _Play:
         """What `get_reward` gives, tried again where it raises. A call that was given up may keep the environment busy
         for a while: it is waited for. Raises `EpisodeFailed`."""
         limits = self.driver.limits
-        with self._at_work(figures.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
+        with self._at_work("judgement", figures.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
             for attempt in range(limits.reward_attempts - 1):
                 try:
                     return await self._reward()
@@ -152,11 +153,12 @@ class _Play:
         return await cut(broken, most, count)
 
     @contextmanager
-    def _at_work(self, figure: str, reason: str, what: str) -> Iterator[None]:
-        """Counts the time; an environment that failed serves no other episode."""
+    def _at_work(self, place: Place, figure: str, reason: str, what: str) -> Iterator[None]:
+        """Counts the time, and the episode as being there; an environment that failed serves no other episode."""
         started = self.driver.clock()
         try:
-            yield
+            with self.driver.episodes.capacity.being(place):
+                yield
         except UserCodeError as error:
             self.instance.lost = self.instance.lost or not isinstance(error, NotCalled)
             raise _failed(reason, self.stage, what, error) from None

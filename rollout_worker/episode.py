@@ -33,6 +33,7 @@ from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.agent import AgentResult
 from rollout_worker.task.environment import Instance
 from rollout_worker.task.tools import ToolResult
+from rollout_worker.task.tools.counts import count_call
 from rollout_worker.tool_results import for_policy
 from rollout_worker.troubles import Troubles
 from rollout_worker.turnstile import Turnstile
@@ -265,14 +266,7 @@ class EpisodeRunner:
         """Calls and failures, in all, by tool and by reason; what the tools' own code raised is a trouble."""
         rollout.tool_calls += len(results)
         for result in results:
-            of_tool = f"tools/{result.counted_as}"
-            counts = {f"{of_tool}/calls": 1, f"{of_tool}/failures": result.failed}
-            if result.failed:
-                counts[f"{of_tool}/failures/{result.reason}"] = 1
-            if result.coerced:
-                counts[f"{of_tool}/coerced"] = 1
-            for name, count in counts.items():
-                rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
+            count_call(rollout.metrics, result.counted_as, result.reason, result.coerced)
             rollout.tool_failures += result.failed
             if result.defused:
                 self.tell_of_defused(result.name, result.counted_as)

@@ -243,7 +243,7 @@ async def test_a_row_that_names_no_environment_is_dropped_and_told():
     assert len(run.queue.groups) == 1
     (failure,) = run.queue.failures.values()
     assert (failure.reason, failure.retryable) == ("row", False)
-    assert "'middle', and the environments are: left, right" in failure.detail
+    assert "'middle', which is not one of the environments: left, right" in failure.detail
     assert ("row", f"{failure.detail}") in troubles(run)
 
 

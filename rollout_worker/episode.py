@@ -34,7 +34,7 @@ from rollout_worker.task.agent import AgentResult
 from rollout_worker.task.environment import Instance
 from rollout_worker.task.tools import ToolResult
 from rollout_worker.task.tools.counts import count_call
-from rollout_worker.tool_results import for_policy
+from rollout_worker.tool_results import for_policy, told_of_defused
 from rollout_worker.troubles import Troubles
 from rollout_worker.turnstile import Turnstile
 
@@ -275,11 +275,7 @@ class EpisodeRunner:
 
     def tell_of_defused(self, name: str, counted_as: str) -> None:
         """A trouble, at the first such answer of a tool."""
-        detail = (
-            f"tool {name}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, "
-            f"so that it cannot speak as another"
-        )
-        self.troubles.add("tool", f"{counted_as} special tokens", detail)
+        self.troubles.add("tool", f"{counted_as} special tokens", told_of_defused(f"tool {name}"))
 
     @contextmanager
     def _timed(self, episode: Episode, what: str) -> Iterator[None]:

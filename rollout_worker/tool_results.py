@@ -55,6 +55,14 @@ async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatForma
     ]
 
 
+def told_of_defused(whose: str) -> str:
+    """The trouble of an answer that `for_policy` took special tokens from; `whose`: the tool's, or the environment's."""
+    return (
+        f"{whose}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, so that it "
+        f"cannot speak as another"
+    )
+
+
 async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
     """Each with its content cut, as the format's tokenizer counts."""
     return [

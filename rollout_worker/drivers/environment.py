@@ -24,11 +24,11 @@ from rollout_worker.drivers.base import Plan, TicketFailed, prompt_ids, side_by_
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
-from rollout_worker.markup import markup_of
 from rollout_worker.scene import Scene
 from rollout_worker.task.environment import Environments, Instance, Stage
 from rollout_worker.task.environment.observation import answered, folded, observed, rewarded
-from rollout_worker.tool_results import cut, token_counter
+from rollout_worker.task.tools import ToolResult
+from rollout_worker.tool_results import for_policy, told_of_defused
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import NotCalled, UserCodeError
 
@@ -138,19 +138,13 @@ class _Play:
         return reward
 
     async def _for_policy(self, text: str) -> str:
-        """Cut as a tool's answer is, and without special tokens: it may repeat what the policy said."""
-        tokenizer, most = self.stage.chat.tokenizer, self.driver.episodes.limits.tool_result_tokens
-        count = token_counter(tokenizer)
-        short = await cut(text, most, count)
-        broken = markup_of(tokenizer).broken(short)
-        if broken == short:
-            return short
-        detail = (
-            f"{self.stage.face.cls}.respond: an answer held the text of special tokens, such as <|im_end|>; a space "
-            f"was put into each, so that it cannot speak as another"
-        )
-        self.driver.troubles.add("environment", "special tokens", detail)
-        return await cut(broken, most, count)
+        """As a tool's answer: it may repeat what the policy said."""
+        most = self.driver.episodes.limits.tool_result_tokens
+        (read,) = await for_policy([ToolResult("respond", text)], most, self.stage.chat)
+        if read.defused:
+            told = told_of_defused(f"{self.stage.face.cls}.respond")
+            self.driver.troubles.add("environment", "special tokens", told)
+        return read.content
 
     @contextmanager
     def _at_work(self, place: Place, figure: str, reason: str, what: str) -> Iterator[None]:

@@ -48,24 +48,25 @@ _INLINE_TOKENS = 256
 class Episode:
     """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
     segments when the group is put together, and its reward before that. `affinity`: what sampled it; `prompt`: what it
-    began with, None for the row's; `environment`: that it was played in; `rewards`: those that it brings with it, by
+    began with; `environment`: that it was played in; `rewards`: those that it brings with it, by
     component; `result`: what its agent returned."""
 
     drafts: list[SegmentDraft]
     rollout: Rollout
-    affinity: Affinity = field(default_factory=Affinity)
+    prompt: str | Sequence[Message]
+    affinity: Affinity
     messages: list[Message] = field(default_factory=list)
     text: str = ""
     sampled_tokens: int = 0
-    prompt: str | Sequence[Message] | None = None
     environment: Instance | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)
     result: AgentResult | None = None
 
     @classmethod
-    def begin(cls, prompt_ids: list[int]) -> Episode:
+    def begin(cls, scene: Scene, affinity: Affinity) -> Episode:
         timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
-        return cls([SegmentDraft(prompt_ids)], Rollout([], reward=math.nan, finish_reason="stop", timings=timings))
+        rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
+        return cls([SegmentDraft(scene.prompt_ids)], rollout, scene.prompt, affinity)
 
     @property
     def ids(self) -> list[int]:
@@ -135,8 +136,7 @@ class EpisodeRunner:
     async def run(self, scene: Scene, affinity: Affinity, first: Opening | None = None) -> Episode:
         """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
         `EpisodeFailed`."""
-        episode = Episode.begin(scene.prompt_ids)
-        episode.affinity, episode.prompt = affinity, scene.prompt
+        episode = Episode.begin(scene, affinity)
         deadline = Deadline(self.timeout_s)
         try:
             with self._timed(episode, "total"):

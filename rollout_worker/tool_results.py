@@ -56,10 +56,10 @@ async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatForma
 
 
 def told_of_defused(whose: str) -> str:
-    """The trouble of an answer that `for_policy` took special tokens from; `whose`: the tool's, or the environment's."""
+    """The trouble of an answer in which `for_policy` broke special tokens; `whose`: the tool's, or environment's."""
     return (
-        f"{whose}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, so that it "
-        f"cannot speak as another"
+        f"{whose}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, so that "
+        f"it cannot speak as another"
     )
 
 

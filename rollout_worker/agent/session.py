@@ -155,11 +155,11 @@ class Session:
         return Episode(
             self._tree.drafts,
             rollout,
+            messages[:begins],
             self._affinity,
             messages[begins:],
             line[-1].text if line else "",
             self._sampled_tokens,
-            prompt=messages[:begins],
         )
 
     def _check_open(self) -> None:

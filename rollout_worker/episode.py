@@ -171,7 +171,7 @@ class EpisodeRunner:
             async with self._slot(episode, first, deadline):
                 with self._timed(episode, "generate"):
                     pending = None if first is None else first.pending
-                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, scene.temperature)
+                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, scene.own)
             first = None
             await self.turnstile.passed()
             if following.prompt is not None:

@@ -19,6 +19,7 @@ from rollout_worker.drivers import Driver, Plan, TicketFailed
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import ServerPool
+from rollout_worker.inference.wire import OwnParams
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
 from rollout_worker.task.task import Row
@@ -59,7 +60,7 @@ class GroupRunner:
         row = await self._row(ticket)
         fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
         with ExitStack() as after:
-            plan = Plan(row, ticket.group_size, born, reservation, ticket.temperature, after=after)
+            plan = Plan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
             outcomes = await self.driver.run(plan)
             reservation.give_all()
             episodes = self._counted([self._checked(outcome) for outcome in outcomes], fewest)

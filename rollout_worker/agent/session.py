@@ -32,7 +32,7 @@ from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.client import SERVED_MODEL_NAME
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import Sampled
+from rollout_worker.inference.wire import OwnParams, Sampled
 from rollout_worker.task.tools import ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.user_code.texts import encodable
@@ -247,7 +247,7 @@ class Session:
                 async with self._deadline.slot(episodes.capacity, begun=self.turns > 0):
                     began = episodes.clock()
                     sampled = await episodes.sampler.sample(
-                        self._affinity, context.ids, tokens, None, self.temperature, asked.stop
+                        self._affinity, context.ids, tokens, None, OwnParams(self.temperature, asked.stop)
                     )
                     self._generate_s += episodes.clock() - began
                 allowance.spend(len(sampled.token_ids))

@@ -48,7 +48,7 @@ class Agents:
         """Raises `EpisodeFailed`."""
         assert self._server is not None, "the driver is open while tickets run"
         episodes, deadline = self.stage.episodes, Deadline(self.config.worker.episode_timeout_s)
-        temperature = self.config.rollout.temperature if plan.temperature is None else plan.temperature
+        temperature = self.config.rollout.temperature if plan.own.temperature is None else plan.own.temperature
         session = Session(self.stage, affinity, temperature, deadline)
         endpoint = self._server.open(session)
         began = episodes.clock()

@@ -16,6 +16,7 @@ from rollout_worker.chat.base import ChatFormat, Message, PromptError
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.inference.wire import AS_THE_RUN, OwnParams
 from rollout_worker.task.task import Row
 from rollout_worker.troubles import Troubles
 
@@ -36,14 +37,14 @@ class TicketFailed(Exception):
 class Plan:
     """One group to be made: `count` episodes of `row`. reservation: slots for their first turns; a driver that has
     the episodes wait for anything before those gives them back first. born: the pool's tick when the ticket began.
-    temperature: of this ticket alone, None for the run's. after: closed when the group is rewarded, or given up: until
+    own: what this ticket's are sampled with of their own. after: closed when the group is rewarded, or given up: until
     then the episodes' environments are kept."""
 
     row: Row
     count: int
     born: int
     reservation: Reservation
-    temperature: float | None = None
+    own: OwnParams = AS_THE_RUN
     after: ExitStack = field(default_factory=ExitStack)
 
 

@@ -74,7 +74,7 @@ class InEnvironments:
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
             respond = play.respond if stage.face.responds else None
-            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.temperature)
+            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.own)
             episode = await self.episodes.run(scene, affinity)
             if stage.face.rewards:
                 episode.rewards[stage.face.cls] = await play.reward()

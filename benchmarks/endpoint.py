@@ -10,7 +10,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,15 +17,9 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from benchmarks.worker_ways import GROUP_SIZE, IN_FLIGHT, ROWS, WARM_UP_GROUPS, LagProbe, _accuracy, _figures
-from rollout_worker.chat import build_chat_format
-from rollout_worker.inference.client import InferenceClient
+from benchmarks.worker_ways import IN_FLIGHT, ROWS, accuracy, measured, worker_config
 from rollout_worker.task.agent import Endpoint
 from rollout_worker.task.tools import ToolBox
-from rollout_worker.ticket_loop import Worker
-from rollout_worker.user_code import UserCode
-from tests.kit import WORKER, config
-from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
 from tests.kit.worker import multiply, task
 
 
@@ -37,35 +30,11 @@ def endpoint(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
 
 
 async def _endpoint(url: str, model: str, groups: int, turns: int, port: int) -> dict[str, float]:
-    run_config = config(
-        WORKER,
-        model={"path": model},
-        chat={"format": "template"},
-        rollout={"group_size": GROUP_SIZE, "max_turns": turns + 1, "max_episode_tokens": 10_000},
-        worker={"request_timeout_s": 60.0, "episodes": IN_FLIGHT},
-        vllm={"max_num_seqs": 1024, "max_model_len": 4096},
-    )
-    the_task = task(dataset=ROWS, tools=(), rewards=[_accuracy], agent=_Elsewhere(port).play)
-    async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
-        chat = build_chat_format(run_config, [])
-        probe = LagProbe()
-        for count in (WARM_UP_GROUPS, groups):
-            stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
-            worker = Worker(run_config, the_task, stand_in, "bench", chat, ToolBox([]), client, code)
-            async with asyncio.TaskGroup() as tasks:
-                probing = tasks.create_task(probe.run())
-                wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
-                await worker.run(asyncio.Event())
-                cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
-                loop_s = time.thread_time() - loop
-                probing.cancel()
-    rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]
+    the_task = task(dataset=ROWS, tools=(), rewards=[accuracy], agent=_Elsewhere(port).play)
+    found, rollouts = await measured(url, worker_config(model, turns, IN_FLIGHT), the_task, groups)
     if any(r.reward != 1.0 or r.turns != turns or len(r.segments) != 1 for r in rollouts):
-        raise RuntimeError(f"episodes did not run as scripted: {stand_in.failures or rollouts[0]}")
-    return {
-        **_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s, loop_s),
-        **probe.figures(),
-    }
+        raise RuntimeError(f"episodes did not run as scripted: {rollouts[0]}")
+    return found
 
 
 class _Elsewhere:

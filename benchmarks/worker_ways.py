@@ -14,15 +14,17 @@ from typing import Any
 import uvloop
 
 from protocol.config import ConfigError, RunConfig
+from protocol.messages import Rollout
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.proof import prove
 from rollout_worker.drivers import Conversations, Plan
-from rollout_worker.drivers.base import outcome, prompt_ids
+from rollout_worker.drivers.base import prompt_ids, side_by_side
 from rollout_worker.episode import Episode
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.inference.router import Affinity
 from rollout_worker.scene import Scene
+from rollout_worker.task import Task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode
@@ -58,7 +60,7 @@ def ours_1000(url: str, model: str, groups: int, turns: int) -> dict[str, float]
     return ours(url, model, max(groups, 250), turns, episodes=1000)
 
 
-def _config(model: str, turns: int, episodes: int) -> RunConfig:
+def worker_config(model: str, turns: int, episodes: int) -> RunConfig:
     return config(
         WORKER,
         model={"path": model},
@@ -70,8 +72,18 @@ def _config(model: str, turns: int, episodes: int) -> RunConfig:
 
 
 async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) -> dict[str, float]:
-    run_config = _config(model, turns, episodes)
-    the_task = task(dataset=ROWS, rewards=[_accuracy])
+    found, rollouts = await measured(
+        url, worker_config(model, turns, episodes), task(dataset=ROWS, rewards=[accuracy]), groups
+    )
+    if any(rollout.reward != 1.0 or rollout.turns != turns for rollout in rollouts):
+        raise RuntimeError(f"episodes did not run as scripted: {rollouts[0]}")
+    return found
+
+
+async def measured(
+    url: str, run_config: RunConfig, the_task: Task, groups: int
+) -> tuple[dict[str, float], list[Rollout]]:
+    """The figures of a worker that makes so many groups after a few to warm up, and their rollouts."""
     async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
         tools = ToolBox(the_task.tools, run_config.worker.tool_timeout_s, code)
         chat = build_chat_format(run_config, tools.schemas)
@@ -86,13 +98,11 @@ async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) ->
                 cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
                 loop_s = time.thread_time() - loop
                 probing.cancel()
+    if stand_in.failures:
+        raise RuntimeError(f"groups failed: {stand_in.failures}")
     rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]
-    if any(rollout.reward != 1.0 or rollout.turns != turns for rollout in rollouts):
-        raise RuntimeError(f"episodes did not run as scripted: {stand_in.failures or rollouts[0]}")
-    return {
-        **_figures(len(rollouts), sum(r.sampled_tokens for r in rollouts), cpu_s, wall_s, loop_s),
-        **probe.figures(),
-    }
+    tokens = sum(rollout.sampled_tokens for rollout in rollouts)
+    return {**_figures(len(rollouts), tokens, cpu_s, wall_s, loop_s), **probe.figures()}, rollouts
 
 
 def waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
@@ -103,7 +113,7 @@ def waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
 
 
 async def _waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
-    run_config = _config(model, turns, WAITING_SLOTS)
+    run_config = worker_config(model, turns, WAITING_SLOTS)
     seconds: dict[tuple[str, float], float] = {}
     async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
         tools = ToolBox([multiply], run_config.worker.tool_timeout_s, code)
@@ -137,7 +147,7 @@ def _judge_of(seconds: float) -> Callable[..., Any]:
     async def judge(completions: list[Any], answer: list[int], **columns: Any) -> list[float]:
         if seconds:
             await asyncio.sleep(seconds)
-        return _accuracy(completions, answer, **columns)
+        return accuracy(completions, answer, **columns)
 
     return judge
 
@@ -150,17 +160,16 @@ class _Reset:
     reset_s: float
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
-        plan.reservation.give_all()
         chat, prompt = self.inner.chat, plan.row.columns["prompt"]
         ids = await prompt_ids(chat, prompt, plan.row, self.inner.episodes.limits.max_model_len, self.inner.troubles)
-        scene, siblings = Scene(prompt, ids, chat, self.inner.tools), Siblings()
+        scene = Scene(prompt, ids, chat, self.inner.tools)
 
-        async def episode() -> Episode:
+        async def episode(affinity: Affinity) -> Episode:
             if self.reset_s:
                 await asyncio.sleep(self.reset_s)
-            return await self.inner.episodes.run(scene, Affinity(siblings=siblings, born=plan.born))
+            return await self.inner.episodes.run(scene, affinity)
 
-        return list(await asyncio.gather(*(outcome(episode()) for _ in range(plan.count))))
+        return await side_by_side(plan, episode)
 
 
 def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
@@ -177,7 +186,7 @@ def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
     loop = async_rollout_worker._AsyncRolloutLoop(
         model_name="policy",
         dataset=Dataset.from_list(ROWS),
-        reward_funcs=[_accuracy],
+        reward_funcs=[accuracy],
         processing_class=tokenizer,
         eos_token_ids=[tokenizer.eos_token_id],
         rollout_buffer=made,
@@ -266,7 +275,7 @@ def _figures(episodes: int, tokens: int, cpu_s: float, wall_s: float, loop_s: fl
     }
 
 
-def _accuracy(completions: list[Any], answer: list[int], **columns: Any) -> list[float]:
+def accuracy(completions: list[Any], answer: list[int], **columns: Any) -> list[float]:
     said = [turns[-1]["content"].rpartition("</think>")[2].strip() for turns in completions]
     return [float(text == str(right)) for text, right in zip(said, answer, strict=True)]
 

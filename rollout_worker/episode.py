@@ -9,7 +9,6 @@ was, in the segment before.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat, MalformedCall, Message, ParsedTurn, PromptError
 from rollout_worker.chat.parsers.own import plain_turn
+from rollout_worker.deadline import Deadline
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice, Sampler
@@ -33,7 +33,8 @@ from rollout_worker.segment import SegmentDraft, whole_conversation
 from rollout_worker.task.agent import AgentResult
 from rollout_worker.task.environment import Instance
 from rollout_worker.task.tools import ToolResult
-from rollout_worker.tool_results import for_policy
+from rollout_worker.task.tools.counts import count_call
+from rollout_worker.tool_results import for_policy, told_of_defused
 from rollout_worker.troubles import Troubles
 from rollout_worker.turnstile import Turnstile
 
@@ -47,24 +48,25 @@ _INLINE_TOKENS = 256
 class Episode:
     """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
     segments when the group is put together, and its reward before that. `affinity`: what sampled it; `prompt`: what it
-    began with, None for the row's; `environment`: that it was played in; `rewards`: those that it brings with it, by
+    began with; `environment`: that it was played in; `rewards`: those that it brings with it, by
     component; `result`: what its agent returned."""
 
     drafts: list[SegmentDraft]
     rollout: Rollout
-    affinity: Affinity = field(default_factory=Affinity)
+    prompt: str | Sequence[Message]
+    affinity: Affinity
     messages: list[Message] = field(default_factory=list)
     text: str = ""
     sampled_tokens: int = 0
-    prompt: str | Sequence[Message] | None = None
     environment: Instance | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)
     result: AgentResult | None = None
 
     @classmethod
-    def begin(cls, prompt_ids: list[int]) -> Episode:
+    def begin(cls, scene: Scene, affinity: Affinity) -> Episode:
         timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
-        return cls([SegmentDraft(prompt_ids)], Rollout([], reward=math.nan, finish_reason="stop", timings=timings))
+        rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
+        return cls([SegmentDraft(scene.prompt_ids)], rollout, scene.prompt, affinity)
 
     @property
     def ids(self) -> list[int]:
@@ -134,12 +136,12 @@ class EpisodeRunner:
     async def run(self, scene: Scene, affinity: Affinity, first: Opening | None = None) -> Episode:
         """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
         `EpisodeFailed`."""
-        episode = Episode.begin(scene.prompt_ids)
-        episode.affinity, episode.prompt = affinity, scene.prompt
+        episode = Episode.begin(scene, affinity)
+        deadline = Deadline(self.timeout_s)
         try:
             with self._timed(episode, "total"):
-                async with asyncio.timeout(self.timeout_s) as limit:
-                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first, limit)
+                async with deadline.limit:
+                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first, deadline)
         except TimeoutError:
             if not episode.rollout.turns:
                 detail = f"no turn was done in {self.timeout_s:g} s"
@@ -151,10 +153,12 @@ class EpisodeRunner:
             episode.rollout.metrics[SERVER_MOVES] = float(affinity.moves)
         if affinity.waited_s:
             episode.rollout.timings["servers"] = affinity.waited_s
+        if deadline.paused_s:
+            episode.rollout.timings["slots"] = deadline.paused_s
         return episode
 
     async def _turns(
-        self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None, limit: asyncio.Timeout
+        self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None, deadline: Deadline
     ) -> FinishReason:
         rollout, chat = episode.rollout, scene.chat
         following: _Next | None = _Next()
@@ -164,10 +168,10 @@ class EpisodeRunner:
             budget = self.limits.turn(episode.sampled_tokens, len(prompt_ids))
             if budget.tokens <= 0:
                 return budget.ends_as
-            async with self._slot(episode, first, limit):
+            async with self._slot(episode, first, deadline):
                 with self._timed(episode, "generate"):
                     pending = None if first is None else first.pending
-                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, scene.temperature)
+                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, scene.own)
             first = None
             await self.turnstile.passed()
             if following.prompt is not None:
@@ -204,25 +208,16 @@ class EpisodeRunner:
         return "aborted"
 
     @asynccontextmanager
-    async def _slot(self, episode: Episode, first: Opening | None, limit: asyncio.Timeout) -> AsyncIterator[None]:
-        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation. The wait for
-        one does not count against the episode's time-out: it is the worker that is slow."""
-        if first is not None:
-            try:
+    async def _slot(self, episode: Episode, first: Opening | None, deadline: Deadline) -> AsyncIterator[None]:
+        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation."""
+        if first is None:
+            async with deadline.slot(self.capacity, begun=episode.rollout.turns > 0):
                 yield
-            finally:
-                first.reservation.give()
             return
-        loop, due = asyncio.get_running_loop(), limit.when()
-        assert due is not None, "an episode has a time-out"
-        left_s = due - loop.time()
-        limit.reschedule(None)
-        async with self.capacity.turn(begun=episode.rollout.turns > 0) as waited_s:
-            limit.reschedule(loop.time() + left_s)
-            if waited_s:
-                timings = episode.rollout.timings
-                timings["slots"] = timings.get("slots", 0.0) + waited_s
+        try:
             yield
+        finally:
+            first.reservation.give()
 
     async def _anew(self, episode: Episode, scene: Scene, answers: Sequence[Message]) -> _Next | None:
         """A new segment's prompt: the whole conversation, rendered. None where that cannot be had."""
@@ -271,14 +266,7 @@ class EpisodeRunner:
         """Calls and failures, in all, by tool and by reason; what the tools' own code raised is a trouble."""
         rollout.tool_calls += len(results)
         for result in results:
-            of_tool = f"tools/{result.counted_as}"
-            counts = {f"{of_tool}/calls": 1, f"{of_tool}/failures": result.failed}
-            if result.failed:
-                counts[f"{of_tool}/failures/{result.reason}"] = 1
-            if result.coerced:
-                counts[f"{of_tool}/coerced"] = 1
-            for name, count in counts.items():
-                rollout.metrics[name] = rollout.metrics.get(name, 0.0) + count
+            count_call(rollout.metrics, result.counted_as, result.reason, result.coerced)
             rollout.tool_failures += result.failed
             if result.defused:
                 self.tell_of_defused(result.name, result.counted_as)
@@ -287,11 +275,7 @@ class EpisodeRunner:
 
     def tell_of_defused(self, name: str, counted_as: str) -> None:
         """A trouble, at the first such answer of a tool."""
-        detail = (
-            f"tool {name}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, "
-            f"so that it cannot speak as another"
-        )
-        self.troubles.add("tool", f"{counted_as} special tokens", detail)
+        self.troubles.add("tool", f"{counted_as} special tokens", told_of_defused(f"tool {name}"))
 
     @contextmanager
     def _timed(self, episode: Episode, what: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from rollout_worker.drivers import Driver, Plan, TicketFailed
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.pool import ServerPool
+from rollout_worker.inference.wire import OwnParams
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
 from rollout_worker.task.task import Row
@@ -59,12 +60,12 @@ class GroupRunner:
         row = await self._row(ticket)
         fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
         with ExitStack() as after:
-            plan = Plan(row, ticket.group_size, born, reservation, ticket.temperature, after=after)
+            plan = Plan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
             outcomes = await self.driver.run(plan)
             reservation.give_all()
             episodes = self._counted([self._checked(outcome) for outcome in outcomes], fewest)
             if self.keep_messages:
-                self._keep_messages(row, episodes)
+                self._keep_messages(episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, fewest), fewest)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
@@ -81,13 +82,12 @@ class GroupRunner:
             reward_weights=self.rewards.weights,
         )
 
-    def _keep_messages(self, row: Row, episodes: list[Episode]) -> None:
+    def _keep_messages(self, episodes: list[Episode]) -> None:
         prompts: dict[int, list[bytes]] = {}  # most have the same one
         for episode in episodes:
-            prompt = row.columns["prompt"] if episode.prompt is None else episode.prompt
-            if id(prompt) not in prompts:
-                prompts[id(prompt)] = of_prompt(self.chat.shown(prompt))
-            episode.rollout.messages = transcript(prompts[id(prompt)], episode.messages)
+            if id(episode.prompt) not in prompts:
+                prompts[id(episode.prompt)] = of_prompt(self.chat.shown(episode.prompt))
+            episode.rollout.messages = transcript(prompts[id(episode.prompt)], episode.messages)
 
     async def _row(self, ticket: Ticket) -> Row:
         try:
@@ -160,9 +160,7 @@ class GroupRunner:
             completion_ids=[episode.completion_ids for episode in episodes],
             columns=row.columns,
             state=TrainerState(ticket.step, ticket.version, float(row.epoch), self.rewards.max_steps),
-            prompts=[
-                prompt if episode.prompt is None or isinstance(prompt, str) else episode.prompt for episode in episodes
-            ],
+            prompts=[prompt if isinstance(prompt, str) else episode.prompt for episode in episodes],
             environments=[played.object for played in in_environments] if in_environments else None,
             own=[episode.rewards for episode in episodes],
             results=results or None,

@@ -8,32 +8,21 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from protocol import reasons
 from protocol.client import QueueError, Refused, RunFinished
 from protocol.config import RunConfig
-from protocol.messages import (
-    Group,
-    Server,
-    Ticket,
-    TicketFailure,
-    TicketReply,
-    TicketRequest,
-    WorkerReply,
-    WorkerReport,
-)
-from rollout_worker.agent.formats import Build, ChatFormats
-from rollout_worker.agent.session import Stage
+from protocol.messages import Group, Server, Ticket, TicketFailure, TicketRequest, WorkerReply, WorkerReport
+from rollout_worker.agent.formats import Build
+from rollout_worker.backoff import pause_s
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity, Reservation
-from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import Agents, Conversations, Driver, InEnvironments, TicketFailed
+from rollout_worker.drivers import TicketFailed, driver_of
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
@@ -43,11 +32,10 @@ from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
-from rollout_worker.task.agent import Agent
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
-from rollout_worker.task.rewards.base import OWN_REWARD
 from rollout_worker.task.tools import ToolBox
+from rollout_worker.tickets import Queue, give_back, give_back_all
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode, failure_of
 from rollout_worker.user_code.texts import encodable
@@ -58,19 +46,7 @@ _POLL_S = 30.0
 _HEARTBEAT_S = 10.0
 # Until a server serves there is nothing to do, and a heartbeat brings the news.
 _IDLE_HEARTBEAT_S = 1.0
-_GIVE_BACK_S = 5.0
 _FAILURES_BEFORE_PAUSE = 8
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
-
-
-class Queue(Protocol):
-    """What a worker needs of `protocol.client.QueueClient`."""
-
-    async def tickets(self, request: TicketRequest) -> TicketReply: ...
-    async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None: ...
-    async def heartbeat(self, report: WorkerReport) -> WorkerReply: ...
-    async def submit(self, group: Group) -> bool: ...
-    async def put_server(self, server: Server) -> Server: ...
 
 
 class UserCodeShutOff(RuntimeError):
@@ -98,6 +74,7 @@ class Worker:
         cpu_clock: Callable[[], float] = time.process_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        failures: Counter[str] = Counter()
         self.counters = WorkerReport(
             worker_id,
             ticket_ids=[],
@@ -105,7 +82,7 @@ class Worker:
             pid=os.getpid(),
             capacity=config.worker.episodes,
             most_open=config.most_open,
-            failures=Counter(),
+            failures=failures,
         )
         self.capacity = Capacity(config.worker.episodes, config.most_open, clock)
         self._config = config
@@ -142,19 +119,8 @@ class Worker:
             code,
             config.worker.tool_timeout_s,
         )
-        self._driver: Driver = Conversations(chat, tools, episodes, self._troubles)
-        own: Sequence[str] = ()
-        if task.agent is not None:
-            build = build_format or partial(build_chat_format, config, tokenizer=chat.tokenizer)
-            self._driver = Agents(Agent(task.agent), Stage(ChatFormats(chat, build), episodes, config.rollout), config)
-            own = (OWN_REWARD,)
-        elif environments is not None:
-            environments.pool.most = self.capacity.most_open
-            environments.pool.trouble = partial(self._troubles.add, "code")
-            failures = self.counters.failures
-            assert isinstance(failures, Counter)
-            self._driver = InEnvironments(environments, episodes, self._troubles, failures, config.worker, clock, sleep)
-            own = environments.rewards
+        self._driver = driver_of(task, config, episodes, chat, tools, environments, failures, sleep, build_format)
+        own = task.own_rewards if environments is None else environments.rewards
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
             rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=own),
@@ -187,7 +153,7 @@ class Worker:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        await self._give_back_all(unfinished, self._why_shut_off or "the worker was told to stop")
+        await give_back_all(self._queue, self._id, unfinished, self._why_shut_off or "the worker was told to stop")
         if self._shut_off.is_set() and not stop.is_set():
             raise UserCodeShutOff(self._why_shut_off)
 
@@ -214,7 +180,7 @@ class Worker:
             room = await self.capacity.wait_for_room(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
                 # Rows are tried a few times only: where nothing succeeds, do not run through them.
-                await self._sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(self._pauses, 10)))
+                await self._sleep(pause_s(self._pauses))
                 self._pauses += 1
                 room = await self.capacity.wait_for_room(group_size)
             request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
@@ -280,7 +246,8 @@ class Worker:
         self._failed(ticket)
         self.counters.failures[reasons.failed(failure.reason)] += 1
         detail = encodable(str(failure))
-        await self._give_back(ticket.id, TicketFailure(self._id, failure.reason, detail, failure.retryable))
+        told = TicketFailure(self._id, failure.reason, detail, failure.retryable)
+        await give_back(self._queue, ticket.id, told)
 
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
@@ -309,18 +276,3 @@ class Worker:
     def _user_code_is_shut_off(self, why: str) -> None:
         self._why_shut_off = why
         self._shut_off.set()
-
-    async def _give_back_all(self, ticket_ids: list[str], why: str) -> None:
-        """Let others have the tickets at once; if the queue does not answer, they expire."""
-        failure = TicketFailure(self._id, reasons.WORKER_STOPPED, encodable(why))
-        try:
-            async with asyncio.timeout(_GIVE_BACK_S):
-                await asyncio.gather(*(self._give_back(ticket_id, failure) for ticket_id in ticket_ids))
-        except (TimeoutError, QueueError) as error:
-            logger.warning("%d tickets could not be given back: %s", len(ticket_ids), error or "no answer")
-
-    async def _give_back(self, ticket_id: str, failure: TicketFailure) -> None:
-        try:
-            await self._queue.fail_ticket(ticket_id, failure)
-        except Refused as refusal:
-            logger.info("ticket %s was no longer ours: %s", ticket_id, refusal)

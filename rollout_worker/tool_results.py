@@ -55,6 +55,14 @@ async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatForma
     ]
 
 
+def told_of_defused(whose: str) -> str:
+    """The trouble of an answer in which `for_policy` broke special tokens; `whose`: the tool's, or environment's."""
+    return (
+        f"{whose}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, so that "
+        f"it cannot speak as another"
+    )
+
+
 async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
     """Each with its content cut, as the format's tokenizer counts."""
     return [

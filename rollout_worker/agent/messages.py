@@ -17,9 +17,9 @@ import msgspec
 
 from rollout_worker.agent.errors import Fault, refusal
 from rollout_worker.chat.base import Message
+from rollout_worker.task.tools.reading import short
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHOWN_CHARACTERS = 60
 # Of an assistant's message, what templates do not write, and nothing here reads.
 _UNREAD = ("audio", "function_call")
 
@@ -88,11 +88,11 @@ class _Reader:
     def message(self, message: Any, number: int) -> Said | None:
         where = f"messages[{number}]"
         if not isinstance(message, dict):
-            self._wrong(where, f"{_short(message)} is no message; give an object with role and content")
+            self._wrong(where, f"{short(message)} is no message; give an object with role and content")
             return None
         role = message.get("role")
         if role not in _ROLES:
-            self._wrong(f"{where}.role", f"{_short(role)}; give one of {', '.join(_ROLES)}")
+            self._wrong(f"{where}.role", f"{short(role)}; give one of {', '.join(_ROLES)}")
             return None
         content = self._content(message.get("content"), f"{where}.content")
         for name in _UNREAD:
@@ -110,7 +110,7 @@ class _Reader:
             return Said(role, content)
         answers = message.get("tool_call_id")
         if not isinstance(answers, str):
-            self._wrong(f"{where}.tool_call_id", f"{_short(answers)}; give the id of the call that it answers")
+            self._wrong(f"{where}.tool_call_id", f"{short(answers)}; give the id of the call that it answers")
             return None
         return Said(role, content, answers=answers)
 
@@ -120,7 +120,7 @@ class _Reader:
         for number, each in enumerate(said):
             known.update(call.id for call in each.calls)
             if each.role == "tool" and each.answers not in known:
-                text = f"{_short(each.answers)}: no message before it has a call with this id"
+                text = f"{short(each.answers)}: no message before it has a call with this id"
                 self._wrong(f"messages[{number}].tool_call_id", text)
         if said[-1].role == "assistant":
             self._wrong(
@@ -132,7 +132,7 @@ class _Reader:
         if content is None or isinstance(content, str):
             return content
         if not isinstance(content, list):
-            self._wrong(where, f"{_short(content)}; give text, or a list of parts")
+            self._wrong(where, f"{short(content)}; give text, or a list of parts")
             return None
         texts = []
         for number, part in enumerate(content):
@@ -141,7 +141,7 @@ class _Reader:
             if isinstance(text, str):
                 texts.append(text)
             else:
-                told = f"a part of type {_short(kind)}; the policy reads text alone: {{type: text, text: ...}}"
+                told = f"a part of type {short(kind)}; the policy reads text alone: {{type: text, text: ...}}"
                 self._wrong(f"{where}[{number}]", told)
         return "".join(texts)
 
@@ -149,7 +149,7 @@ class _Reader:
         if calls is None:
             return
         if not isinstance(calls, list):
-            self._wrong(where, f"{_short(calls)}; give a list of calls")
+            self._wrong(where, f"{short(calls)}; give a list of calls")
             return
         for number, call in enumerate(calls):
             function = call.get("function") if isinstance(call, Mapping) else None
@@ -173,8 +173,3 @@ def _same(arguments: str) -> Any:
         return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError, OverflowError):
         return arguments
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -11,13 +11,11 @@ from protocol import reasons
 from rollout_worker.agent.messages import Call, Said
 from rollout_worker.agent.tree import GivenCall
 from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
-from rollout_worker.task.tools import MOST_COUNTED
 from rollout_worker.task.tools.arguments import Parameters, small
-from rollout_worker.task.tools.base import OTHER, UNKNOWN, ArgumentsError
+from rollout_worker.task.tools.base import UNKNOWN, ArgumentsError
+from rollout_worker.task.tools.counts import NAME_CHARACTERS, count_call, counted_as
 from rollout_worker.user_code import in_thread
 from rollout_worker.user_code.texts import encodable
-
-_NAME_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +90,9 @@ class Outgoing:
                 name = self.counted_as(call.name)
             self.calls += 1
             self.failures += reason is not None
-            counts = {f"tools/{name}/calls": 1, f"tools/{name}/failures": int(reason is not None)}
-            if each.coerced:
-                counts[f"tools/{name}/coerced"] = 1
-            if reason is not None:
-                counts[f"tools/{name}/failures/{reason}"] = 1
-            for figure, count in counts.items():
-                self.metrics[figure] = self.metrics.get(figure, 0.0) + count
+            count_call(self.metrics, name, reason, each.coerced)
 
     def counted_as(self, name: str) -> str:
-        """So many tools are counted by name, all others together."""
-        name = name[:_NAME_CHARACTERS]
-        counted = sum(figure.endswith("/calls") for figure in self.metrics)
-        return name if f"tools/{name}/calls" in self.metrics or counted < MOST_COUNTED else OTHER
+        """What a tool is counted as, the first ones by name."""
+        known = f"tools/{name[:NAME_CHARACTERS]}/calls" in self.metrics
+        return counted_as(name, 0 if known else sum(figure.endswith("/calls") for figure in self.metrics))

@@ -230,5 +230,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
+    """A text without quotes: it may be a parameter's name."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

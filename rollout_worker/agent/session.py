@@ -7,8 +7,6 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,6 @@ from protocol.messages import FinishReason, Rollout
 from rollout_worker import user_code
 from rollout_worker.agent import schemas
 from rollout_worker.agent.allowance import Allowance
-from rollout_worker.agent.deadline import Deadline
 from rollout_worker.agent.errors import SERVER, ApiError, over
 from rollout_worker.agent.formats import ChatFormats, Proven
 from rollout_worker.agent.messages import Said, read_messages
@@ -28,12 +25,14 @@ from rollout_worker.agent.outgoing import Outgoing, ReadCall, read_calls
 from rollout_worker.agent.parameters import Asked, read_parameters
 from rollout_worker.agent.replies import Choice, Completion
 from rollout_worker.agent.tree import Place, Tree, shown_to_policy
+from rollout_worker.agent.whereabouts import Whereabouts
 from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
+from rollout_worker.deadline import Deadline
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.client import SERVED_MODEL_NAME
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import Sampled
+from rollout_worker.inference.wire import OwnParams, Sampled
 from rollout_worker.task.tools import ToolResult
 from rollout_worker.tool_results import for_policy
 from rollout_worker.user_code.texts import encodable
@@ -83,6 +82,7 @@ class Session:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
+        self.whereabouts = Whereabouts(stage.episodes.capacity, stage.episodes.clock)
         self._stage = stage
         self._affinity = affinity
         self._deadline = deadline
@@ -94,7 +94,7 @@ class Session:
         self._allowance = Allowance(stage.episodes.limits)
         self._outgoing = Outgoing()
         self._name, self._numbers = secrets.token_hex(4), itertools.count()
-        self._generate_s = self._busy_s = self._busy_since = 0.0
+        self._generate_s = 0.0
 
     @property
     def ended_as(self) -> FinishReason | None:
@@ -129,7 +129,7 @@ class Session:
         line = self._tree.last.line() if self._tree.last is not None else []
         timings = {
             "generate": self._generate_s,
-            "agent": max(0.0, total_s - self._busy_s),
+            "agent": max(0.0, total_s - self.whereabouts.policy_s),
             "slots": self._deadline.paused_s,
             "total": total_s,
         }
@@ -155,11 +155,11 @@ class Session:
         return Episode(
             self._tree.drafts,
             rollout,
+            messages[:begins],
             self._affinity,
             messages[begins:],
             line[-1].text if line else "",
             self._sampled_tokens,
-            prompt=messages[:begins],
         )
 
     def _check_open(self) -> None:
@@ -243,11 +243,11 @@ class Session:
         budget = await allowance.budget(len(context.ids), asked.max_tokens, self.turns, len(self._tree.drafts), appends)
         tokens = budget.tokens if asked.max_tokens is None else min(budget.tokens, asked.max_tokens)
         try:
-            with self._at_work(), allowance.taken(tokens):
-                async with self._slot():
+            with self.whereabouts.policy(), allowance.taken(tokens):
+                async with self._deadline.slot(episodes.capacity, begun=self.turns > 0):
                     began = episodes.clock()
                     sampled = await episodes.sampler.sample(
-                        self._affinity, context.ids, tokens, None, self.temperature, asked.stop
+                        self._affinity, context.ids, tokens, None, OwnParams(self.temperature, asked.stop)
                     )
                     self._generate_s += episodes.clock() - began
                 allowance.spend(len(sampled.token_ids))
@@ -259,25 +259,6 @@ class Session:
         cut = sampled.finish_reason == "length" and tokens == budget.tokens
         calls = await read_calls(parsed, proven.parameters)
         return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Counts the time in which any answer is sampled: the rest of an episode is the agent's."""
-        clock = self._stage.episodes.clock
-        if not self._allowance.in_flight:
-            self._busy_since = clock()
-        try:
-            yield
-        finally:
-            if not self._allowance.in_flight:
-                self._busy_s += clock() - self._busy_since
-
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            with self._deadline.paused():
-                await stack.enter_async_context(self._stage.episodes.capacity.turn(begun=self.turns > 0))
-            yield
 
     def _recorded(self, proven: Proven, place: Place, context: _Context, asked: Asked, turn: _Turn) -> Choice:
         sampled, parsed = turn.sampled, turn.parsed

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import FinishReason
 from rollout_worker import user_code
 from rollout_worker.agent import AgentServer, Session
-from rollout_worker.agent.deadline import Deadline
 from rollout_worker.agent.session import Stage
-from rollout_worker.drivers.base import Plan, outcome
+from rollout_worker.deadline import Deadline
+from rollout_worker.drivers.base import Plan, side_by_side
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.inference.router import Affinity
 from rollout_worker.task.agent import Agent, AgentResult, check_settings, read_result
 from rollout_worker.task.rewards.base import OWN_REWARD
 
@@ -42,34 +42,28 @@ class Agents:
                 self._server = None
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
-        plan.reservation.give_all()  # what an agent does before it asks, nobody knows
-        siblings = Siblings()
-        async with asyncio.TaskGroup() as tasks:
-            runs = [
-                tasks.create_task(outcome(self._episode(plan, Affinity(siblings=siblings, born=plan.born))))
-                for _ in range(plan.count)
-            ]
-        return [run.result() for run in runs]
+        return await side_by_side(plan, partial(self._episode, plan))  # what an agent does before it asks, nobody knows
 
     async def _episode(self, plan: Plan, affinity: Affinity) -> Episode:
         """Raises `EpisodeFailed`."""
         assert self._server is not None, "the driver is open while tickets run"
         episodes, deadline = self.stage.episodes, Deadline(self.config.worker.episode_timeout_s)
-        temperature = self.config.rollout.temperature if plan.temperature is None else plan.temperature
+        temperature = self.config.rollout.temperature if plan.own.temperature is None else plan.own.temperature
         session = Session(self.stage, affinity, temperature, deadline)
         endpoint = self._server.open(session)
         began = episodes.clock()
         result, finish_reason = AgentResult(), session.ended_as
         try:
             async with deadline.limit:
-                result = await episodes.code.call(
-                    self.agent.function,
-                    read_result,
-                    self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
-                    user_code.Kind.AGENT,
-                    endpoint=endpoint,
-                    **self.agent.arguments(plan.row.columns),
-                )
+                with session.whereabouts.agent():
+                    result = await episodes.code.call(
+                        self.agent.function,
+                        read_result,
+                        self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
+                        user_code.Kind.AGENT,
+                        endpoint=endpoint,
+                        **self.agent.arguments(plan.row.columns),
+                    )
             finish_reason = self._ended(session)
         except TimeoutError:
             if not session.turns:

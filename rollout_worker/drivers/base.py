@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +15,8 @@ from rollout_worker.capacity import Reservation
 from rollout_worker.chat.base import ChatFormat, Message, PromptError
 from rollout_worker.episode import Episode
 from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.inference.router import Affinity, Siblings
+from rollout_worker.inference.wire import AS_THE_RUN, OwnParams
 from rollout_worker.task.task import Row
 from rollout_worker.troubles import Troubles
 
@@ -34,14 +37,14 @@ class TicketFailed(Exception):
 class Plan:
     """One group to be made: `count` episodes of `row`. reservation: slots for their first turns; a driver that has
     the episodes wait for anything before those gives them back first. born: the pool's tick when the ticket began.
-    temperature: of this ticket alone, None for the run's. after: closed when the group is rewarded, or given up: until
+    own: what this ticket's are sampled with of their own. after: closed when the group is rewarded, or given up: until
     then the episodes' environments are kept."""
 
     row: Row
     count: int
     born: int
     reservation: Reservation
-    temperature: float | None = None
+    own: OwnParams = AS_THE_RUN
     after: ExitStack = field(default_factory=ExitStack)
 
 
@@ -67,6 +70,18 @@ async def outcome(episode: Awaitable[Episode]) -> Episode | EpisodeFailed:
     except Exception as error:
         logger.exception("an episode failed unexpectedly")
         return EpisodeFailed(reasons.INTERNAL, str(user_code.failure_of(error, None)), retryable=True)
+
+
+async def side_by_side(plan: Plan, episode: Callable[[Affinity], Awaitable[Episode]]) -> list[Episode | EpisodeFailed]:
+    """The plan's episodes, each on its own way: `episode` has to wait for something before its first turn, so the slots
+    for first turns go back."""
+    plan.reservation.give_all()
+    siblings = Siblings()  # their prompts have much in common
+    async with asyncio.TaskGroup() as tasks:
+        runs = [
+            tasks.create_task(outcome(episode(Affinity(siblings=siblings, born=plan.born)))) for _ in range(plan.count)
+        ]
+    return [run.result() for run in runs]
 
 
 async def prompt_ids(

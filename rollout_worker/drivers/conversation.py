@@ -32,7 +32,7 @@ class Conversations:
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
         prompt, limits = plan.row.columns["prompt"], self.episodes.limits
         ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, self.troubles)
-        scene = Scene(prompt, ids, self.chat, self.tools, temperature=plan.temperature)
+        scene = Scene(prompt, ids, self.chat, self.tools, own=plan.own)
         sampler, siblings = self.episodes.sampler, Siblings()
         affinities = [Affinity(siblings=siblings, born=plan.born) for _ in range(plan.count)]
         fills: list[asyncio.Task[None]] = []
@@ -41,7 +41,7 @@ class Conversations:
             async with asyncio.TaskGroup() as tasks:
                 async for count in plan.reservation.parts():
                     part = affinities[len(runs) : len(runs) + count]
-                    first = sampler.first_turn(part, ids, limits.turn(0, len(ids)).tokens, plan.temperature)
+                    first = sampler.first_turn(part, ids, limits.turn(0, len(ids)).tokens, plan.own)
                     fills += [tasks.create_task(fill) for fill in first.fills]
                     for affinity, pending in zip(part, first.pending, strict=True):
                         opening = Opening(pending, plan.reservation)

@@ -12,24 +12,25 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from protocol import figures, reasons
 from protocol.config import ConfigError, WorkerSection
+from rollout_worker.backoff import pause_s
+from rollout_worker.capacity import Place
 from rollout_worker.chat.base import Message
-from rollout_worker.drivers.base import Plan, TicketFailed, outcome, prompt_ids
+from rollout_worker.drivers.base import Plan, TicketFailed, prompt_ids, side_by_side
 from rollout_worker.episode import Episode, EpisodeRunner
 from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.markup import markup_of
+from rollout_worker.inference.router import Affinity
 from rollout_worker.scene import Scene
 from rollout_worker.task.environment import Environments, Instance, Stage
 from rollout_worker.task.environment.observation import answered, folded, observed, rewarded
-from rollout_worker.tool_results import cut, token_counter
+from rollout_worker.task.tools import ToolResult
+from rollout_worker.tool_results import for_policy, told_of_defused
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import NotCalled, UserCodeError
-
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,6 @@ class InEnvironments:
         return nullcontext()
 
     async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
-        plan.reservation.give_all()
         try:
             stage = self.environments.stage_of(plan.row.columns)
             columns = self.environments.reset_columns(stage, plan.row.columns)
@@ -56,15 +56,7 @@ class InEnvironments:
             detail = f"row {plan.row.number} cannot be played: {error}"
             self.troubles.add("row", reasons.ENVIRONMENT, detail)
             raise TicketFailed(reasons.ROW, detail, retryable=False) from None
-        siblings = Siblings()  # their prompts have much in common
-        async with asyncio.TaskGroup() as tasks:
-            runs = [
-                tasks.create_task(
-                    outcome(self._episode(plan, stage, columns, Affinity(siblings=siblings, born=plan.born)))
-                )
-                for _ in range(plan.count)
-            ]
-        return [run.result() for run in runs]
+        return await side_by_side(plan, partial(self._episode, plan, stage, columns))
 
     async def _episode(self, plan: Plan, stage: Stage, columns: Mapping[str, Any], affinity: Affinity) -> Episode:
         """One episode, whose environment is kept until the group is rewarded. Raises `EpisodeFailed`."""
@@ -82,7 +74,7 @@ class InEnvironments:
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
             respond = play.respond if stage.face.responds else None
-            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.temperature)
+            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.own)
             episode = await self.episodes.run(scene, affinity)
             if stage.face.rewards:
                 episode.rewards[stage.face.cls] = await play.reward()
@@ -108,7 +100,7 @@ class _Play:
     async def reset(self, prompt: Sequence[Message], columns: Mapping[str, Any]) -> list[Message]:
         """The episode's prompt. Raises `EpisodeFailed`."""
         timeout_s = self.driver.limits.environment_timeout_s
-        with self._at_work(figures.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
+        with self._at_work("tools", figures.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
             said = await self.instance.call("reset", observed, timeout_s, dict(columns))
         self.prompt = folded(prompt, said)
         return self.prompt
@@ -116,7 +108,7 @@ class _Play:
     async def respond(self, messages: Sequence[Message]) -> list[Message] | None:
         """See `scene.Respond`."""
         conversation = {"messages": [*self.prompt, *messages]}
-        with self._at_work(figures.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
+        with self._at_work("tools", figures.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
             said = await self.instance.call("respond", answered, self.driver.limits.tool_timeout_s, conversation)
         if said is None:
             return None
@@ -126,7 +118,7 @@ class _Play:
         """What `get_reward` gives, tried again where it raises. A call that was given up may keep the environment busy
         for a while: it is waited for. Raises `EpisodeFailed`."""
         limits = self.driver.limits
-        with self._at_work(figures.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
+        with self._at_work("judgement", figures.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
             for attempt in range(limits.reward_attempts - 1):
                 try:
                     return await self._reward()
@@ -137,7 +129,7 @@ class _Play:
                     self.driver.troubles.add(
                         "reward", f"get_reward {error.kind}", f"{self.stage.face.cls}.get_reward: {error}", error.where
                     )
-                await self.driver.sleep(min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(attempt, 10)))
+                await self.driver.sleep(pause_s(attempt))
             return await self._reward()
 
     async def _reward(self) -> float | None:
@@ -146,26 +138,21 @@ class _Play:
         return reward
 
     async def _for_policy(self, text: str) -> str:
-        """Cut as a tool's answer is, and without special tokens: it may repeat what the policy said."""
-        tokenizer, most = self.stage.chat.tokenizer, self.driver.episodes.limits.tool_result_tokens
-        count = token_counter(tokenizer)
-        short = await cut(text, most, count)
-        broken = markup_of(tokenizer).broken(short)
-        if broken == short:
-            return short
-        detail = (
-            f"{self.stage.face.cls}.respond: an answer held the text of special tokens, such as <|im_end|>; a space "
-            f"was put into each, so that it cannot speak as another"
-        )
-        self.driver.troubles.add("environment", "special tokens", detail)
-        return await cut(broken, most, count)
+        """As a tool's answer: it may repeat what the policy said."""
+        most = self.driver.episodes.limits.tool_result_tokens
+        (read,) = await for_policy([ToolResult("respond", text)], most, self.stage.chat)
+        if read.defused:
+            told = told_of_defused(f"{self.stage.face.cls}.respond")
+            self.driver.troubles.add("environment", "special tokens", told)
+        return read.content
 
     @contextmanager
-    def _at_work(self, figure: str, reason: str, what: str) -> Iterator[None]:
-        """Counts the time; an environment that failed serves no other episode."""
+    def _at_work(self, place: Place, figure: str, reason: str, what: str) -> Iterator[None]:
+        """Counts the time, and the episode as being there; an environment that failed serves no other episode."""
         started = self.driver.clock()
         try:
-            yield
+            with self.driver.episodes.capacity.being(place):
+                yield
         except UserCodeError as error:
             self.instance.lost = self.instance.lost or not isinstance(error, NotCalled)
             raise _failed(reason, self.stage, what, error) from None

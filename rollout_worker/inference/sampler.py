@@ -18,6 +18,7 @@ from typing import Any
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import Server
+from rollout_worker.backoff import pause_s
 from rollout_worker.inference.client import SERVED_MODEL_NAME, InferenceClient
 from rollout_worker.inference.errors import (
     BadSample,
@@ -30,9 +31,17 @@ from rollout_worker.inference.errors import (
 )
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.wire import Asked, Choice, GenerateRequest, Sampled, sampled_of, sampling_params
+from rollout_worker.inference.wire import (
+    AS_THE_RUN,
+    Asked,
+    Choice,
+    GenerateRequest,
+    OwnParams,
+    Sampled,
+    sampled_of,
+    sampling_params,
+)
 
-_BACKOFF_S, _BACKOFF_MAX_S = 0.5, 10.0
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
 _ONE_CHUNK = 1 << 30
 # The length of a turn is taken to be like that of the last so many; the first ones are guessed.
@@ -76,17 +85,16 @@ class Sampler:
         self._usual_tokens = _FIRST_GUESS
 
     def first_turn(
-        self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int, temperature: float | None = None
+        self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int, own: OwnParams = AS_THE_RUN
     ) -> FirstTurn:
-        """The first turn of all affinities, in as few requests as the servers' limit allows. `temperature`: in place of
-        the run's."""
+        """The first turn of all affinities, in as few requests as the servers' limit allows."""
         loop = asyncio.get_running_loop()
         for affinity in affinities:
             affinity.siblings = affinities[0].siblings
         pending: list[PendingChoice] = [loop.create_future() for _ in affinities]
         step = self._config.vllm.max_num_seqs
         fills = [
-            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens, temperature)
+            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens, own)
             for start in range(0, len(affinities), step)
         ]
         return FirstTurn(pending, fills)
@@ -97,11 +105,9 @@ class Sampler:
         prompt: list[int],
         max_tokens: int,
         pending: PendingChoice | None = None,
-        temperature: float | None = None,
-        stop: Sequence[str] = (),
+        own: OwnParams = AS_THE_RUN,
     ) -> Sampled:
-        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt. temperature: in
-        place of the run's; stop: texts that end the turn besides the run's, and stay in it.
+        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt.
 
         A turn that a server aborts goes on after the tokens so far, which keep their versions and servers; one whose
         server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another, and the
@@ -115,7 +121,7 @@ class Sampler:
             self.pool.check(affinity)
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
-                part = await self._attempt(affinity, token_ids, room, pending, avoid, temperature, stop)
+                part = await self._attempt(affinity, token_ids, room, pending, avoid, own)
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -163,14 +169,13 @@ class Sampler:
         max_tokens: int,
         pending: PendingChoice | None,
         avoid: str | None,
-        temperature: float | None,
-        stop: Sequence[str],
+        own: OwnParams,
     ) -> Sampled:
         """What one request gave, or the pending one."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid, temperature, stop)
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
@@ -183,12 +188,11 @@ class Sampler:
         token_ids: list[int],
         max_tokens: int,
         avoid: str | None,
-        temperature: float | None,
-        stop: Sequence[str],
+        own: OwnParams,
     ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(server, token_ids, max_tokens, 1, False, temperature, stop)
+            request = self._request(server, token_ids, max_tokens, 1, False, own)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
@@ -201,11 +205,11 @@ class Sampler:
         affinities: Sequence[Affinity],
         prompt: list[int],
         max_tokens: int,
-        temperature: float | None,
+        own: OwnParams,
     ) -> None:
         """Sample one continuation of `prompt` for each of `pending`, all in one request."""
         try:
-            await self._fill_from_one(pending, affinities, prompt, max_tokens, temperature)
+            await self._fill_from_one(pending, affinities, prompt, max_tokens, own)
         except (Doubtful, ServerFailed, UnknownWeights, EpisodeFailed) as error:
             for waiting in pending:
                 if not waiting.done():
@@ -217,7 +221,7 @@ class Sampler:
         affinities: Sequence[Affinity],
         prompt: list[int],
         max_tokens: int,
-        temperature: float | None,
+        own: OwnParams,
     ) -> None:
         """Raises if any is left without its continuation, or has one that cannot be trained on: its siblings keep
         theirs."""
@@ -225,7 +229,7 @@ class Sampler:
         expected = self._expected(max_tokens)
         async with self.pool.request(affinities, len(prompt), expected) as running:
             server = running.server
-            request = self._request(server, prompt, max_tokens, len(pending), self._stream_first_turn, temperature)
+            request = self._request(server, prompt, max_tokens, len(pending), self._stream_first_turn, own)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request)) as choices:
                 async for choice in choices:
@@ -266,14 +270,7 @@ class Sampler:
         return min(max_tokens, round(self._usual_tokens))
 
     def _request(
-        self,
-        server: Server,
-        token_ids: list[int],
-        max_tokens: int,
-        n: int,
-        stream: bool,
-        temperature: float | None = None,
-        stop: Sequence[str] = (),
+        self, server: Server, token_ids: list[int], max_tokens: int, n: int, stream: bool, own: OwnParams
     ) -> GenerateRequest:
         return GenerateRequest(
             model=SERVED_MODEL_NAME,
@@ -285,8 +282,7 @@ class Sampler:
                 max_tokens,
                 n,
                 stream_interval=_ONE_CHUNK if stream else None,
-                temperature=temperature,
-                stop=stop,
+                own=own,
             ),
             cache_salt=f"{self._config.run.name}:{server.version}",
             stream=stream,
@@ -294,8 +290,7 @@ class Sampler:
 
     async def _give_time(self, failures: int) -> None:
         """There is no other server to go to: give this one time."""
-        longest = min(_BACKOFF_MAX_S, _BACKOFF_S * 2 ** (failures - 1))
-        await self._sleep(longest * (0.5 + self._rng.random() / 2))
+        await self._sleep(pause_s(failures) * (0.5 + self._rng.random() / 2))
 
 
 def _fail(waiting: PendingChoice, error: Exception) -> None:

@@ -52,17 +52,27 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class OwnParams:
+    """What an episode or a turn is sampled with of its own. temperature: in place of the run's, None for that; stop:
+    texts that end the turn besides the run's, and stay in it."""
+
+    temperature: float | None = None
+    stop: Sequence[str] = ()
+
+
+AS_THE_RUN = OwnParams()
+
+
 def sampling_params(
     config: RunConfig,
     stop_token_ids: list[int],
     max_tokens: int,
     n: int,
     stream_interval: int | None,
-    temperature: float | None = None,
-    stop: Sequence[str] = (),
+    own: OwnParams = AS_THE_RUN,
 ) -> SamplingParams:
-    """Those of the run, for `n` turns of at most `max_tokens` tokens after one prompt; `temperature`: in place of the
-    run's; `stop`: texts that end a turn besides the run's.
+    """Those of the run, but for `own`, for `n` turns of at most `max_tokens` tokens after one prompt.
 
     vLLM looks for stop strings in the text, so it has to make one, special tokens and all: a tag that a tokenizer
     counts among them could not be found otherwise.
@@ -77,12 +87,12 @@ def sampling_params(
         "frequency_penalty": rollout.frequency_penalty,
     }
     off = {name: value for name, value in shape.items() if value != NEUTRAL[name]}
-    stops = [*rollout.stop, *stop]
+    stops = [*rollout.stop, *own.stop]
     further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
     further["min_tokens"] = min(further["min_tokens"], max_tokens)  # or vLLM refuses the last turns of an episode
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=rollout.temperature if temperature is None else temperature,
+        temperature=rollout.temperature if own.temperature is None else own.temperature,
         stop_token_ids=stop_token_ids,
         logprobs=0,
         detokenize=bool(stops),

@@ -83,16 +83,12 @@ class UserCode:
         )
         self._loops = Loops(threads, self._async_code_hangs, self._a_loop_is_blocked, look_s)
         self._expected: list[int] = []
-        self._processes = None if isolated is None else Processes(threads, isolated)
+        self._processes = None if isolated is None else Processes(threads, isolated, self._no_thread_was_free)
 
     @property
     def hung(self) -> int:
         """Calls that were given up and have not come back."""
         return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
-
-    def most(self, kind: Kind) -> int:
-        """Sync calls of this kind at one time."""
-        return self._threads[kind].limit
 
     async def __aenter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -130,10 +126,9 @@ class UserCode:
         if is_async(function):
             result = await self._loops.run(function, start, plain, timeout_s)
         else:
-            began = time.monotonic()
             result = await threads.run(function, partial(_done, start, plain), timeout_s)
             if isinstance(result, Held):
-                left_s = max(0.0, timeout_s - (time.monotonic() - began))
+                left_s = max(0.0, timeout_s - (time.monotonic() - result.began))
                 result = await self._loops.run(function, result.take, plain, left_s, told_s=timeout_s)
         if isinstance(result, Held):
             # Its text may take as long as it likes, or never end.
@@ -192,8 +187,9 @@ def _started(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 def _done(start: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
     """In a thread. What must be awaited comes back `Held`."""
+    began = time.monotonic()
     result = start()
-    return Held(result) if inspect.isawaitable(result) or inspect.isasyncgen(result) else plain(result)
+    return Held(result, began) if inspect.isawaitable(result) or inspect.isasyncgen(result) else plain(result)
 
 
 def _plain(held: Held, plain: Callable[[Any], Any]) -> Any:

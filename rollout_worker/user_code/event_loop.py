@@ -7,7 +7,8 @@ import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +25,43 @@ LOOKS = 8
 _CLOSE_S = 1.0
 
 
-class Held:
-    """A value of the user's on its way from thread to thread: it is taken out where it is used, and so freed there."""
+class Awaited(ABC):
+    """What has to be awaited, and is told where nobody will."""
 
-    def __init__(self, value: Any) -> None:
+    @abstractmethod
+    def __await__(self) -> Generator[Any, Any, Any]: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Called at most once, in any thread, in place of awaiting it."""
+
+
+class Held:
+    """A value of the user's on its way from thread to thread: it is taken out where it is used, and so freed there.
+    A coroutine that is never taken out, as its caller has gone meanwhile, is closed. `began`: when the call that gave
+    it did, in seconds, monotonic."""
+
+    def __init__(self, value: Any, began: float = 0.0) -> None:
+        self.began = began
         self._values = [value]
 
     def take(self) -> Any:
         return self._values.pop()
+
+    def __del__(self) -> None:
+        for value in self._values:
+            close_unawaited(value)
+
+
+def close_unawaited(value: Any) -> None:
+    """A coroutine that has not begun, and now never will: nothing of the user's runs in its close, and Python warns of
+    one that is dropped without."""
+    if inspect.iscoroutine(value):
+        waits = inspect.getcoroutinestate(value) == inspect.CORO_CREATED
+    else:
+        waits = isinstance(value, Awaited)
+    if waits:
+        value.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +210,7 @@ class EventLoop:
                 await call.run(self._pid)
         finally:
             del self._calls[call.task]
-            call.task = None
+            call.task = call.start = None  # what was not begun is freed here, and not with the error's frames
             self._ended(call)
 
     def _cancel(self, call: AsyncCall) -> None:

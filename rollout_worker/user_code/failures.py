@@ -17,7 +17,10 @@ MAX_CHARACTERS = 2000
 
 class UserCodeError(Exception):
     """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
-    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none. All three can be sent as they are."""
+    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none. All three can be sent as they are.
+    `waited_s`: seconds that the call waited for a thread, which are none of its own."""
+
+    waited_s = 0.0
 
     def __init__(self, text: str, kind: str, where: str | None) -> None:
         super().__init__(encodable(text))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import wraps
 from typing import Any
 
-from rollout_worker.user_code.event_loop import collected
+from rollout_worker.user_code.event_loop import Awaited, close_unawaited, collected
 from rollout_worker.user_code.failures import is_async
 
 
@@ -45,7 +45,7 @@ class Followed:
             try:
                 result = self._run(**arguments)
                 waits = inspect.isawaitable(result) or inspect.isasyncgen(result)
-                return self._awaited(result) if waits else result
+                return _Followed(result, self._tell) if waits else result
             finally:
                 if not waits:
                     self._tell()
@@ -63,12 +63,6 @@ class Followed:
 
         return followed
 
-    async def _awaited(self, result: Any) -> Any:
-        try:
-            return await _final(result)
-        finally:
-            self._tell()
-
     def _begin(self) -> None:
         """Where user code runs. Raises `IndexError` where it was let go before."""
         self._only.pop()
@@ -77,6 +71,24 @@ class Followed:
     def _tell(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be gone by now
             self._loop.call_soon_threadsafe(self.back.set)
+
+
+class _Followed(Awaited):
+    """What a call gave that has to be awaited. `tell` is called when it has ended."""
+
+    def __init__(self, result: Any, tell: Callable[[], None]) -> None:
+        self._result = result
+        self._tell = tell
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        try:
+            return (yield from _final(self._result).__await__())
+        finally:
+            self._tell()
+
+    def close(self) -> None:
+        close_unawaited(self._result)
+        self._tell()
 
 
 async def _final(result: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ START_S = 120.0
 
 class Processes:
     """At most `limit` children, as many as calls run at once; each is a fresh interpreter that imports the task file. A
-    child serves one call at a time."""
+    child serves one call at a time. `on_full` is called with the text where a call has waited for a child for as
+    long as its time-out."""
 
-    def __init__(self, limit: int, task_file: TaskSection) -> None:
+    def __init__(self, limit: int, task_file: TaskSection, on_full: Callable[[str], None] = lambda text: None) -> None:
         self.limit = limit
+        self._on_full = on_full
         self._task_path = f"{task_file.file.resolve()}:{task_file.object_name}"
         self._guard = GroupGuard()
         self._threads = Threads(limit)
@@ -34,11 +37,12 @@ class Processes:
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """The tool's result as text; the time-out counts from when a child is ready. Raises `UserCodeError`."""
+        text = f"no process was free within {timeout_s:g} s: all {self.limit} are at work; raise worker.user_threads"
+        waits_long = asyncio.get_running_loop().call_later(timeout_s, self._on_full, text)
         try:
-            await asyncio.wait_for(self._slots.acquire(), timeout_s + START_S)
-        except TimeoutError:
-            text = f"no process was free: all {self.limit} are at work; raise worker.user_threads"
-            raise UserCodeError(text, reasons.TIMEOUT, None) from None
+            await self._slots.acquire()
+        finally:
+            waits_long.cancel()
         try:
             child = self._idle.pop() if self._idle else await self._started()
             # Here and not in the thread, which comes later: a call that is cancelled until then has a busy child.

@@ -2,8 +2,9 @@
 
 Every decision is taken on the event loop of the caller; a thread only works and reports back. A thread whose call was
 given up is counted in `hung` until it comes back, and another takes its place, so that calls that never return take no
-room from others: up to `HUNG_PER_THREAD` times as many, after which calls fail at once. The threads are daemons: none
-keeps the process from ending.
+room from others: up to `HUNG_PER_THREAD` times as many, after which calls fail at once. A call waits for a thread as
+long as it takes: each one at work comes back, or is given up. The threads are daemons: none keeps the process from
+ending.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class _Call:
     function: Callable[..., Any]
     step: Callable[[], Any] | None
     timeout_s: float
+    asked_at: float
+    waited_s: float = 0.0
     thread: int | None = None
     timer: asyncio.TimerHandle | None = None
     given_up: bool = False
@@ -61,12 +64,13 @@ class _Call:
             self.timer.cancel()
         if self.future.done():
             return
-        if error is not None:
-            self.future.set_exception(error)
-        elif self.failed:
-            self.future.set_exception(self.outcome)
-        else:
+        if error is None and self.failed:
+            error = self.outcome
+        if error is None:
             self.future.set_result(self.outcome)
+        else:
+            error.waited_s = self.waited_s
+            self.future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +85,8 @@ class _Start:
 class Threads:
     """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `came_back`: those that
     have; `longest_s`: the longest time-out. `on_hung` is called at each new hung one, `on_full` with the text where a
-    call found no thread in time. `after_cancel_s`: what a call may still take whose caller has gone, None for all of
-    its time-out. Any event loop may call, one at a time."""
+    call has waited for a thread as long as its time-out. `after_cancel_s`: what a call may still take whose caller has
+    gone, None for all of its time-out. Any event loop may call, one at a time."""
 
     def __init__(
         self,
@@ -125,21 +129,16 @@ class Threads:
 
     async def run(self, function: Callable[..., Any], step: Callable[[], Any], timeout_s: float) -> Any:
         """What `step()` gives, in a thread; `function` is the user's, for the errors. Its time-out counts from when it
-        has a thread; it waits for one as long at most. Raises `UserCodeError`."""
+        has a thread. Raises `UserCodeError`."""
         loop = asyncio.get_running_loop()
-        call = _Call(self._came_back, loop, loop.create_future(), function, step, timeout_s)
+        call = _Call(self._came_back, loop, loop.create_future(), function, step, timeout_s, loop.time())
         self.longest_s = max(self.longest_s, timeout_s)
         if self.full:
-            raise NotCalled(
-                f"not called: {self.hanging()}, and no more threads are given; mend what hangs, or set "
-                f'worker.tool_isolation = "process"',
-                reasons.TIMEOUT,
-                defined_at(function),
-            )
+            raise self._refusal(function)
         if self._working < self.limit:
             self._begin(call)
         else:
-            call.timer = loop.call_later(timeout_s, self._waited_too_long, call)
+            call.timer = loop.call_later(timeout_s, self._waits_long, call)
             self._waiting.append(call)
         try:
             return await call.future
@@ -186,6 +185,7 @@ class Threads:
         else:
             self._working -= 1
             call.settle()
+        call.outcome = None  # else it would live as long as the frames of the caller's error
         if self.limit == 0:
             jobs.put(None)
             return
@@ -193,12 +193,25 @@ class Threads:
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
-        while self._waiting and self._working < self.limit:
+        while self._waiting and (self.full or self._working < self.limit):
             call = self._waiting.popleft()
             if call.timer is not None:
                 call.timer.cancel()
-            if not call.future.done():  # who asked for it may be gone
+            if call.future.done():  # who asked for it is gone
+                continue
+            call.waited_s = call.loop.time() - call.asked_at
+            if self.full:
+                call.settle(self._refusal(call.function))
+            else:
                 self._begin(call)
+
+    def _refusal(self, function: Callable[..., Any]) -> NotCalled:
+        return NotCalled(
+            f"not called: {self.hanging()}, and no more threads are given; mend what hangs, or set "
+            f'worker.tool_isolation = "process"',
+            reasons.TIMEOUT,
+            defined_at(function),
+        )
 
     def _give_up(self, call: _Call) -> None:
         call.given_up = True
@@ -215,15 +228,12 @@ class Threads:
             call.timer.cancel()
             call.timer = call.loop.call_later(self._after_cancel_s, self._give_up, call)
 
-    def _waited_too_long(self, call: _Call) -> None:
-        if call.future.done():
-            return
-        text = (
-            f"no thread was free within {call.timeout_s:g} s: all {self.limit} are at work; raise worker.user_threads, "
-            f"or make slow code async"
-        )
-        call.settle(UserCodeError(text, reasons.TIMEOUT, defined_at(call.function)))
-        self._on_full(text)
+    def _waits_long(self, call: _Call) -> None:
+        if not call.future.done():
+            self._on_full(
+                f"no thread was free within {call.timeout_s:g} s: all {self.limit} are at work; raise "
+                f"worker.user_threads, or make slow code async"
+            )
 
 
 def _start_all(starts: SimpleQueue[_Start | None]) -> None:

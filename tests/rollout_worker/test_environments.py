@@ -243,7 +243,7 @@ async def test_a_row_that_names_no_environment_is_dropped_and_told():
     assert len(run.queue.groups) == 1
     (failure,) = run.queue.failures.values()
     assert (failure.reason, failure.retryable) == ("row", False)
-    assert "'middle', and the environments are: left, right" in failure.detail
+    assert "'middle', which is not one of the environments: left, right" in failure.detail
     assert ("row", f"{failure.detail}") in troubles(run)
 
 
@@ -355,6 +355,42 @@ async def test_f22_resets_run_side_by_side_and_hold_no_slot():
     )
     assert len(run.rollouts) == 8
     assert free == [8]
+
+
+@pytest.mark.parametrize(
+    ("where", "place"), [("reset", "in_tools"), ("respond", "in_tools"), ("get_reward", "in_judgement")]
+)
+async def test_an_episode_at_its_environment_is_told_as_there(where, place):
+    entered: list[str] = []
+    told: list[dict[str, int]] = []
+    go_on = threading.Event()
+
+    class Slow(Right):
+        def reset(self, **columns: Any) -> None:
+            self._wait("reset")
+
+        def respond(self, messages: list[Any]) -> None:
+            self._wait("respond")
+
+        def get_reward(self) -> float:
+            self._wait("get_reward")
+            return 1.0
+
+        def _wait(self, here: str) -> None:
+            if here == where:
+                entered.append(here)
+                go_on.wait(60)
+
+    def look(worker: Any) -> bool:
+        report = worker.report()
+        if len(entered) == 2 and not go_on.is_set():
+            places = ("generating", "waiting", "in_tools", "in_judgement")
+            told.append({name: count for name in places if (count := getattr(report, f"episodes_{name}"))})
+            go_on.set()
+        return bool(report.episodes_done >= 2)
+
+    await roll(played(Slow), fake(calling("done")), stop_when=look)
+    assert told == [{place: 2}]
 
 
 async def test_resets_that_wait_for_a_thread_are_not_late():

@@ -56,7 +56,7 @@ class ScriptedSampler:
     def release(self, affinities):
         self.released += len(affinities)
 
-    async def sample(self, affinity, prompt, max_tokens, pending=None, temperature=None):
+    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None):
         self.requests.append((list(prompt), max_tokens))
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
         if isinstance(turn, Exception):

@@ -217,3 +217,30 @@ async def test_i9_children_and_what_they_started_end_with_a_worker_that_is_kille
         assert all(map(is_alive, pids))
         worker.send_signal(signal.SIGKILL)
     await until(lambda: not any(map(is_alive, pids)))
+
+
+async def test_i9_a_call_that_waits_for_a_child_is_not_late_and_says_so(monkeypatch):
+    begun, go_on, told = threading.Event(), threading.Event(), []
+    work = threads._Call.work
+
+    def held(call, pid):
+        begun.set()
+        go_on.wait(30)
+        work(call, pid)
+
+    async with boundary() as code:
+        code.alarm = lambda key, text, where: told.append(text)
+        await code.call_isolated("pid", {}, 60.0)
+        loop, ahead = asyncio.get_running_loop(), [0.0]
+        monkeypatch.setattr(loop, "time", lambda time=loop.time: time() + ahead[0])
+        monkeypatch.setattr(threads._Call, "work", held)
+        first = asyncio.create_task(code.call_isolated("pid", {}, 100_000.0))
+        await until(begun.is_set)
+        waiting = asyncio.create_task(code.call_isolated("echo", {"value": "late"}, 1000.0))
+        await asyncio.sleep(0)
+        ahead[0] += 1001.0
+        await until(lambda: bool(told))
+        assert told == ["no process was free within 1000 s: all 1 are at work; raise worker.user_threads"]
+        go_on.set()
+        await first
+        assert await waiting == "late"

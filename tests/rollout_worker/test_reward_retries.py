@@ -1,11 +1,13 @@
 """A reward that fails costs a retry of that reward alone."""
 
 import asyncio
+import threading
 
 import pytest
 
 from protocol import reasons
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions
+from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.worker import accuracy, fake, roll, task
 
@@ -95,6 +97,31 @@ async def test_a_time_out_is_not_tried_again():
     with pytest.raises(RewardError, match=r"no answer within 0\.05 s"):
         await RewardFunctions([endless], timeout_s=0.05, attempts=5).score(BATCH)
     assert len(calls) == 1
+
+
+async def test_a_wait_for_a_thread_is_no_part_of_the_time_out(monkeypatch):
+    """Two groups are rewarded by one thread: while the one waits, twice what its reward may take goes by."""
+    clock, go_on, began = Clock(), threading.Event(), threading.Event()
+
+    def slow(completions, **kwargs):
+        began.set()
+        go_on.wait(30)
+        return [1.0, 1.0]
+
+    async with UserCode(threads=1) as code:
+        loop, ahead = asyncio.get_running_loop(), [0.0]
+        monkeypatch.setattr(loop, "time", lambda time=loop.time: time() + ahead[0])
+        first = asyncio.create_task(RewardFunctions([slow], timeout_s=1000.0, code=code).score(BATCH))
+        await asyncio.to_thread(began.wait, 30)
+        failing = Failing(1)
+        rewards = RewardFunctions([failing], timeout_s=50.0, attempts=2, code=code, clock=loop.time, sleep=clock.sleep)
+        second = asyncio.create_task(rewards.score(BATCH))
+        await asyncio.sleep(0.01)
+        ahead[0] += 100.0
+        go_on.set()
+        assert [score.reward for score in await first] == [1.0, 1.0]
+        assert [score.reward for score in await second] == [1.0, 1.0]
+    assert (failing.calls, clock.slept) == (2, [0.25])
 
 
 async def test_a_hiccup_costs_no_generation_and_is_counted_and_told():

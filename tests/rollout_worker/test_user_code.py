@@ -5,16 +5,18 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import os
 import re
 import signal
 import sys
 import threading
+import time
 
 import pytest
 
 from protocol import reasons
-from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, threads
+from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, threads
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"
@@ -252,7 +254,8 @@ async def test_i9_a_time_out_counts_from_when_a_call_has_a_thread(monkeypatch):
         assert await waiting is True
 
 
-async def test_i9_a_call_that_finds_no_thread_says_so(monkeypatch):
+async def test_i9_a_call_that_finds_no_thread_says_so_and_waits(monkeypatch):
+    """It failed as if it were late, where more episodes called tools at once than there are threads."""
     release = threading.Event()
     clock = Clock(monkeypatch)
     async with UserCode(threads=1) as code:
@@ -261,12 +264,43 @@ async def test_i9_a_call_that_finds_no_thread_says_so(monkeypatch):
         waiting = asyncio.create_task(call(code, lambda: 1, timeout_s=1000.0))
         await asyncio.sleep(0)
         clock.jump(1001.0)
-        with pytest.raises(UserCodeError, match=r"no thread was free within 1000 s: all 1 are at work.*user_threads"):
-            await waiting
+        await until(lambda: bool(alarms))
         assert alarms.keys == ["threads"]
+        assert re.search(r"no thread was free within 1000 s: all 1 are at work.*user_threads", alarms[0][1])
+        clock.jump(10_000.0)
         release.set()
         await busy
-        assert await call(code, lambda: 2) == 2
+        assert await waiting == 1
+
+
+async def test_i9_a_coroutine_that_sync_code_gives_has_its_whole_time_out_however_long_the_wait(monkeypatch):
+    release, ahead, monotonic = threading.Event(), [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + ahead[0])
+
+    async def later():
+        await asyncio.sleep(0)
+        return 1
+
+    async with UserCode(threads=1) as code:
+        busy = asyncio.create_task(call(code, lambda: release.wait(30), timeout_s=100_000.0))
+        waiting = asyncio.create_task(call(code, lambda: later(), timeout_s=1000.0))
+        await asyncio.sleep(0)
+        ahead[0] += 5000.0
+        release.set()
+        await busy
+        assert await waiting == 1
+
+
+async def test_i9_calls_that_wait_for_a_thread_get_none_where_too_many_hang():
+    """Else each of them might hang in one more."""
+    release = threading.Event()
+    async with UserCode(threads=1) as code:
+        calls = [asyncio.create_task(call(code, release.wait, timeout_s=0.05)) for _ in range(20)]
+        await asyncio.wait(calls)
+        errors = [task.exception() for task in calls]
+        assert sum(isinstance(error, NotCalled) for error in errors) == 20 - threads.HUNG_PER_THREAD
+        assert code.hung == threads.HUNG_PER_THREAD
+        release.set()
 
 
 async def test_i9_signal_handlers_are_explained():
@@ -318,6 +352,31 @@ async def test_i9_async_code_shares_one_loop_which_is_not_the_callers():
         ((loop, thread),) = seen
         assert loop != id(asyncio.get_running_loop())
         assert thread != threading.get_ident()
+
+
+@pytest.mark.parametrize("way", ["as it is", "followed"])
+async def test_i9_a_coroutine_that_comes_too_late_is_closed_and_not_dropped(way):
+    """Python warns of one that nobody awaits, and an environment's counts as at work until it has ended."""
+    release, given = threading.Event(), []
+
+    async def later():
+        raise AssertionError("it is never begun")
+
+    def give():
+        release.wait(30)
+        given.append(later())
+        return given[0]
+
+    async with UserCode() as code:
+        followed = Followed(give, give)
+        with pytest.raises(UserCodeError, match="no answer"):
+            await call(code, followed.function if way == "followed" else give, timeout_s=0.01)
+        followed.let_go()
+        release.set()
+        await until(lambda: code.hung == 0)
+        await until(lambda: bool(given) and inspect.getcoroutinestate(given[0]) == inspect.CORO_CLOSED)
+        async with asyncio.timeout(30.0):
+            await followed.back.wait()
 
 
 async def test_i9_what_is_bound_to_a_loop_works_from_call_to_call():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from protocol.config import ConfigError
+from rollout_worker.task.environment.face import no_reset
 from rollout_worker.task.environment.observation import EMPTY_PROMPT
 from rollout_worker.task.rows import Place, Row, Rows
 
@@ -46,21 +47,23 @@ def check(environment: Any, rewards: Sequence[Any]) -> None:
                 f"a function that makes one"
             )
         if inspect.isclass(factory) and not callable(getattr(factory, "reset", None)):
-            raise ConfigError(
-                f"{given_as(name)}: {factory.__name__} has no method reset, which begins each episode; write one: "
-                f"def reset(self, **columns), which returns None, text or messages"
-            )
+            raise no_reset(given_as(name), factory.__name__)
     factories = factories_of(environment).values()
     if not rewards and all(inspect.isclass(each) and not hasattr(each, "get_reward") for each in factories):
-        names = ", ".join(each.__name__ for each in factories)
-        raise ConfigError(
-            f"Task(environment=...): nothing gives a reward: write a method get_reward(self) of {names}, which returns "
-            f"a number, or give Task(rewards=[...])"
-        )
+        raise no_reward(each.__name__ for each in factories)
 
 
-def check_row(environment: Factory | Mapping[str, Factory], columns: Mapping[str, Any]) -> str | None:
-    """What is wrong with a row's choice of environment, in words; None if nothing is."""
+def no_reward(classes: Iterable[str]) -> ConfigError:
+    """Nothing rewards the episodes in environments of these classes."""
+    return ConfigError(
+        f"Task(environment=...): nothing gives a reward: write a method get_reward(self) of "
+        f"{', '.join(dict.fromkeys(classes))}, which returns a number, or give Task(rewards=[...])"
+    )
+
+
+def check_row(environment: Factory | Mapping[Any, Any], columns: Mapping[str, Any]) -> str | None:
+    """What is wrong with a row's choice of environment, in words; None if nothing is. `environment`: as the task has
+    it, or anything else by the names of several."""
     if not isinstance(environment, Mapping):
         return None
     known = ", ".join(map(str, environment))

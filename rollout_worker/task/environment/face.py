@@ -60,12 +60,17 @@ def face_of(instance: Any) -> Face:
     return Face(cls.__name__, methods, tuple(name for name in sorted(methods) if name not in OURS))
 
 
+def no_reset(given_as: str, cls: str) -> ConfigError:
+    """The class, which the task names so, has no method `reset`."""
+    return ConfigError(
+        f"{given_as}: {cls} has no method reset, which begins each episode; write one: def reset(self, **columns), "
+        f"which returns None, text or messages"
+    )
+
+
 def tools_of(face: Face, instance: Any) -> list[MethodTool]:
     """The tools, for any instance of this face; `instance` is one, and is not kept. Raises `ConfigError`, also for a
     class without `reset`."""
     if "reset" not in face.methods:
-        raise ConfigError(
-            f"Task(environment=...): {face.cls} has no method reset, which begins each episode; write one: "
-            f"def reset(self, **columns), which returns None, text or messages"
-        )
+        raise no_reset("Task(environment=...)", face.cls)
     return [MethodTool(face.cls, getattr(instance, name)) for name in face.tools]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from protocol import reasons
@@ -16,7 +15,6 @@ from rollout_worker.task.environment.face import Face
 from rollout_worker.task.environment.method_tool import MethodTool
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, defined_at
-from rollout_worker.user_code.failures import is_async
 
 # A coroutine that was cancelled needs a moment to end; a thread that was given up is not waited for.
 GRACE_S = 1.0
@@ -35,17 +33,15 @@ class Holder:
 
 
 class Instance:
-    """`object`, which the factory `name` made. threads: as many as there are for sync calls of environments; a call
-    waits for one here, as that wait does not count against its time-out. `lost`: it must not serve another episode;
-    `free`: no call is at work on it."""
+    """`object`, which the factory `name` made. `lost`: it must not serve another episode; `free`: no call is at work on
+    it."""
 
-    def __init__(self, name: str | None, made: Any, face: Face, code: UserCode, threads: asyncio.Semaphore) -> None:
+    def __init__(self, name: str | None, made: Any, face: Face, code: UserCode) -> None:
         self.name = name
         self.object = made
         self.face = face
         self.lost = False
         self._code = code
-        self._threads = threads
         self._line = asyncio.Lock()
         self._last: Followed | None = None
         self._last_method = ""
@@ -88,7 +84,7 @@ class Instance:
         def run(**given: Any) -> Any:
             return getattr(self.object, method)(**convert(given))
 
-        async with self._line, nullcontext() if is_async(named) else self._threads:
+        async with self._line:
             if not await self.until_free(wait_s):
                 text = f"not called: {self._last_method} of the same {self.face.cls} has not come back"
                 raise UserCodeError(text, reasons.TIMEOUT, defined_at(named))

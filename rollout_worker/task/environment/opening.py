@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.task.environment.choice import COLUMN, factories_of, given_as
+from rollout_worker.task.environment.choice import COLUMN, check_row, factories_of, given_as, no_reward
 from rollout_worker.task.environment.face import Face, tools_of
 from rollout_worker.task.environment.pool import Pool
 from rollout_worker.task.tools import ToolBox
@@ -43,12 +43,9 @@ class Environments:
         """That of a row. Raises `ConfigError` where it names none."""
         if None in self.stages:
             return self.stages[None]
-        name = columns.get(COLUMN)
-        if not isinstance(name, str) or name not in self.stages:
-            raise ConfigError(
-                f"its column {COLUMN!r} is {name!r:.80}, and the environments are: {', '.join(map(str, self.stages))}"
-            )
-        return self.stages[name]
+        if fault := check_row(self.stages, columns):
+            raise ConfigError(fault)
+        return self.stages[columns[COLUMN]]
 
     def reset_columns(self, stage: Stage, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What of a row's columns `reset` gets: as in TRL all that it takes, without the name that chose it. Raises
@@ -99,11 +96,7 @@ async def open_environments(
         stages = {name: await _stage(name, pool, tools, make_chat) for name in pool.factories}
         environments = Environments(stages, pool)
         if not (task.rewards or environments.rewards):
-            classes = ", ".join(dict.fromkeys(stage.face.cls for stage in stages.values()))
-            raise ConfigError(
-                f"Task(environment=...): nothing gives a reward: write a method get_reward(self) of {classes}, which "
-                f"returns a number, or give Task(rewards=[...])"
-            )
+            raise no_reward(stage.face.cls for stage in stages.values())
         if both := set(environments.rewards).intersection(map(_name, task.rewards)):
             raise ConfigError(
                 f"Task(rewards=...): {min(both)!r} is a reward function and the class of an environment with "

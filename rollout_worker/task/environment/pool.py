@@ -40,7 +40,6 @@ class Pool:
         self.trouble: Trouble = lambda key, text, where: logger.warning("%s", text)
         self._code = code
         self._timeout_s = timeout_s
-        self._threads = asyncio.Semaphore(code.most(Kind.ENVIRONMENT))
         self._idle: dict[str | None, list[Instance]] = {name: [] for name in factories}
         self._out: set[Instance] = set()
         self._faces: dict[str | None, Face] = {}
@@ -112,8 +111,7 @@ class Pool:
 
         self.alive += 1
         try:
-            async with self._threads:
-                await self._code.call(_named(self.factories[name]), plain, self._timeout_s, Kind.ENVIRONMENT)
+            await self._code.call(_named(self.factories[name]), plain, self._timeout_s, Kind.ENVIRONMENT)
         except BaseException:
             given_up.append(None)
             self.alive -= 1
@@ -127,7 +125,7 @@ class Pool:
         return instance
 
     def _instance(self, name: str | None, made: Any, face: Face) -> Instance:
-        return Instance(name, made, face, self._code, self._threads)
+        return Instance(name, made, face, self._code)
 
     async def _settled(self, instance: Instance) -> None:
         """Given back while a call is at work on it, which was cancelled with its episode."""

@@ -73,7 +73,9 @@ class FunctionReward:
             raise
         except user_code.UserCodeError as error:
             retryable = error.kind != reasons.TIMEOUT
-            raise RewardError(self.name, f"{self.name}: {error}", error.kind, error.where, retryable) from error
+            failure = RewardError(self.name, f"{self.name}: {error}", error.kind, error.where, retryable)
+            failure.waited_s = error.waited_s
+            raise failure from error
         finally:
             values = notes.close()  # what comes later, from a call that was given up, does not count
         values.rewards = rewards

@@ -12,6 +12,7 @@ from typing import Any
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker import user_code
+from rollout_worker.backoff import pause_s
 from rollout_worker.task.rewards.base import (
     ENVIRONMENTS,
     OWN_REWARD,
@@ -27,7 +28,6 @@ from rollout_worker.task.rewards.function import FunctionReward
 from rollout_worker.user_code.texts import encodable
 
 DEFAULT_TIMEOUT_S = 120.0
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.25, 10.0
 
 
 class RewardFunctions:
@@ -35,8 +35,8 @@ class RewardFunctions:
 
     rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
     will be asked; own: names of the rewards that rollouts bring with them, each weighted 1, None while they are not
-    known; timeout_s: of one reward over one group, all its tries included; attempts: the most tries; max_steps:
-    the run's, for `TrainerState`.
+    known; timeout_s: of one reward over one group, all its tries included, without their waits for a thread; attempts:
+    the most tries; max_steps: the run's, for `TrainerState`.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class RewardFunctions:
             try:
                 return await reward.values(batch, left)
             except RewardError as error:
-                pause = min(_PAUSE_MAX_S, _PAUSE_MIN_S * 2 ** min(attempt - 1, 10))
+                deadline += error.waited_s
+                pause = pause_s(attempt - 1)
                 last = attempt >= self._attempts or self._clock() + pause >= deadline
                 if last or not error.retryable:
                     return error

@@ -19,7 +19,8 @@ from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
 from rollout_worker.task.tools.arguments import Arguments, Parameters, small
-from rollout_worker.task.tools.base import NAME, OTHER, UNKNOWN, ArgumentsError, Tool, ToolResult
+from rollout_worker.task.tools.base import NAME, UNKNOWN, ArgumentsError, Tool, ToolResult
+from rollout_worker.task.tools.counts import NAME_CHARACTERS, counted_as
 from rollout_worker.task.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
 from rollout_worker.task.tools.mcp import McpTool
 from rollout_worker.task.tools.reading import short
@@ -28,9 +29,6 @@ from rollout_worker.user_code.texts import encodable
 
 DEFAULT_TIMEOUT_S = 60.0
 
-# A tool's name is part of a metric's: so many are counted by name, all others together.
-MOST_COUNTED = 24
-_NAME_CHARACTERS = 64
 _ID_CHARACTERS = 128
 _KNOWN_CHARACTERS = 2000
 
@@ -128,34 +126,33 @@ class ToolBox:
         if name in self._tools:
             other = getattr(self._tools[name].tool, "origin", "another")
             raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
-        counted_as = name[:_NAME_CHARACTERS] if len(self._tools) < MOST_COUNTED else OTHER
-        self._tools[name] = _Entry(tool, checked, counted_as)
+        self._tools[name] = _Entry(tool, checked, counted_as(name, len(self._tools)))
 
     async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:
         if isinstance(call, MalformedCall):
             return _failure("tool_call", reasons.TOOL_MALFORMED, call.reason)
         id = None if call.id is None else encodable(call.id[:_ID_CHARACTERS])
         entry = self._tools.get(call.name)
-        name = call.name if entry is not None else encodable(call.name[:_NAME_CHARACTERS])
+        name = call.name if entry is not None else encodable(call.name[:NAME_CHARACTERS])
         if entry is None:
             known = ", ".join(self._tools)[:_KNOWN_CHARACTERS] or "none"
             return _failure(
                 name, reasons.TOOL_UNKNOWN, f"there is no tool {short(name)}; the tools are: {known}", id=id
             )
-        counted_as, coerced = entry.counted_as, False
+        counted, coerced = entry.counted_as, False
         try:
             arguments = await _fitted(entry.parameters, call.arguments)
             coerced = bool(arguments.repairs)
             content = await entry.tool.call(arguments.values, self._timeout_s)
-            return ToolResult(name, content, None, counted_as, coerced, call_id=id)
+            return ToolResult(name, content, None, counted, coerced, call_id=id)
         except ArgumentsError as error:
-            return _failure(name, reasons.TOOL_ARGUMENTS, str(error), counted_as, coerced, id=id)
+            return _failure(name, reasons.TOOL_ARGUMENTS, str(error), counted, coerced, id=id)
         except UserCodeError as error:
             reason = reasons.TIMEOUT if error.kind == reasons.TIMEOUT else reasons.TOOL_RAISED
-            return _failure(name, reason, str(error), counted_as, coerced, error, id)
+            return _failure(name, reason, str(error), counted, coerced, error, id)
         except Exception as error:
             failure = failure_of(error, None)
-            return _failure(name, reasons.TOOL_RAISED, str(failure), counted_as, coerced, failure, id)
+            return _failure(name, reasons.TOOL_RAISED, str(failure), counted, coerced, failure, id)
 
 
 async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:

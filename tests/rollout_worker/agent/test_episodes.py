@@ -202,6 +202,32 @@ async def test_waiting_for_a_slot_is_no_part_of_the_time():
     assert max(rollout.timings["slots"] for rollout in run.rollouts) > 1.0
 
 
+async def test_the_agents_own_time_counts_as_in_tools_and_the_policys_does_not():
+    entered, go_on, seen = [], threading.Event(), {}
+
+    async def agent(endpoint):
+        await ask_once(endpoint)
+        entered.append(1)
+        await asyncio.to_thread(go_on.wait, 30)
+        return 1.0
+
+    def look(worker):
+        report = worker.report()
+        if report.episodes_generating == 2 and server.engine.paused:
+            seen["asking"] = (report.episodes_generating, report.episodes_in_tools)
+            server.engine.resume()
+        if len(entered) == 2 and not report.episodes_generating and not go_on.is_set():
+            seen["working"] = (report.episodes_generating, report.episodes_in_tools)
+            go_on.set()
+        return report.episodes_done == 2
+
+    server = fake()
+    server.engine.pause()
+    run = await roll(agent_task(agent), server, stop_when=look)
+    assert seen == {"asking": (2, 0), "working": (0, 2)}
+    assert run.worker.report().episodes_in_tools == 0
+
+
 async def test_what_it_leaves_running_is_aborted():
     both, left = asyncio.Barrier(2), []
 

@@ -7,13 +7,13 @@ import time
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.agent.deadline import Deadline
 from rollout_worker.agent.formats import ChatFormats
 from rollout_worker.agent.session import Session, Stage
 from rollout_worker.budget import Limits
 from rollout_worker.capacity import Capacity
 from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.proof import prove, turn_begins, turn_ends
+from rollout_worker.deadline import Deadline
 from rollout_worker.episode import EpisodeRunner
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
@@ -37,7 +37,7 @@ class ScriptedSampler:
         self.turns = list(turns)
         self.pool = self
 
-    async def sample(self, affinity, prompt, max_tokens, pending=None, temperature=None, stop=()):
+    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None):
         ids = self.turns.pop(0)
         return Sampled(list(ids), [-1.0] * len(ids), [SampledSpan(1, 0, len(ids), "vllm-0")], "stop")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+
+from rollout_worker.capacity import Capacity
 
 
 class Deadline:
@@ -17,12 +19,21 @@ class Deadline:
         self._left = timeout_s
         self._since = 0.0
 
+    @contextlib.asynccontextmanager
+    async def slot(self, capacity: Capacity, begun: bool) -> AsyncIterator[None]:
+        """A slot for one turn; `begun`: the episode has sampled a turn before."""
+        async with contextlib.AsyncExitStack() as held:
+            with self._paused():
+                await held.enter_async_context(capacity.turn(begun))
+            yield
+
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time does not count inside, from the loop's next round on: what need not wait costs nothing. Several may be
-        at once."""
+    def _paused(self) -> Iterator[None]:
+        """Time does not count inside. Only what is still inside in the loop's next round pauses it: what need not wait
+        costs nothing. Several may be at once."""
+        loop = asyncio.get_running_loop()
         began: list[bool] = []
-        soon = asyncio.get_running_loop().call_soon(self._pause, began)
+        soon = loop.call_soon(self._pause, began, loop.time())
         try:
             yield
         finally:
@@ -30,12 +41,12 @@ class Deadline:
             if began:
                 self._resume()
 
-    def _pause(self, began: list[bool]) -> None:
+    def _pause(self, began: list[bool], since: float) -> None:
         began.append(True)
         self._pauses += 1
         if self._pauses == 1 and (ends := self.limit.when()) is not None:
-            self._since = asyncio.get_running_loop().time()
-            self._left = ends - self._since
+            self._since = since
+            self._left = ends - since
             self._move(None)
 
     def _resume(self) -> None:

@@ -1,0 +1,45 @@
+"""What a worker asks of the queue, and tickets that it gives back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from protocol import reasons
+from protocol.client import QueueError, Refused
+from protocol.messages import Group, Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from rollout_worker.user_code.texts import encodable
+
+logger = logging.getLogger(__name__)
+
+_GIVE_BACK_S = 5.0
+
+
+class Queue(Protocol):
+    """What a worker needs of `protocol.client.QueueClient`."""
+
+    async def tickets(self, request: TicketRequest) -> TicketReply: ...
+    async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None: ...
+    async def heartbeat(self, report: WorkerReport) -> WorkerReply: ...
+    async def submit(self, group: Group) -> bool: ...
+    async def put_server(self, server: Server) -> Server: ...
+
+
+async def give_back(queue: Queue, ticket_id: str, failure: TicketFailure) -> None:
+    """A ticket that gave no group. Raises `QueueError`."""
+    try:
+        await queue.fail_ticket(ticket_id, failure)
+    except Refused as refusal:
+        logger.info("ticket %s was no longer ours: %s", ticket_id, refusal)
+
+
+async def give_back_all(queue: Queue, worker_id: str, ticket_ids: Sequence[str], why: str) -> None:
+    """Let others have the tickets of a worker that ends; if the queue does not answer, they expire."""
+    failure = TicketFailure(worker_id, reasons.WORKER_STOPPED, encodable(why))
+    try:
+        async with asyncio.timeout(_GIVE_BACK_S):
+            await asyncio.gather(*(give_back(queue, ticket_id, failure) for ticket_id in ticket_ids))
+    except (TimeoutError, QueueError) as error:
+        logger.warning("%d tickets could not be given back: %s", len(ticket_ids), error or "no answer")

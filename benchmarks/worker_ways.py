@@ -13,6 +13,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.worker_figures import LagProbe, figures
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Rollout
 from rollout_worker.chat import build_chat_format
@@ -102,7 +103,7 @@ async def measured(
         raise RuntimeError(f"groups failed: {stand_in.failures}")
     rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]
     tokens = sum(rollout.sampled_tokens for rollout in rollouts)
-    return {**_figures(len(rollouts), tokens, cpu_s, wall_s, loop_s), **probe.figures()}, rollouts
+    return {**figures(len(rollouts), tokens, cpu_s, wall_s, loop_s), **probe.figures()}, rollouts
 
 
 def waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
@@ -208,7 +209,7 @@ def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
     if any(sample.metrics["reward"] != 1.0 for sample in made.samples):
         raise RuntimeError(f"TRL's episodes did not run as scripted: {made.samples[0]}")
     tokens = sum(int(sample.completion_mask.sum()) for sample in measured)
-    return _figures(len(measured), tokens, made.cpu_s, made.wall_s)
+    return figures(len(measured), tokens, made.cpu_s, made.wall_s)
 
 
 class _Made:
@@ -239,40 +240,6 @@ WAYS: dict[str, Callable[[str, str, int, int], dict[str, float]]] = {
     "waiting": waiting,
     "trl": trl,
 }
-
-
-class LagProbe:
-    """A task that asks for the loop again and again. What its thread computed in between is what others did."""
-
-    def __init__(self) -> None:
-        self._cpu_ms: list[float] = []
-        self._wall_ms: list[float] = []
-
-    async def run(self) -> None:
-        while True:
-            cpu, wall = time.thread_time(), time.perf_counter()
-            await asyncio.sleep(0)
-            self._cpu_ms.append(1000 * (time.thread_time() - cpu))
-            self._wall_ms.append(1000 * (time.perf_counter() - wall))
-            await asyncio.sleep(0.001)
-
-    def figures(self) -> dict[str, float]:
-        return {"lag_p99_ms": _p99(self._cpu_ms), "lag_wall_p99_ms": _p99(self._wall_ms)}
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
-
-
-def _figures(episodes: int, tokens: int, cpu_s: float, wall_s: float, loop_s: float = 0.0) -> dict[str, float]:
-    return {
-        "loop_cpu_ms_per_episode": 1000 * loop_s / episodes,
-        "cpu_ms_per_episode": 1000 * cpu_s / episodes,
-        "cpu_us_per_token": 1e6 * cpu_s / tokens,
-        "wall_ms_per_episode": 1000 * wall_s / episodes,
-        "episodes_per_s": episodes / wall_s,
-        "tokens_per_episode": tokens / episodes,
-    }
 
 
 def accuracy(completions: list[Any], answer: list[int], **columns: Any) -> list[float]:

@@ -107,8 +107,8 @@ def _figures(status: Status) -> Table:
 
 
 def _policy(metrics: Mapping[str, float]) -> str:
-    """How far the policy was from the one that sampled, in the newest step, and how busy its device; empty where neither
-    is known."""
+    """How far the policy was from the one that sampled, in the newest step, and how busy its device; empty where
+    neither is known."""
     parts = []
     ratios = [metrics.get(f"sampler/ratio_p{percent}") for percent in (1, 50, 99)]
     if None not in ratios:

@@ -284,13 +284,20 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked(
             "log_completions",
             "GRA",
-            "`learner.show_rollout_every`",
-            "at every `logging_steps`; all in `rollouts.jsonl`",
+            "`learner.show_rollout_every`, `tracking.rollouts_every`",
+            "at every `logging_steps`; a table for trackers that show one; a sample in `rollouts.jsonl`",
         ),
         _set("num_completions_to_print", "GRA", "learner.sample_rollouts", "of each step, in `rollouts.jsonl`"),
         _idle("log_multimodal", "GR", "text only"),
         _idle("log_unique_prompts", "GR", "the sample is spread over the step's groups"),
-        _only("log_completions_hub_repo", "G", "no", "nothing is sent anywhere", None),
+        _only("log_completions_hub_repo", "G", "no", "trackers get tables of them: write log_completions=True", None),
+        _worked(
+            "report_to", "T", "`tracking.report_to`", "accelerate's trackers; those of transformers' others are none"
+        ),
+        _set("run_name", "T", "tracking.run_name"),
+        _set("project", "T", "tracking.project"),
+        _worked("trackio_space_id", "T", "`tracking.options`", "`trackio.space_id` of it"),
+        _worked("trackio_bucket_id", "T", "`tracking.options`", "`trackio.bucket_id` of it"),
     ),
     "TrainingArguments that scripts often set": (
         _worked("output_dir", "T", "`run.dir`, `run.name`", "its parent and its last part"),
@@ -328,8 +335,14 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked("eval_steps", "T", "`eval.every`", "left out: `logging_steps`; below 1: a share of `max_steps`"),
         _worked("eval_on_start", "T", "`eval.at_start`"),
         _idle("per_device_eval_batch_size", "T", "rows of an evaluation are handed out one by one: `eval.share`"),
-        _told("report_to", "T", "not yet", "`metrics.jsonl` and `/metrics`", None, "none", [], ["none"]),
-        _only("push_to_hub", "T", "no", "a checkpoint's `model/` folder loads with `from_pretrained`", False),
+        _set("push_to_hub", "T", "hub.push_to_hub", "the model and its card, beside the training"),
+        _set("hub_model_id", "T", "hub.hub_model_id", "left out: the last part of `output_dir`"),
+        _set("hub_private_repo", "T", "hub.hub_private_repo"),
+        _worked(
+            "hub_strategy", "T", "`hub.hub_strategy`", "`checkpoint` and `all_checkpoints` are refused: models only"
+        ),
+        _idle("hub_token", "T", "the script puts it into HF_TOKEN, for the learner; it stands in no file", "always"),
+        _only("hub_revision", "T", "no", "models go to the main branch", None),
     ),
 }
 
@@ -357,11 +370,11 @@ _REST_IDLE = (
     *("average_tokens_across_devices", "bf16_full_eval", "fp16_full_eval", "gradient_checkpointing_kwargs"),
     *("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache", "logging_strategy"),
     *("logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
-    *("log_level", "log_level_replica", "disable_tqdm", "run_name", "project", "trackio_space_id", "trackio_bucket_id"),
+    *("log_level", "log_level_replica", "disable_tqdm"),
     *("trackio_static_space_id", "do_eval", "prediction_loss_only"),
     *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
-    *("batch_eval_metrics", "save_on_each_node", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
-    *("hub_always_push", "hub_revision", "metric_for_best_model", "greater_is_better", "resume_from_checkpoint"),
+    *("batch_eval_metrics", "save_on_each_node"),
+    *("hub_always_push", "metric_for_best_model", "greater_is_better", "resume_from_checkpoint"),
     *("restore_callback_states_from_checkpoint", "accelerator_config", "dataloader_drop_last"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("dataloader_multiprocessing_context", "dataloader_in_order", "label_names", "length_column_name"),

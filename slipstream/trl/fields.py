@@ -292,7 +292,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _idle("log_unique_prompts", "GR", "the sample is spread over the step's groups"),
         _only("log_completions_hub_repo", "G", "no", "trackers get tables of them: write log_completions=True", None),
         _worked(
-            "report_to", "T", "`tracking.report_to`", "accelerate's trackers; those of transformers' others are none"
+            "report_to", "T", "`tracking.report_to`", "those that accelerate has; others are refused"
         ),
         _set("run_name", "T", "tracking.run_name"),
         _set("project", "T", "tracking.project"),
@@ -341,7 +341,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked(
             "hub_strategy", "T", "`hub.hub_strategy`", "`checkpoint` and `all_checkpoints` are refused: models only"
         ),
-        _idle("hub_token", "T", "the script puts it into HF_TOKEN, for the learner; it stands in no file", "always"),
+        _worked("hub_token", "T", "no", "the script puts it into HF_TOKEN, for the learner; it stands in no file"),
         _only("hub_revision", "T", "no", "models go to the main branch", None),
     ),
 }

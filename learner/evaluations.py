@@ -41,6 +41,7 @@ class Evaluator:
         self._journal = journal
         self._progress = progress
         self._clock = clock
+        self._warned = False
         self._open: list[int] = []
         self._fresh: list[Evaluation] = []
 
@@ -58,6 +59,12 @@ class Evaluator:
         """Ask for the evaluation of `step`, if there is to be one; `version`: the newest that was published; `wanted`:
         whether there is to be one whatever the run file says, as far as it has evaluations at all."""
         settings = self._config.eval
+        if wanted and self._journal is None and not self._warned:
+            self._warned = True
+            self._progress.warn(
+                f"a callback asks for an evaluation of step {step}, and this run has none: give an eval_dataset, and "
+                f"set eval.every or eval.at_end"
+            )
         due = wanted or settings.is_due(step, self._config.learner.steps)
         if self._journal is None or not due or any(record.step == step for record in self.records):
             return

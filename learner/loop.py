@@ -121,8 +121,10 @@ class Loop:
             if self._published != self._position.version:
                 self._publish()
             self._finish_publication()
-        if self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
-            self._evaluator.ask_if_due(self._position.step, self._published)
+        ended = self._callbacks.stopped
+        if ended or self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
+            wanted = ended and self._config.eval.at_end
+            self._evaluator.ask_if_due(self._position.step, self._published, wanted)
         self._keeper.keep(self._position)
         self._evaluator.wait()
         late = self._evaluator.fresh()
@@ -160,7 +162,7 @@ class Loop:
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
             reports.show(record, batch.samples, self._evaluator.records)
             wish = self._callbacks.stepped(record)
-            if batch.step < learner.steps:
+            if batch.step < learner.steps and not wish.stop:
                 self._evaluator.ask_if_due(batch.step, self._published, wish.evaluate)
             if wish.save:
                 self._keeper.keep(self._position)

@@ -291,9 +291,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _idle("log_multimodal", "GR", "text only"),
         _idle("log_unique_prompts", "GR", "the sample is spread over the step's groups"),
         _only("log_completions_hub_repo", "G", "no", "trackers get tables of them: write log_completions=True", None),
-        _worked(
-            "report_to", "T", "`tracking.report_to`", "those that accelerate has; others are refused"
-        ),
+        _worked("report_to", "T", "`tracking.report_to`", "those that accelerate has; others are refused"),
         _set("run_name", "T", "tracking.run_name"),
         _set("project", "T", "tracking.project"),
         _worked("trackio_space_id", "T", "`tracking.options`", "`trackio.space_id` of it"),

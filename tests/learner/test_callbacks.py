@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from learner.callbacks.arguments import arguments
 from learner.callbacks.callbacks import CallbackFailed, Callbacks
 from learner.callbacks.load import load
+from learner.evaluations import Evaluator
+from learner.report.progress import Progress
 from learner.run import build_trainer
 from protocol.config import ConfigError, LearnerSection
 from protocol.config import load as load_run_file
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless
+from tests.learner.test_evaluations import Queue, evaluating
 from tests.learner.test_learner_loop import config_for, lines, milestones, train
 from tests.learner.test_summary import step_record
 
@@ -99,6 +106,43 @@ def test_a_resumed_session_begins_at_its_step(model_path: Path, tmp_path: Path) 
     diary = Diary()
     train(config_for(model_path, tmp_path), FakeQueue(endless(), version=2), resume=True, callbacks=[diary])
     assert diary.told[0] == ("on_init_end", 2)
+
+
+def test_a_callback_asks_for_an_evaluation_and_hears_of_it(model_path: Path, tmp_path: Path) -> None:
+    queue, diary = Queue(endless()), Diary(should_evaluate=1)
+    train(evaluating(model_path, tmp_path, every=3), queue, callbacks=[diary])
+    assert [request.step for request in queue.asked] == [1, 3]
+    assert [event for event, _ in diary.told].count("on_evaluate") == 2
+    assert diary.given["on_evaluate"]["metrics"]["eval_reward"] == pytest.approx(0.3)
+
+
+def test_a_run_that_a_callback_ends_is_evaluated_at_its_end(model_path: Path, tmp_path: Path) -> None:
+    queue, diary = Queue(endless()), Diary(should_training_stop=3)
+    train(evaluating(model_path, tmp_path, every=0, at_end=True), queue, callbacks=[diary])
+    assert [(request.step, request.version) for request in queue.asked] == [(3, 3)]
+    assert diary.told[-2:] == [("on_evaluate", 3), ("on_train_end", 3)]
+
+
+def test_an_evaluation_that_cannot_be_is_told_once(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    evaluator = Evaluator(config(LEARNER), None, 1, None, Progress(4, console=console))  # type: ignore[arg-type]
+    for step in (1, 2):
+        evaluator.ask_if_due(step, step, wanted=True)
+    assert console.file.getvalue().count("asks for an evaluation of step 1, and this run has none") == 1  # type: ignore[attr-defined]
+    assert "step 2" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_i7_who_waits_for_a_callback_says_so(model_path: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def waiting(what: str) -> Iterator[None]:
+        said.append(what)
+        yield
+
+    settings = config_for(model_path, tmp_path)
+    Callbacks([Diary()], settings, build_trainer(settings, None), 0, waiting=waiting).begin()
+    assert said == ["callback Diary.on_init_end", "callback Diary.on_train_begin"]
 
 
 class Raises(TrainerCallback):

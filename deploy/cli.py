@@ -38,7 +38,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest ch
 RUN = ("run.name", "run.dir")
 QUEUE = ("queue.host", "queue.port", "queue.token")
 MODEL = ("model.path", "model.tokenizer", "model.revision", "model.trust_remote_code")
-EVERYTHING: tuple[Need, ...] = ("task", "model", "chat")
+EVERYTHING: tuple[Need, ...] = ("task", "model", "chat", "callbacks")
 # Stand for the settings that have no default while there is no run file.
 TO_BE_SET = {("model", "path"): "model", ("task", "path"): "task.py:task"}
 
@@ -122,23 +122,36 @@ def worker(
 
 @app.command(
     **reading(
-        *("run", "model", "task", "learner", "eval", "weight_sync", "queue.max_staleness", "queue.overage", *QUEUE),
+        *(
+            "run",
+            "model",
+            "task",
+            "learner",
+            "eval",
+            "tracking",
+            "hub",
+            "weight_sync",
+            "queue.max_staleness",
+            "queue.overage",
+            *QUEUE,
+        ),
         *("rollout.temperature", "rollout.mask_truncated", "rollout.accept_sampler_mismatch"),
     ),
 )
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     extras.require("slipstream learner", extras.LEARNER)
+    from learner.callbacks.callbacks import CallbackFailed
     from learner.run import run
     from learner.trainer import DivergedError
     from weight_sync.publisher import PublishError
 
-    config = load(run_file, context.args, needs=["model", "chat"])
+    config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
     if config.learner.epochs is not None:
         config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
     try:
         run(config, queue, resume)
-    except (DivergedError, PublishError) as error:
+    except (DivergedError, PublishError, CallbackFailed) as error:
         raise RunFailed(str(error)) from error
 
 

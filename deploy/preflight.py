@@ -11,7 +11,8 @@ from protocol.config import ConfigError, RunConfig
 
 
 def check(config: RunConfig, resume: bool) -> int | None:
-    """Raises `ConfigError` for what would stop the run later: packages, run directory, ports, servers, task, model.
+    """Raises `ConfigError` for what would stop the run later: packages, run directory, ports, servers, trackers, the
+    hub's token, task, callbacks, model.
 
     Returns the rows of the data set; None where their number is not known.
     """
@@ -25,10 +26,15 @@ def check(config: RunConfig, resume: bool) -> int | None:
         for index in range(config.vllm.count):
             check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
     from deploy import task_check
+    from learner.callbacks.load import load as load_callbacks
+    from learner.hub import uploads
+    from learner.report.trackers import installed
     from rollout_worker.task.evaluation import check_evaluation
     from rollout_worker.task.rewards import build_rewards
     from rollout_worker.task.task import load_task
 
+    installed.wanted(config.tracking)
+    uploads.require(config.hub)
     # Every try to reach the hub is a warning of its own; here one message says it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     # The task first: it is what people write themselves.
@@ -40,6 +46,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
             f"learner.epochs = {config.learner.epochs:g}: the task has no data set, as its environment says what there "
             f"is to do, so there is nothing to count; give learner.steps instead (TRL's max_steps)"
         )
+    load_callbacks(config.learner.callbacks)
     if warning := check_evaluation(config, task.eval_dataset):
         task_check.warn(warning)
     epochs.in_steps(config, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -94,6 +95,8 @@ def _figures(status: Status) -> Table:
         f"{rates.steps:.2f} steps, {rates.groups:.1f} groups, {rates.tokens_sampled:.0f} tokens sampled, "
         f"{rates.tokens_trained:.0f} trained",
     )
+    if policy := _policy(status.learner.metrics):
+        table.add_row("policy", policy)
     for evaluation in _evaluations(status):
         table.add_row("evaluation", _text(evaluation))
     learner, workers = _percent(status.learner_wait_share), _percent(status.worker_wait_share)
@@ -101,6 +104,21 @@ def _figures(status: Status) -> Table:
     waits = [f"{wait.who} for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits]
     table.add_row("now waiting", _text("\n".join(waits) or "nobody"))
     return table
+
+
+def _policy(metrics: Mapping[str, float]) -> str:
+    """How far the policy was from the one that sampled, in the newest step, and how busy its device; empty where
+    neither is known."""
+    parts = []
+    ratios = [metrics.get(f"sampler/ratio_p{percent}") for percent in (1, 50, 99)]
+    if None not in ratios:
+        low, middle, high = ratios
+        parts.append(f"ratio to the sampler {middle:.3g}, {low:.3g} to {high:.3g} for 98 % of the tokens")
+    if (ess := metrics.get("ess")) is not None:
+        parts.append(f"effective sample size {ess:.0%}")
+    if (mfu := metrics.get("mfu")) is not None:
+        parts.append(f"FLOPs utilisation {mfu:.0%}")
+    return ", ".join(parts)
 
 
 def _evaluations(status: Status) -> list[str]:

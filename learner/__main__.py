@@ -12,6 +12,7 @@ USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the run file or the arguments are wrong."""
+    from learner.callbacks.callbacks import CallbackFailed
     from learner.run import run
     from learner.trainer import DivergedError
     from protocol.client import QueueError
@@ -24,11 +25,11 @@ def main(arguments: list[str]) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     try:
-        run(load(rest[0], rest[1:], needs=["model", "chat"]), resume=resume)
+        run(load(rest[0], rest[1:], needs=["model", "chat", "callbacks"]), resume=resume)
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (QueueError, PublishError, DivergedError) as error:
+    except (QueueError, PublishError, DivergedError, CallbackFailed) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 1
     return 0

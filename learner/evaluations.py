@@ -41,6 +41,7 @@ class Evaluator:
         self._journal = journal
         self._progress = progress
         self._clock = clock
+        self._warned = False
         self._open: list[int] = []
         self._fresh: list[Evaluation] = []
 
@@ -54,10 +55,17 @@ class Evaluator:
         if self._journal is not None:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
 
-    def ask_if_due(self, step: int, version: int) -> None:
-        """Ask for the evaluation of `step`, if there is to be one; `version`: the newest that was published."""
+    def ask_if_due(self, step: int, version: int, wanted: bool = False) -> None:
+        """Ask for the evaluation of `step`, if there is to be one; `version`: the newest that was published; `wanted`:
+        whether there is to be one whatever the run file says, as far as it has evaluations at all."""
         settings = self._config.eval
-        due = settings.is_due(step, self._config.learner.steps)
+        if wanted and self._journal is None and not self._warned:
+            self._warned = True
+            self._progress.warn(
+                f"a callback asks for an evaluation of step {step}, and this run has none: give an eval_dataset, and "
+                f"set eval.every or eval.at_end"
+            )
+        due = wanted or settings.is_due(step, self._config.learner.steps)
         if self._journal is None or not due or any(record.step == step for record in self.records):
             return
         request = EvaluationRequest(

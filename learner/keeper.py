@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from learner import checkpoint as checkpoints
 from learner import start
 from learner.blocking_client import BlockingQueueClient
-from learner.checkpoint import CheckpointInfo
+from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.progress import Progress
 from learner.stopping import Stop
 from learner.trainer import Trainer
@@ -25,7 +26,8 @@ DISK_BYTES_PER_S = 50e6
 
 
 class Keeper:
-    """One session's checkpoints. `checkpointed`: the step of the newest, None where there is none."""
+    """One session's checkpoints. `checkpointed`: the step of the newest, None where there is none; `on_saved`: what
+    else is to be done with each that is complete, but for one that a signal asked for."""
 
     def __init__(
         self,
@@ -43,6 +45,8 @@ class Keeper:
         self._stop = stop
         self._checkpointed = checkpointed
         self._took_s: float | None = None
+        self._saved: Checkpoint | None = None
+        self.on_saved: Callable[[Checkpoint], None] | None = None
 
     def keep_if_due(self, position: RunPosition) -> None:
         """After a step: write a checkpoint if it is the turn of one, and tell the queue."""
@@ -55,6 +59,8 @@ class Keeper:
         if self._checkpointed != position.step:
             info = self._save(position)
             self._client.call(lambda queue: queue.checkpointed(position.session, info.step))
+            if self.on_saved is not None and self._saved is not None:
+                self.on_saved(self._saved)
 
     def leave(self, position: RunPosition, halfway: bool) -> None:
         """After a signal: a checkpoint if there is time, and how to go on. `halfway`: the weights hold a step that the
@@ -99,7 +105,8 @@ class Keeper:
         config = self._config
         info = CheckpointInfo(position.step, position.version, start.settings(config))
         sources = checkpoints.Sources(config.model, config.chat.template)
-        checkpoints.save(config.run_dir, info, self._trainer, sources, config.learner.keep_checkpoints)
+        keep = config.learner.keep_checkpoints
+        self._saved = checkpoints.save(config.run_dir, info, self._trainer, sources, keep)
         self._checkpointed, self._took_s = info.step, time.monotonic() - began
         return info
 

@@ -8,12 +8,17 @@ they wait until it is acknowledged. Leases are given back, and a checkpoint is w
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from learner import evaluations, start
 from learner.blocking_client import BlockingQueueClient
+from learner.callbacks.callbacks import Callbacks
 from learner.checkpoint import Checkpoint
 from learner.evaluations import Evaluator
 from learner.feed.feeder import Feeder
+from learner.hub.card import Results
+from learner.hub.models import Models
 from learner.keeper import Keeper
 from learner.report.progress import Progress
 from learner.report.record import StepRecord, StepTimes
@@ -24,6 +29,12 @@ from protocol.client import RunFinished
 from protocol.config import RunConfig
 from weight_sync.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+# What trackers may have to send the last steps, when the run does not come to its end.
+ENDED_CLOSE_S = 10.0
 
 
 class Loop:
@@ -37,6 +48,7 @@ class Loop:
         publisher: Publisher,
         progress: Progress,
         stop: Stop,
+        callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -44,13 +56,14 @@ class Loop:
         self._publisher = publisher
         self._progress = progress
         self._stop = stop
+        self._loaded = callbacks
         self._recorded = 0
         self._probe_ids = probe_token_ids(trainer.policy.vocabulary_size)
         # torch calls it right before weights change.
         trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
 
     def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
-        """Train to the last step. Raises `QueueError`, `PublishError`, `DivergedError`, `Stopped`."""
+        """Train to the last step. Raises `QueueError`, `PublishError`, `DivergedError`, `CallbackFailed`, `Stopped`."""
         config, client, progress = self._config, self._client, self._progress
         begin = start.session(config, checkpoint, resume, self._trainer.policy.vocabulary_size)
         with progress.phase("waiting for the queue"):
@@ -60,11 +73,38 @@ class Loop:
         self._reports = Reports(config, begin.step, progress)
         journal = evaluations.journal_of(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)
+        self._models = Models(config, progress)
+        self._keeper.on_saved = self._saved
         try:
+            self._callbacks = self._begin_callbacks(begin.step)
             self._run_session()
-        except Stopped as stopped:
-            self._keeper.leave(self._position, stopped.halfway)
+        except BaseException as error:
+            if isinstance(error, Stopped):
+                self._keeper.leave(self._position, error.halfway)
+            self._reports.close(min(ENDED_CLOSE_S, max(0.5, self._stop.left_s / 2)))
             raise
+        self._reports.close()
+        self._models.close()
+
+    def _begin_callbacks(self, step: int) -> Callbacks:
+        """They begin when the session does: what they do in `on_train_begin` must not come before."""
+        tokenizer = start.tokenizer(self._config.model) if self._loaded else None
+        callbacks = Callbacks(
+            self._loaded,
+            self._config,
+            self._trainer,
+            step,
+            tokenizer,
+            lambda what: self._client.waiting(self._position.session, what),
+        )
+        callbacks.begin()
+        return callbacks
+
+    def _saved(self, checkpoint: Checkpoint) -> None:
+        evaluated = [(of.step, of.evaluation.reward) for of in self._evaluator.records]
+        known = [(step, reward) for step, reward in evaluated if reward is not None]
+        self._models.saved(checkpoint.model_path, Results(checkpoint.info.step, self._reports.rewards, known))
+        self._callbacks.saved()
 
     def _run_session(self) -> None:
         what = f"publishing version {self._position.version} to the vLLM servers"
@@ -81,17 +121,26 @@ class Loop:
             if self._published != self._position.version:
                 self._publish()
             self._finish_publication()
-        if self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
-            self._evaluator.ask_if_due(self._position.step, self._published)
+        ended = self._callbacks.stopped
+        if ended or self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
+            wanted = ended and self._config.eval.at_end
+            self._evaluator.ask_if_due(self._position.step, self._published, wanted)
         self._keeper.keep(self._position)
         self._evaluator.wait()
-        self._reports.late(self._evaluator.fresh())
+        late = self._evaluator.fresh()
+        self._reports.late(late)
+        self._callbacks.evaluated(late)
+        self._callbacks.end()
         self._conclude()
 
     def _train(self, feeder: Feeder) -> None:
         learner, reports = self._config.learner, self._reports
         ended, cpu, blocked_s = time.perf_counter(), time.process_time(), 0.0
         for _ in range(self._position.step, learner.steps):
+            if self._callbacks.stopped:
+                self._progress.say(f"ending after step {self._position.step}: a callback asked for it")
+                return
+            self._callbacks.step_begins()
             waiting = time.perf_counter()
             try:
                 with self._progress.phase("waiting for groups"):
@@ -111,9 +160,12 @@ class Loop:
             reports.step(record, batch.samples)
             self._stop.release()
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
-            if batch.step < learner.steps:
-                self._evaluator.ask_if_due(batch.step, self._published)
             reports.show(record, batch.samples, self._evaluator.records)
+            wish = self._callbacks.stepped(record)
+            if batch.step < learner.steps and not wish.stop:
+                self._evaluator.ask_if_due(batch.step, self._published, wish.evaluate)
+            if wish.save:
+                self._keeper.keep(self._position)
             self._keeper.keep_if_due(self._position)
 
     def _conclude(self) -> None:

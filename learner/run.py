@@ -10,12 +10,15 @@ from transformers.utils import logging as transformers_logging
 from learner import checkpoint as checkpoints
 from learner import start
 from learner.blocking_client import BlockingQueueClient
+from learner.callbacks.load import load as load_callbacks
 from learner.checkpoint import Checkpoint
+from learner.hub import uploads
 from learner.loop import Loop
 from learner.model.policy import Scoring, load_policy
 from learner.model.precision import warning
 from learner.model.reference import load_reference
 from learner.report.progress import Progress
+from learner.report.trackers import installed
 from learner.report.watch import Watch
 from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
@@ -39,6 +42,9 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "
             f"its rows; start it with: slipstream learner run.toml, or give learner.steps"
         )
+    installed.wanted(config.tracking)
+    uploads.require(config.hub)
+    callbacks = load_callbacks(config.learner.callbacks)
     # The progress bar of each checkpoint would run through the live line.
     transformers_logging.disable_progress_bar()
     url = queue_url or config.queue.url
@@ -72,7 +78,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
             raise
         with Publisher(config, url) as publisher:
-            Loop(config, trainer, client, publisher, progress, stop).run(checkpoint, resume)
+            Loop(config, trainer, client, publisher, progress, stop, callbacks).run(checkpoint, resume)
 
 
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:

@@ -88,11 +88,11 @@ def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, voca
     done = checkpoint.info if checkpoint else CheckpointInfo(step=0, version=0)
     # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
     version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
-    expected = fingerprint.of(config, _tokenizer(config.model))
+    expected = fingerprint.of(config, tokenizer(config.model))
     return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary)
 
 
-def _tokenizer(model: ModelSection) -> Any:
+def tokenizer(model: ModelSection) -> Any:
     """As the workers load it, so that the same files have the same fingerprint."""
     path, revision = model.tokenizer_path, model.tokenizer_revision
     try:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from learner import optimiser
+from learner import figures, optimiser
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
 from learner.algorithm.router_loss import RouterLoss
 from learner.feed.packing import PackedRow
+from learner.flops import Meter
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
 from learner.model.reference import Reference
@@ -35,7 +36,8 @@ class StepFigures:
     entropy: of the sampling distribution, mean over the tokens that train, in nats; log_ratio_max: the farthest that a
     log-prob of theirs is from the sampler's; grad_norm: before it is clipped; train_s: seconds of the step; objective:
     the algorithm's own figures; sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over
-    the `sampler_tokens_staleness_0` fresh tokens (`PackedRow`), None where there are none.
+    the `sampler_tokens_staleness_0` fresh tokens (`PackedRow`), None where there are none; beside: further figures by
+    their names, of `learner.figures` and `learner.flops`.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class StepFigures:
     log_ratio_max: float | None = None
     sampler_kl_staleness_0: float | None = None
     sampler_tokens_staleness_0: int = 0
+    beside: Mapping[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -65,6 +68,7 @@ class Trainer:
         self._sync_steps, self._mixup = section.reference_sync_steps, section.reference_mixup
         self._max_grad_norm = section.max_grad_norm
         self._router_coef = section.router_aux_loss_coef
+        self._meter = Meter(policy, self.device)
         adamw, self.schedule = optimiser.build(policy, section)
         self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
         self._previous = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
@@ -89,8 +93,9 @@ class Trainer:
         own: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         peaks: dict[str, torch.Tensor] = {}
+        spread: dict[str, torch.Tensor] = {}
         farthest = torch.zeros((), device=self.device)
-        surveyed = self._to_be_surveyed(rows)
+        surveyed, flops = self._to_be_surveyed(rows), self._meter.flops(rows)
         rows = [row.to(self.device) for row in rows]
         preparation = self._prepare(rows, rollouts, surveyed)
         routers: RouterLoss | None = None
@@ -108,6 +113,7 @@ class Trainer:
             distance = scores.logprobs.detach() - row.behaviour
             _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
             _add(own, _sampler_kl(distance, row.fresh))
+            _add(spread, figures.sums_of(distance, row.staleness))
             _add(sums, result.sums)
             _raise(peaks, result.peaks)
             farthest = torch.maximum(farthest, distance.abs().amax())
@@ -131,16 +137,18 @@ class Trainer:
         self.schedule.step()
         if self.reference is not None and self._sync_steps and self.schedule.last_epoch % self._sync_steps == 0:
             self.reference.follow(self.policy, self._mixup)
+        train_s = time.perf_counter() - started
         return StepFigures(
             loss=loss,
             entropy=entropy,
             log_ratio_max=log_ratio_max,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            train_s=time.perf_counter() - started,
+            train_s=train_s,
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
+            beside={**figures.figures(spread), **self._meter.figures(flops, train_s)},
         )
 
     def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:

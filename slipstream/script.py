@@ -12,12 +12,10 @@ from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from deploy.supervisor import RunFailed, supervise
+from protocol import user_files
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
 from protocol.config.text import toml_value
 from rollout_worker.task.task import Task
-
-# What `load_task` calls the modules of task files.
-TASK_MODULE = "slipstream_task_"
 
 _REMEDY = "put the task into a .py file as a global, or name that file in a run file and start it with: slipstream up"
 
@@ -74,7 +72,7 @@ def run(
     """As `train`, with all sections in one; that of the task may hold settings, too."""
     _refuse_while_loading_a_task()
     _refuse_in_an_event_loop()
-    path = {"path": _path_of(task)}
+    path = {"path": path_of(task)}
     config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
     supervise(config, resume)
     summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text(encoding="utf-8"))
@@ -85,7 +83,7 @@ def loading_a_task() -> str | None:
     """The file that is being imported for its task, by whatever it has called; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(TASK_MODULE):
+        if str(frame.f_globals.get("__name__", "")).startswith(user_files.MODULE):
             return frame.f_code.co_filename
         frame = frame.f_back
     return None
@@ -110,7 +108,7 @@ def _refuse_in_an_event_loop() -> None:
     )
 
 
-def _path_of(task: Task | HoldsTask) -> str:
+def path_of(task: Task | HoldsTask) -> str:
     """Where a worker finds the task: path/to/file.py:name."""
     if not isinstance(task, Task) and not isinstance(getattr(task, "task", None), Task):
         raise ConfigError(f"train(task): the task is a {type(task).__name__}; give a Task(dataset=..., rewards=[...])")

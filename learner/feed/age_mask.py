@@ -26,7 +26,8 @@ class LossWeights:
     staleness: likewise, int32 [T]: versions between sampling and training, 0 where the token was not sampled.
     fresh: likewise, bool [T], true where version itself sampled the token, and all of its turn before it.
     masked: sampled tokens that do not train, by reason (OVERAGE, TRUNCATED, NO_CONTEXT).
-    staleness_sum, staleness_max: over the tokens that train.
+    staleness_sum, staleness_max: over the tokens that train; tokens_by_staleness: how many of them there are of each
+    staleness, int64, from 0 to `staleness_max`.
     """
 
     weights: list[npt.NDArray[np.float32]]
@@ -36,6 +37,7 @@ class LossWeights:
     masked: dict[str, int]
     staleness_sum: int
     staleness_max: int
+    tokens_by_staleness: npt.NDArray[np.int64]
 
 
 def loss_weights(
@@ -84,6 +86,7 @@ def loss_weights(
         masked={reason: count for reason, count in masked.items() if count},
         staleness_sum=int(ages.sum()),
         staleness_max=int(ages.max(initial=0)),
+        tokens_by_staleness=np.bincount(ages, minlength=1),
     )
 
 

@@ -130,7 +130,8 @@ class Draft:
         rollouts = self._rollouts(standing)
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
-        counts = tally(list(self._judged.values()), self._metrics, [of.weights for of in standing], rows, budget)
+        weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
+        counts = tally(list(self._judged.values()), self._metrics, weights, rows, budget, bound)
         shown = self._samples(self._advantage(rollouts))
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown)
 

@@ -15,6 +15,7 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.feed.age_mask import LossWeights
 from learner.feed.packing import PackedRow
 from learner.feed.rollout_metrics import RolloutMetrics
+from learner.figures import MOST_STALENESS
 from protocol.messages import Group
 
 
@@ -62,6 +63,8 @@ class Tally:
     packing_fill: tokens of the rows by rows times budget; tokens_forwarded: tokens of the rows, of which what samples
     share is one; tokens_unshared: what they would be if nothing were shared.
     epoch: whole passes over the data before the newest group.
+    tokens_by_staleness: tokens that train, by `staleness/tokens_<s>`, from 0 to the bound; the last counts what is
+    staler, too.
     metrics: see `RolloutMetrics`; task_metrics: the task's own.
     """
 
@@ -85,6 +88,7 @@ class Tally:
     tokens_unshared: int = 0
     tokens_prompt: int = 0
     epoch: int = 0
+    tokens_by_staleness: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     task_metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -100,9 +104,10 @@ def tally(
     trained: Sequence[LossWeights],
     rows: Sequence[PackedRow],
     budget: int,
+    max_staleness: int = 0,
 ) -> Tally:
     """Count a full step: every group that arrived and the metrics of its rollouts, the weights of those that train,
-    and their rows.
+    and their rows. `max_staleness`: the bound, as far as which tokens are counted by staleness.
 
     At least one token must train.
     """
@@ -128,9 +133,18 @@ def tally(
         tokens_unshared=sum(row.raw_tokens for row in rows),
         tokens_prompt=metrics.prompt_tokens,
         epoch=max(group.epoch for group in judged),
+        tokens_by_staleness=_by_staleness(trained, min(max_staleness, MOST_STALENESS)),
         metrics=metrics.ours(),
         task_metrics=metrics.the_task_s(),
     )
+
+
+def _by_staleness(trained: Sequence[LossWeights], most: int) -> dict[str, int]:
+    counts = np.zeros(most + 1, dtype=np.int64)
+    for weights in trained:
+        found = weights.tokens_by_staleness
+        np.add.at(counts, np.minimum(np.arange(len(found)), most), found)
+    return {f"staleness/tokens_{age}": int(count) for age, count in enumerate(counts)}
 
 
 def rewards_of(group: Group) -> npt.NDArray[np.float64]:

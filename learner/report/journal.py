@@ -32,9 +32,14 @@ class Record:
     def flat(self) -> dict[str, Any]:
         values = dict(_values(self))
         line = {self.RENAMED.get(name, name): value for name, value in values.items() if name not in self.SPREAD}
+        line |= self.derived()
         for field in self.SPREAD:
             line |= {f"{field}/{name}" if name in line else name: value for name, value in values[field].items()}
         return line
+
+    def derived(self) -> dict[str, Any]:
+        """Figures that follow from others of several parts; they stand in the line, and are not read back."""
+        return {}
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Self:
@@ -92,17 +97,25 @@ class Journal(Generic[R]):
 
 class _Versioned(msgspec.Struct):
     version: int
+    step: int = 0
 
 
 def newest_version(path: Path) -> int:
     """The greatest policy version in a journal, time lines that were left behind included; 0 where there is none."""
-    newest = 0
+    return max((line.version for line in _versioned(path)), default=0)
+
+
+def newest_step(path: Path) -> int:
+    """The greatest step in a journal, likewise."""
+    return max((line.step for line in _versioned(path)), default=0)
+
+
+def _versioned(path: Path) -> Iterator[_Versioned]:
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            newest = max(newest, msgspec.json.decode(line, type=_Versioned).version)
+            yield msgspec.json.decode(line, type=_Versioned)
         except msgspec.DecodeError:
             continue  # cut short by a kill, or not about a version
-    return newest
 
 
 def _line(record: Record) -> bytes:

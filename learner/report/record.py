@@ -30,6 +30,7 @@ class StepTimes:
 MAIN_METRICS = (
     *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
     *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_0", "clip_ratio/*"),
+    *("ess", "sampler/ratio_p*", "mfu"),
     *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
 )
 MOST_REPORTED = 64
@@ -49,7 +50,10 @@ class StepRecord(Record):
         "sampler_kl_staleness_0": "sampler/kl_staleness_0",
         "sampler_tokens_staleness_0": "sampler/tokens_staleness_0",
     }
-    SPREAD: ClassVar[Sequence[str]] = ("metrics", "objective", "task_metrics", "evaluation")
+    SPREAD: ClassVar[Sequence[str]] = (
+        *("metrics", "tokens_by_staleness", "objective", "beside"),
+        *("task_metrics", "evaluation"),
+    )
 
     version: int
     tally: Tally
@@ -57,6 +61,13 @@ class StepRecord(Record):
     times: StepTimes
     num_tokens: int = 0
     evaluation: Mapping[str, float] = field(default_factory=dict)
+
+    def derived(self) -> dict[str, Any]:
+        trained, step_s = self.tally.tokens_trained, self.times.step_s
+        return {
+            "train_tokens_per_s": trained / step_s if step_s else None,
+            "forwarded_per_trained": self.tally.tokens_forwarded / trained if trained else None,
+        }
 
     def report(self, publishing: int | None) -> LearnerReport:
         """What the status page shows of it; `publishing` is the version on its way to the servers."""

@@ -1,4 +1,4 @@
-"""What is kept and shown of a run: its journals, its curve and the learner's part of the terminal."""
+"""What is kept and shown of a run: its journals, its curve, its trackers and the learner's part of the terminal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from learner.report import sampler_kl, summary
 from learner.report.curve import Curve, sparkline
 from learner.report.evaluations import EvaluationRecord
-from learner.report.journal import Journal
+from learner.report.journal import Journal, newest_step
 from learner.report.progress import Progress
 from learner.report.record import PublicationRecord, StepRecord
 from learner.report.rollouts import RolloutLog
+from learner.report.tracking import CLOSE_S, Tracking
 from protocol.config import RunConfig
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.rollouts import RolloutView
@@ -24,7 +25,9 @@ class Reports:
     def __init__(self, config: RunConfig, step: int, progress: Progress) -> None:
         self._config = config
         self._progress = progress
-        self._steps = Journal(config.run_dir / "metrics.jsonl", StepRecord, step)
+        path = config.run_dir / "metrics.jsonl"
+        self._tracking = Tracking(config, step, newest_step(path), progress.warn)
+        self._steps = Journal(path, StepRecord, step)
         self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, step)
         self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, step)
         self._curve = Curve(config.run_dir / "reward.png")
@@ -35,10 +38,17 @@ class Reports:
         """Prompt and sampled tokens of all groups that arrived, up to the newest step."""
         return self._steps.records[-1].num_tokens if self._steps.records else 0
 
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step."""
+        return [record.tally.reward_mean for record in self._steps.records]
+
     def step(self, record: StepRecord, samples: Sequence[RolloutView]) -> None:
         """A step that the queue has acknowledged, and some of its rollouts: into the journals."""
         self._steps.append(record)
-        self._rollouts.append(samples[: self._config.learner.sample_rollouts])
+        samples = samples[: self._config.learner.sample_rollouts]
+        self._rollouts.append(samples)
+        self._tracking.step(record.step, record.flat(), samples)
 
     def show(self, record: StepRecord, samples: Sequence[RolloutView], evaluations: Sequence[EvaluationRecord]) -> None:
         """The same step on the terminal, and on the curve."""
@@ -60,6 +70,7 @@ class Reports:
         """Figures of an evaluation that ended after the last step, into the last step's line."""
         if evaluation:
             self._steps.amend(evaluation)
+            self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, evaluation)
 
     def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
         """The whole run's figures and its curve, when it has made its last step."""
@@ -69,8 +80,13 @@ class Reports:
 
     def conclude(self, status: Status) -> None:
         """The last lines of the terminal."""
-        rewards = [record.tally.reward_mean for record in self._steps.records]
-        self._progress.say(f"reward {sparkline(rewards, min(60, self._progress.console.width - 7))}")
+        self._progress.say(f"reward {sparkline(self.rewards, min(60, self._progress.console.width - 7))}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
         self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
         self._progress.say(f"figures in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Let each tracker send what waits, for at most `timeout_s` seconds."""
+        if self._tracking.names:
+            with self._progress.phase(f"sending the last figures to {', '.join(self._tracking.names)}"):
+                self._tracking.close(timeout_s)

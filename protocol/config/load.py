@@ -1,8 +1,8 @@
 """The run file: one TOML file, read with its overrides into a `RunConfig` (its settings stand in `schema`).
 
 Paths: `run.dir` is taken from the working directory; `task.path`, `model.path`, `model.tokenizer` and the files of
-[chat] from the folder of the run file. Any field may be given as `--section.key value` on every command; such paths
-are taken from the working directory. A loaded run file holds all but `run.dir` as absolute ones.
+[chat] and `learner.callbacks` from the folder of the run file. Any field may be given as `--section.key value` on every
+command; such paths are taken from the working directory. A loaded run file holds all but `run.dir` as absolute ones.
 
 Whether task and model are there is checked only where a process needs them: a queue starts without either.
 """
@@ -24,8 +24,8 @@ from protocol.config.sections.presets import PRESETS
 from protocol.config.sections.run import file_of
 
 # What a process needs of the files that a run file names; `tokenizer`: the model's folder, whatever it holds; `chat`:
-# the files of [chat], which workers use and the learner compares.
-Need = Literal["task", "tokenizer", "model", "chat"]
+# the files of [chat], which workers use and the learner compares; `callbacks`: those of learner.callbacks.
+Need = Literal["task", "tokenizer", "model", "chat", "callbacks"]
 
 OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
 # Of [learner], one of which is given: an override takes the place of the run file's other one.
@@ -104,6 +104,13 @@ def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
             faults.append(
                 f"{setting} = {file}: there is no such file; give the path of one, from the run file's folder"
             )
+    for callback in config.learner.callbacks if "callbacks" in needs else ():
+        file = Path(callback.rpartition(":")[0])
+        if not file.is_file():
+            faults.append(
+                f"learner.callbacks = {callback}: there is no file {file}; write it as path/to/file.py:name, from the "
+                f"run file's folder"
+            )
     return faults
 
 
@@ -150,9 +157,12 @@ def _override(section: str, key: str, text: str) -> Any:
 
 
 def _anchor(values: dict[str, Any], folder: Path) -> None:
-    """Make the paths of task, local model, tokenizer and chat format absolute, taken from `folder`; a hub name stays as
-    it is."""
+    """Make the paths of task, local model, tokenizer, chat format and callbacks absolute, taken from `folder`; a hub
+    name stays as it is."""
     _anchor_chat(values.get("chat"), folder)
+    learner = values.get("learner")
+    if isinstance(learner, dict) and isinstance(named := learner.get("callbacks"), list):
+        learner["callbacks"] = [str(_absolute(name, folder)) if file_of(name) else name for name in named]
     for section, key in (("task", "path"), ("model", "path"), ("model", "tokenizer")):
         table = values.get(section)
         if not isinstance(table, dict) or not isinstance(table.get(key), str):

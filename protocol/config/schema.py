@@ -15,6 +15,7 @@ from protocol.config.sections import (
     ChatSection,
     DeploySection,
     EvalSection,
+    HubSection,
     LearnerSection,
     ModelSection,
     QueueSection,
@@ -22,6 +23,7 @@ from protocol.config.sections import (
     RunSection,
     Section,
     TaskSection,
+    TrackingSection,
     VllmSection,
     WeightSyncSection,
     WorkerSection,
@@ -65,6 +67,8 @@ class RunConfig(Section):
     worker: WorkerSection = WorkerSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
+    tracking: TrackingSection = TrackingSection()
+    hub: HubSection = HubSection()
     weight_sync: WeightSyncSection = WeightSyncSection()
     vllm: VllmSection = VllmSection()
     deploy: DeploySection = DeploySection()

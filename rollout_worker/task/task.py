@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from protocol.config import ConfigError, TaskSection
+from protocol.user_files import import_for
 from rollout_worker.task import columns
 from rollout_worker.task.agent import Agent
 from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
@@ -24,21 +21,9 @@ from rollout_worker.task.rows import Place, Row, Rows
 from rollout_worker.task.tools import Tool, ToolBox
 from rollout_worker.task.tools.mcp import check_addresses
 
-__all__ = ["Row", "Task", "end_import_at", "load_task"]
+__all__ = ["Row", "Task", "load_task"]
 
 _NOT_GIVEN: Sequence[Any] = ()
-
-
-class _TaskReached(BaseException):
-    """Ends the import of a task file; no error, so that no `except Exception` of the file's holds it up."""
-
-
-class _Importing(NamedTuple):
-    module: ModuleType
-    object_name: str
-
-
-_importing: ContextVar[_Importing | None] = ContextVar("importing", default=None)
 
 
 @dataclass(frozen=True)
@@ -185,7 +170,7 @@ class Task:
 
 def load_task(task_file: TaskSection) -> Task:
     """The task object that `task_file` names; raises `ConfigError`."""
-    module = _import(task_file)
+    module = import_for(task_file.path, "task.path")
     if not hasattr(module, task_file.object_name):
         tasks = [name for name, value in vars(module).items() if isinstance(value, Task)]
         found = f"it has {', '.join(tasks)}" if tasks else "it has no Task"
@@ -202,40 +187,3 @@ def load_task(task_file: TaskSection) -> Task:
         )
     object.__setattr__(task, "folder", task_file.file.resolve().parent)
     return task
-
-
-def end_import_at(holder: Any) -> None:
-    """End the import of the task file that runs, where `holder` is the object, or has the task, that it is imported
-    for: what follows in the file is not for workers. It returns where anything else is wanted, or nothing."""
-    importing = _importing.get()
-    if importing is None:
-        return
-    wanted = getattr(importing.module, importing.object_name, None)
-    if wanted is not None and (wanted is holder or wanted is getattr(holder, "task", None)):
-        raise _TaskReached
-
-
-def _import(task_file: TaskSection) -> ModuleType:
-    file = task_file.file.resolve()
-    spec = importlib.util.spec_from_file_location(f"slipstream_task_{file.stem}", file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise ConfigError(f"task.path = {task_file.path}: there is no Python file {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
-    before = _importing.set(_Importing(module, task_file.object_name))
-    try:
-        spec.loader.exec_module(module)
-    except _TaskReached:
-        pass
-    except ConfigError as error:
-        raise ConfigError(f"task.path = {task_file.path}: {error}") from None
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"task.path = {task_file.path}: {file} cannot be imported: {type(error).__name__}: {error}; "
-            f"run it with python to see where"
-        ) from error
-    finally:
-        _importing.reset(before)
-    return module

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from protocol.config import ConfigError
-from rollout_worker.task.task import Task, end_import_at
-from slipstream.script import loading_a_task, run, without_frames
+from protocol.user_files import end_import_at
+from rollout_worker.task.task import Task
+from slipstream.script import loading_a_task, path_of, run, without_frames
 from slipstream.trl.check import check
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
 from slipstream.trl.translate import Translation, translate
@@ -41,7 +42,6 @@ class _Trainer:
     suffix: ClassVar[str]
     # Arguments of TRL's that have to stay as they are by default, and what to do instead.
     refused: ClassVar[dict[str, str]] = {
-        "callbacks": "metrics.jsonl has a line a step, and /metrics is for Prometheus",
         "quantization_config": "it is not supported; leave it out",
         "peft_config": "adapters are not supported yet; leave it out, and all weights train",
         "rollout_func": "write what it does as tools of the task",
@@ -91,6 +91,9 @@ class _Trainer:
             raise ConfigError(f"{kind}(args=...) is a {wrong}; import {self.config.__name__} from slipstream.trl, too")
         self.model = str(model)
         self.args = args
+        self.callbacks: list[Any] = []
+        for callback in callbacks or ():
+            self.add_callback(callback)
         self._tokenizer = _name_of(processing_class, self.model, kind)
         self._translated(None)
         self.task = Task(
@@ -101,6 +104,17 @@ class _Trainer:
             environment_factory=environment_factory,
             reward_weights=args.field("reward_weights"),
         )
+
+    @without_frames
+    def add_callback(self, callback: Any) -> None:
+        """An object or a class of transformers' `TrainerCallback`; it is called in the learner's process, for which the
+        script is imported up to `train()`."""
+        if not callable(getattr(callback, "on_train_begin", None)):
+            raise ConfigError(
+                f"{type(self).__name__}(callbacks=...): a {type(callback).__name__} is no callback; give objects or "
+                f"classes of transformers.TrainerCallback"
+            )
+        self.callbacks.append(callback)
 
     @without_frames
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
@@ -122,6 +136,10 @@ class _Trainer:
                 f"write True, or give that checkpoint's model/ folder as the model of a new run"
             )
         made = self._translated(_context_of(self.model))
+        if self.callbacks:
+            made.sections["learner"]["callbacks"] = [*made.sections["learner"].get("callbacks", ()), path_of(self)]
+        if self.args.given.get("hub_token") is not None:
+            os.environ["HF_TOKEN"] = str(self.args.given["hub_token"])
         for note in made.notes:
             print(f"slipstream: note: {note}", file=sys.stderr, flush=True)
         summary = run(self, None, bool(resume_from_checkpoint), made.sections)
@@ -140,18 +158,26 @@ class _Trainer:
         """Copy the newest checkpoint's model to `output_dir`, by default the run's directory."""
         if loading_a_task() is not None:
             return
+        shutil.copytree(self._newest_model("save_model"), output_dir or self.run_dir, dirs_exist_ok=True)
+
+    @without_frames
+    def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> Any:
+        """Send the newest checkpoint's model, with its card; returns what the hub says of the commit."""
+        if loading_a_task() is not None:
+            return None
+        from huggingface_hub import HfApi
+
+        hub, api = self._translated(None).sections.get("hub", {}), HfApi(token=self.args.given.get("hub_token"))
+        folder = self._newest_model("push_to_hub")
+        name = hub.get("hub_model_id", self.run_dir.name)
+        repo = api.create_repo(name, private=hub.get("hub_private_repo"), exist_ok=True).repo_id
+        return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=commit_message)
+
+    def _newest_model(self, method: str) -> Path:
         found = sorted(self.run_dir.glob("checkpoints/step-*/model"))
         if not found:
-            raise ConfigError(f"save_model(): {self.run_dir} holds no checkpoint; call it after train()")
-        shutil.copytree(found[-1], self.run_dir if output_dir is None else output_dir, dirs_exist_ok=True)
-
-    def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Not supported: raises `ConfigError`."""
-        if loading_a_task() is None:
-            raise ConfigError(
-                f"push_to_hub() is not supported: nothing is sent anywhere; the model lies in "
-                f"{self.run_dir}/checkpoints, push its model/ folder with: hf upload"
-            )
+            raise ConfigError(f"{method}(): {self.run_dir} holds no checkpoint; call it after train()")
+        return found[-1]
 
     def _translated(self, context: int | None) -> Translation:
         made = translate(self.args, self.model, context)

@@ -63,6 +63,7 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
         _tokens,
         _servers,
         _logging,
+        _hub,
         _evaluation,
     ):
         work(config, sections, notes, context)
@@ -214,6 +215,24 @@ def _logging(config: _Config, sections: Sections, notes: list[str], context: int
     if config.field("log_completions"):
         every = number(config, "logging_steps") or 1
         sections["learner"]["show_rollout_every"] = max(1, int(every))
+        sections["tracking"]["rollouts_every"] = max(1, int(every))
+    trackers = config.field("report_to")
+    if trackers is not None:
+        sections["tracking"]["report_to"] = [trackers] if isinstance(trackers, str) else list(trackers)
+    given = {name: config.field(f"trackio_{name}") for name in ("space_id", "bucket_id")}
+    if own := {name: value for name, value in given.items() if value is not None}:
+        sections["tracking"]["options"] = {"trackio": own}
+
+
+def _hub(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    strategy = _plain(config.field("hub_strategy"))
+    if strategy not in (None, "end", "every_save"):
+        raise ConfigError(
+            f"{type(config).__name__}(hub_strategy={strategy!r}) is not supported: models go to the hub, without what "
+            f"a resume needs; write hub_strategy='every_save' or 'end'"
+        )
+    if strategy is not None:
+        sections["hub"]["hub_strategy"] = strategy
 
 
 def _evaluation(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:

@@ -103,3 +103,22 @@ OURS = Path("/runs/mine/run.toml")
 )
 def test_an_old_queue_or_server_is_known_by_its_command(command: list[str], likeness: str | None) -> None:
     assert looks_like(command, OURS) == likeness
+
+
+def test_trackers_the_hub_and_callbacks_are_looked_at_before_anything_starts(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from learner.hub import uploads
+    from learner.report.trackers import installed
+
+    monkeypatch.setattr(installed, "_is_installed", lambda name: False)
+    with pytest.raises(
+        ConfigError, match=r"wandb is not installed; install it with: pip install 'slipstream-rl\[wandb\]'"
+    ):
+        preflight.check(load(run_file, ["--tracking.report_to", "wandb"]), resume=False)
+    monkeypatch.setattr(uploads, "get_token", lambda: None)
+    with pytest.raises(ConfigError, match="there is no token for the hub; set HF_TOKEN"):
+        preflight.check(load(run_file, ["--hub.push_to_hub", "true"]), resume=False)
+    (tmp_path / "mine.py").write_text("mine = 3", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine.py:mine: it is a int; give an object"):
+        preflight.check(load(run_file, ["--learner.callbacks", f'["{tmp_path}/mine.py:mine"]']), resume=False)

@@ -51,7 +51,10 @@ def a_status() -> Status:
         groups=GroupCounts(12, 7, 16, 35, 2_500_000, 10_000, 2 * 1024**3, 36),
         staleness=Staleness(1.25, 3, 4, 0.75, 0.5),
         rates=Rates(15.5, 9000.0, 8500.0, 0.9),
-        learner=LearnerStatus(1, 41, 41, 0.875, 1.1, 0.1, 0.5),
+        learner=LearnerStatus(
+            *(1, 41, 41, 0.875, 1.1, 0.1, 0.5),
+            {"sampler/ratio_p1": 0.94, "sampler/ratio_p50": 1.0, "sampler/ratio_p99": 1.0625, "ess": 0.98, "mfu": 0.31},
+        ),
         workers=[worker],
         servers=[
             Server("vllm-0", "http://127.0.0.1:8100", ServerState.SERVING, 40),
@@ -88,6 +91,7 @@ def shown(status: Status, width: int = 100) -> str:
         "2.5 MB of 2147 MB",
         "mean 1.25 = 0.75 in flight + 0.50 in queue; max 3, ever 4, bound 4",
         "9000 tokens sampled, 8500 trained",
+        "policy       ratio to the sampler 1, 0.94 to 1.06 for 98 % of the tokens, effective sample size 98%, FLOPs",
         "learner 12%, workers 50%",
         "now waiting  learner for publication, 12.3 s",
         "worker w1 for tickets, 4.0 s",

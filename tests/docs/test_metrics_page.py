@@ -13,6 +13,9 @@ from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.objectives import OBJECTIVES
 from learner.feed.rollout_metrics import RolloutMetrics
+from learner.feed.tally import _by_staleness
+from learner.figures import figures as learner_figures
+from learner.figures import sums_of
 from protocol.config import LearnerSection
 from protocol.evaluations import Evaluation, figures
 from protocol.figures import WHY_FAILED
@@ -38,7 +41,10 @@ def made() -> set[str]:
     whole = msgspec.structs.replace(evaluation, mean_length=3.0, clipped=0.0, versions=(5, 6))
     evaluated = {*figures(whole), *figures(msgspec.structs.replace(whole, passes=True))}
     of_the_task = {"wild"}
-    return (set(step_record(1, 0.5).flat()) | set(metrics.ours()) | evaluated) - of_the_task
+    drift = learner_figures(sums_of(torch.zeros(2), torch.tensor([0, 1])))
+    stale = _by_staleness([], 1)
+    lines = set(step_record(1, 0.5).flat()) | set(metrics.ours()) | evaluated
+    return (lines | {*drift, *stale, "mfu"}) - of_the_task
 
 
 def of_algorithms() -> set[str]:
@@ -62,4 +68,5 @@ def test_a_metric_is_on_the_page(name: str) -> None:
     general = re.sub(r"(?<=tools/)multiply|(?<=rewards/)accuracy|(?<=finish/)\w+|(?<=failures/)\w+", "<name>", name)
     general = re.sub("(?<=finish/)<name>|(?<=failures/)<name>", "<reason>", general)
     general = re.sub(r"@\d+", "@<k>", general)
+    general = re.sub(r"(?<=staleness/tokens_)\d+|(?<=kl_staleness_)[1-9]\d*", "<s>", general)
     assert {general, general.rpartition("/")[2]} & NAMED, f"{general} is not in docs/metrics.md"

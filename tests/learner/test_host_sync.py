@@ -13,6 +13,7 @@ import torch
 
 from learner.algorithm.algorithm import Algorithm
 from learner.feed.packing import PackedRow, pack
+from learner.figures import sums_of
 from learner.model import attention
 from learner.model.policy import Policy, Scoring
 from learner.passes import Known, Preparation
@@ -46,7 +47,8 @@ def test_no_value_is_read_inside_a_row(algorithm: str) -> None:
         scores = policy(row)
         result = parts(preparation.tokens(row, scores, known))
         result.losses.sum().backward()  # type: ignore[no-untyped-call]
-        _add(figures, {**result.sums, **_sampler_kl(scores.logprobs.detach() - row.behaviour, row.fresh)})
+        drift = scores.logprobs.detach() - row.behaviour
+        _add(figures, {**result.sums, **_sampler_kl(drift, row.fresh), **sums_of(drift, row.staleness)})
     assert all(figure.device == META for figure in figures.values())
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from rich.console import Console
+from transformers import TrainerCallback
 
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES
@@ -78,13 +79,15 @@ def config_for(model_path: Path, tmp_path: Path, **learner: Any) -> RunConfig:
     )
 
 
-def train(config: RunConfig, queue: FakeQueue, resume: bool = False) -> FakePublisher:
+def train(
+    config: RunConfig, queue: FakeQueue, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()
+) -> FakePublisher:
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
     progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
     with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
-        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
+        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop, callbacks).run(checkpoint, resume)
     return publisher
 
 

@@ -228,6 +228,14 @@ def test_staleness_is_split_at_the_arrival() -> None:
     assert tally.two_span_rollouts == 2
 
 
+def test_tokens_that_train_are_counted_by_staleness_up_to_the_bound() -> None:
+    draft = _draft(version=3, groups_per_step=1)
+    draft.add([LeasedGroup(group("a", [0, 1], versions=(None, None, 0, 1, 3, 3)), 3)])
+    tally = draft.finish().tally
+    assert tally.tokens_by_staleness == {"staleness/tokens_0": 4, "staleness/tokens_1": 0, "staleness/tokens_2": 2}
+    assert sum(tally.tokens_by_staleness.values()) == tally.tokens_trained, "what is masked for its age is none of them"
+
+
 def test_each_token_carries_its_rollout_s_number() -> None:
     draft = _draft(groups_per_step=2, advantage_epsilon=1e-9)
     draft.add([LeasedGroup(group("a", [0, 1]), 0), LeasedGroup(group("b", [1, 0]), 0)])

@@ -28,7 +28,7 @@ KEYS = """
 step version reward reward_std loss entropy grad_norm learning_rate staleness_mean staleness_max
 staleness_in_flight staleness_in_queue groups_trained groups_dropped tokens_sampled tokens_trained tokens_masked
 tokens_dropped tokens_prompt num_tokens epoch rollouts two_span_rollouts rows packing_fill tokens_forwarded
-tokens_unshared wait_s train_s step_time
+tokens_unshared train_tokens_per_s forwarded_per_trained wait_s train_s step_time
 cpu_s publish_blocked_ms log_ratio_max sampler/kl_staleness_0 sampler/tokens_staleness_0 kl wild
 """
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import runpy
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError, RunConfig, TaskSection
+from protocol.config import ConfigError, RunConfig, TaskSection, resolve
 from rollout_worker.task import Task, load_task
 from rollout_worker.task.tools import ToolBox
 from slipstream import script as script_module
+from slipstream.script import overrides
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput
 from slipstream.trl.configs import _Config
 from slipstream.trl.translate import translate
@@ -337,7 +340,8 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(lr_scheduler_type="cosine"), "lr_scheduler_type='cosine' is not supported.*constant_with_warmup"),
         (GRPOConfig(eval_strategy="epoch"), "eval_strategy='epoch'.*write eval_strategy='steps' with eval_steps"),
         (GRPOConfig(eval_strategy="steps", eval_steps=0.1), r"eval_steps=0\.1.*give a whole number, or max_steps"),
-        (GRPOConfig(push_to_hub=True), "push_to_hub=True.*`model/` folder"),
+        (GRPOConfig(hub_strategy="checkpoint"), "hub_strategy='checkpoint'.*write hub_strategy='every_save' or 'end'"),
+        (GRPOConfig(hub_revision="v2"), "hub_revision='v2'.*main branch; leave it out"),
         (GRPOConfig(per_device_train_batch_size=4), "= 4 completions a step are not a multiple of num_generations = 8"),
         (
             GRPOConfig(num_generations=1),
@@ -392,8 +396,8 @@ def test_f19_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:
 
 
 def test_what_has_no_effect_is_said() -> None:
-    made = translate(GRPOConfig(report_to="wandb", full_determinism=True, tf32=True), "org/model", None)
-    assert [note for note in made.notes if note.startswith("report_to='wandb' has no effect here: `metrics.jsonl`")]
+    made = translate(GRPOConfig(eval_delay=3, full_determinism=True, tf32=True), "org/model", None)
+    assert [note for note in made.notes if note.startswith("eval_delay=3 has no effect here")]
     assert [note for note in made.notes if note.startswith("full_determinism=True has no effect")]
     quiet = translate(GRPOConfig(report_to="none", gradient_checkpointing=True, torch_compile=False), "org/model", None)
     assert quiet.sections["learner"]["gradient_checkpointing"] is True
@@ -423,7 +427,12 @@ class Tokenizer:
     [
         ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text"),
         ({"peft_config": Model()}, r"peft_config=\.\.\.\) is not supported: adapters"),
-        ({"callbacks": [Model()]}, "callbacks=.*metrics.jsonl"),
+        ({"callbacks": [Model()]}, r"callbacks=.*a Model is no callback; .*transformers\.TrainerCallback"),
+        (
+            {"args": GRPOConfig(report_to="neptune")},
+            "report_to='neptune'.*no tracker 'neptune': choose among tensorboard",
+        ),
+        ({"args": GRPOConfig(hub_model_id="a/b/c")}, "hub_model_id='a/b/c'.: hub.hub_model_id"),
         ({"optimizers": (Model(), None)}, "optimizers="),
         ({"rollout_func": accuracy}, "rollout_func="),
         ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
@@ -509,7 +518,7 @@ def test_train_resumes_and_gives_what_transformers_gives(
     [
         (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint; write True"),
         (trainer.save_model, "holds no checkpoint; call it after train"),
-        (trainer.push_to_hub, "nothing is sent anywhere"),
+        (trainer.push_to_hub, "push_to_hub.*holds no checkpoint; call it after train"),
         (GRPOTrainer("./nowhere", accuracy, None, ROWS).train, "is not a global of any module"),
     ],
 )
@@ -587,3 +596,97 @@ def test_train_at_the_top_level_runs_everything_and_its_check_imports_the_script
 )
 def test_evaluation_is_trls(fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
     assert translate(GRPOConfig(**fields), "org/model", None).sections.get("eval") == expected
+
+
+def test_trackers_and_the_hub_are_set_by_trl_s_names() -> None:
+    config = GRPOConfig(
+        "runs/sums",
+        report_to="wandb",
+        run_name="third",
+        project="sums",
+        trackio_space_id="org/space",
+        log_completions=True,
+        logging_steps=5,
+        push_to_hub=True,
+        hub_model_id="org/sums",
+        hub_private_repo=True,
+        hub_strategy="end",
+        hub_token="hf_secret",
+    )
+    made = sections_of(config)
+    assert made["tracking"] == {
+        "report_to": ["wandb"],
+        "run_name": "third",
+        "project": "sums",
+        "rollouts_every": 5,
+        "options": {"trackio": {"space_id": "org/space"}},
+    }
+    assert made["hub"] == {
+        "push_to_hub": True,
+        "hub_model_id": "org/sums",
+        "hub_private_repo": True,
+        "hub_strategy": "end",
+    }
+    assert "hf_secret" not in str(made)
+
+
+@pytest.mark.parametrize(("given", "trackers"), [("none", []), ([], []), (["wandb", "trackio"], ["wandb", "trackio"])])
+def test_report_to_is_taken_as_transformers_takes_it(given: Any, trackers: list[str]) -> None:
+    assert (
+        resolve(
+            None,
+            overrides({**sections_of(GRPOConfig(report_to=given)), "task": {"path": "a.py:b"}}),
+            "test",
+        ).tracking.report_to
+        == trackers
+    )
+
+
+class Stops:
+    """As a callback is, to a script that does not import transformers."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_callbacks_are_named_by_their_trainer_for_the_learner(
+    supervised: list[tuple[RunConfig, bool]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "model", str(model_folder))
+    monkeypatch.setattr(trainer, "callbacks", [])
+    monkeypatch.setitem(trainer.args.given, "hub_token", "hf_secret")
+    monkeypatch.setenv("HF_TOKEN", "other")
+    trainer.add_callback(Stops())
+    trainer.train()
+    ((config, _),) = supervised
+    assert config.learner.callbacks == [f"{__file__}:trainer"]
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+
+
+def test_the_newest_model_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    sent: list[Any] = []
+
+    class Hub:
+        def __init__(self, token: str | None = None) -> None:
+            sent.append(token)
+
+        def create_repo(self, name: str, **given: Any) -> Any:
+            sent.append((name, given))
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, **given: Any) -> str:
+            sent.append(given)
+            return "commit"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    args = GRPOConfig(str(tmp_path / "sums"), hub_private_repo=True, hub_token="t")
+    pushing = GRPOTrainer("org/model", accuracy, args, ROWS)
+    model = tmp_path / "sums" / "checkpoints" / "step-000004" / "model"
+    model.mkdir(parents=True)
+    assert pushing.push_to_hub("done") == "commit"
+    assert sent == [
+        "t",
+        ("sums", {"private": True, "exist_ok": True}),
+        {"repo_id": "me/sums", "folder_path": model, "commit_message": "done"},
+    ]

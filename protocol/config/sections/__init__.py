@@ -7,6 +7,7 @@ from protocol.config.sections.queue import QueueSection
 from protocol.config.sections.rollout import RolloutSection
 from protocol.config.sections.run import ChatSection, ModelSection, RunSection, TaskSection
 from protocol.config.sections.servers import DeploySection, VllmSection, WeightSyncSection
+from protocol.config.sections.tracking import HubSection, TrackingSection
 from protocol.config.sections.worker import WorkerSection
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "ChatSection",
     "DeploySection",
     "EvalSection",
+    "HubSection",
     "LearnerSection",
     "ModelSection",
     "QueueSection",
@@ -21,6 +23,7 @@ __all__ = [
     "RunSection",
     "Section",
     "TaskSection",
+    "TrackingSection",
     "VllmSection",
     "WeightSyncSection",
     "WorkerSection",

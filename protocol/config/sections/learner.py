@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -90,11 +91,24 @@ class LearnerSection(AlgorithmSection):
     show_rollout_every: CountOrZero = setting(
         0, description="steps between rollouts that are shown on the terminal; 0: none", why="the terminal shows steps"
     )
+    callbacks: list[str] = setting(
+        [],
+        description="transformers' TrainerCallback objects or classes, or lists of them, each as path/to/file.py:name",
+        why="metrics.jsonl and [tracking] tell what a step did; a callback may act on it",
+    )
     stall_timeout_s: Seconds = setting(
         3600.0,
         description="seconds without a group or a step, after which the learner gives up",
         why="longer than the longest episode and its rewards",
     )
+
+    @field_validator("callbacks")
+    @classmethod
+    def _callbacks_name_files(cls, value: list[str]) -> list[str]:
+        for callback in value:
+            if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", callback):
+                raise ValueError(f"{callback!r} is not a callback: write path/to/file.py:name")
+        return value
 
     @field_validator("betas")
     @classmethod

@@ -9,13 +9,14 @@ from typing import Self
 
 from pydantic import model_validator
 
-from protocol.config import algorithm, chat, sampling
+from protocol.config import adapters, algorithm, chat, optimisation, sampling
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
     DeploySection,
     EvalSection,
     LearnerSection,
+    LoraSection,
     ModelSection,
     QueueSection,
     RolloutSection,
@@ -64,6 +65,7 @@ class RunConfig(Section):
     queue: QueueSection = QueueSection()
     worker: WorkerSection = WorkerSection()
     learner: LearnerSection = LearnerSection()
+    lora: LoraSection = LoraSection()
     eval: EvalSection = EvalSection()
     weight_sync: WeightSyncSection = WeightSyncSection()
     vllm: VllmSection = VllmSection()
@@ -116,6 +118,8 @@ class RunConfig(Section):
         chat.check(self.chat)
         sampling.check(rollout)
         algorithm.check(learner)
+        optimisation.check(learner)
+        adapters.check(self.model, learner, self.lora)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "

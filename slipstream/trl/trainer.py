@@ -20,6 +20,7 @@ from rollout_worker.task.task import Task, end_import_at
 from slipstream.script import loading_a_task, run, without_frames
 from slipstream.trl.check import check
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
+from slipstream.trl.training import lora_settings, quantisation_settings
 from slipstream.trl.translate import Translation, translate
 
 
@@ -42,8 +43,6 @@ class _Trainer:
     # Arguments of TRL's that have to stay as they are by default, and what to do instead.
     refused: ClassVar[dict[str, str]] = {
         "callbacks": "metrics.jsonl has a line a step, and /metrics is for Prometheus",
-        "quantization_config": "it is not supported; leave it out",
-        "peft_config": "adapters are not supported yet; leave it out, and all weights train",
         "rollout_func": "write what it does as tools of the task",
         "rollout_worker": "workers are processes of the run; leave it out",
         "weight_transfer": "weights are sent by weight_sync.transport; leave it out",
@@ -82,7 +81,8 @@ class _Trainer:
                 raise ConfigError(f"{kind}({name}=...) is not supported: {remedy}")
         if any(part is not None for part in optimizers or ()):
             raise ConfigError(
-                f"{kind}(optimizers=...) is not supported: AdamW trains, with the fields of {kind}'s args"
+                f"{kind}(optimizers=...) is not supported: optimiser and schedule are named by optim and "
+                f"lr_scheduler_type of {kind}'s args"
             )
         if args is None:
             args = self.config(f"{str(model).rstrip('/').split('/')[-1]}-{self.suffix}")
@@ -92,6 +92,8 @@ class _Trainer:
         self.model = str(model)
         self.args = args
         self._tokenizer = _name_of(processing_class, self.model, kind)
+        self._lora = lora_settings(peft_config, kind) if peft_config is not None else {}
+        self._quantised = quantisation_settings(quantization_config, kind) if quantization_config is not None else {}
         self._translated(None)
         self.task = Task(
             train_dataset=train_dataset,
@@ -137,13 +139,17 @@ class _Trainer:
 
     @without_frames
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory."""
+        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory. An adapter is merged in
+        it, and lies in `adapter/` by itself."""
         if loading_a_task() is not None:
             return
         found = sorted(self.run_dir.glob("checkpoints/step-*/model"))
         if not found:
             raise ConfigError(f"save_model(): {self.run_dir} holds no checkpoint; call it after train()")
-        shutil.copytree(found[-1], self.run_dir if output_dir is None else output_dir, dirs_exist_ok=True)
+        target = Path(self.run_dir if output_dir is None else output_dir)
+        shutil.copytree(found[-1], target, dirs_exist_ok=True)
+        if (adapter := found[-1].parent / "adapter").is_dir():
+            shutil.copytree(adapter, target / "adapter", dirs_exist_ok=True)
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Not supported: raises `ConfigError`."""
@@ -157,6 +163,9 @@ class _Trainer:
         made = translate(self.args, self.model, context)
         if self._tokenizer is not None:
             made.sections["model"].setdefault("tokenizer", self._tokenizer)
+        made.sections["model"] = {**self._quantised, **made.sections["model"]}
+        if self._lora:
+            made.sections["lora"] = {**self._lora, **made.sections.get("lora", {})}
         check(self.args, made.sections)
         return made
 

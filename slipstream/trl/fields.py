@@ -170,7 +170,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _set("learning_rate", "GRAT", "learner.learning_rate"),
         _worked(
             "lr_scheduler_type",
-            "GRAT",
+            "AT",
             "`learner.lr_scheduler_type`",
             "TRL's default, too: linear, and constant for AsyncGRPO; not reduce_lr_on_plateau and greedy. The "
             "warm-up's first step is not 0 here",

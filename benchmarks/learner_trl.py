@@ -44,7 +44,7 @@ class Trl:
         packing.register_tree_attention()
         self.model = size.build(packing.TREE_ATTENTION, device)
         utils.add_fused_lm_head(self.model, temperature=1.0, outputs=("log_probs", "entropy"))
-        self.optimiser = optimiser.build(self.model, SECTION).adamw
+        self.optimiser = optimiser.build(self.model, SECTION).stepper
         self.forwarded = 0
         self._accelerator = Accelerator()
         self._budget, self._device = budget, device

@@ -61,7 +61,7 @@ class Padded:
 
     def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
         self.model = size.build("sdpa", device)
-        self.optimiser = optimiser.build(self.model, SECTION).adamw
+        self.optimiser = optimiser.build(self.model, SECTION).stepper
         self.forwarded = 0
         self._samples, self._budget, self._device = batch.samples, budget, device
         self._advantages, self._tokens = advantages_of(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from deploy import epochs, extras, kv_cache, model_check, run_directory, server_check
+from deploy import epochs, extras, kv_cache, learner_check, model_check, run_directory, server_check
 from deploy.ports import check_port
 from deploy.vllm_server import on_cpu
 from protocol.config import ConfigError, RunConfig
@@ -17,6 +17,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
     Returns the rows of the data set; None where their number is not known.
     """
     extras.require("slipstream up", extras.LEARNER if config.vllm.servers else extras.LEARNER + extras.VLLM)
+    learner_check.check(config)
     run_directory.check(config, resume)
     run_file = config.run_file.absolute()
     check_port(config.queue.host, config.queue.port, "queue.port", run_file)

@@ -1,8 +1,8 @@
 """Checkpoints: complete or not there at all.
 
-`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `trainer.pt`
-(optimiser, schedule, random states, a reference that has moved) and `state.json` (step, version, settings). The queue
-keeps the position in the data set.
+`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` where one
+trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
+has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
+from learner import optimiser
 from learner.trainer import Trainer
-from protocol.config import ModelSection
+from protocol.config import ConfigError, ModelSection
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -65,6 +66,10 @@ class Checkpoint:
     def model_path(self) -> Path:
         return self.path / "model"
 
+    @property
+    def adapter_path(self) -> Path:
+        return self.path / "adapter"
+
 
 def folder(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
@@ -90,6 +95,8 @@ def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, sources: Sources
     unfinished.mkdir(parents=True)
     try:
         trainer.policy.save(unfinished / "model")
+        if trainer.policy.adapter is not None:
+            trainer.policy.adapter.save(unfinished / "adapter")
         _copy_sources(sources, unfinished / "model")
         torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
     except (SafetensorError, RuntimeError) as error:  # how these two tell of a full disk
@@ -105,19 +112,25 @@ def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, sources: Sources
     return Checkpoint(final, info)
 
 
+def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
+    """Raise `ConfigError` if one of checkpoint and run has an adapter, and the other has none."""
+    has = checkpoint.adapter_path.is_dir()
+    if has != adapted:
+        was = "was made with an adapter" if has else "was made without an adapter"
+        now = "lora.r = 0" if has else "lora.r is above 0"
+        raise ConfigError(
+            f"{checkpoint.path} {was}, and {now}: go on with the [lora] that it was made with, or begin a new run from "
+            f"its merged model with --run.name and --model.path {checkpoint.model_path}"
+        )
+
+
 def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Put optimiser, schedule and random states back; the weights were loaded with the policy.
 
-    Learning rate, betas and weight decay stay as the run file has them.
+    Optimiser, schedule and their settings stay as the run file has them.
     """
     saved = torch.load(checkpoint.path / "trainer.pt", map_location="cpu", weights_only=True)
-    schedule = trainer.schedule
-    done = saved["schedule"]["last_epoch"]
-    rates = [rate * factor(done) for rate, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    saved["schedule"] |= {"base_lrs": schedule.base_lrs, "_last_lr": rates}
-    ours = trainer.optimiser.param_groups
-    for group, own, rate in zip(saved["optimiser"]["param_groups"], ours, rates, strict=True):
-        group |= {name: value for name, value in own.items() if name != "params"} | {"lr": rate}
+    saved = optimiser.resumed(saved, trainer.optimiser, trainer.schedule, trainer.optim)
     trainer.restore(saved)
     _set_random_state(saved["random"])
 

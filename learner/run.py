@@ -23,7 +23,7 @@ from learner.report.watch import Watch
 from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
 from protocol.client import QueueClient
-from protocol.config import ConfigError, RunConfig
+from protocol.config import ConfigError, RunConfig, adapters
 from protocol.config.algorithm import doubts
 from weight_sync.publisher import Publisher
 
@@ -67,11 +67,13 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
             progress.say(start.algorithm(config.learner))
-            for doubt in doubts(config.learner):
+            for doubt in [*doubts(config.learner), *adapters.doubts(config.learner, config.lora)]:
                 progress.warn(doubt)
             with progress.phase(f"loading the model {config.model.path}"):
                 trainer = build_trainer(config, checkpoint)
             policy = trainer.policy
+            if policy.adapter is not None:
+                progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
             if text := warning(policy.precision, policy.named_weights(), config.learner.learning_rate):
                 progress.warn(text)
         except Stopped:
@@ -83,11 +85,16 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
 
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     set_seed(config.run.seed)
-    path = str(checkpoint.model_path) if checkpoint else config.model.path
-    learner = config.learner
+    learner, adapted = config.learner, config.lora.r > 0
+    if checkpoint is not None:
+        checkpoints.check_kind(checkpoint, adapted)
+    # A checkpoint's model has the adapter in it; the base is the model's own.
+    path = config.model.path if checkpoint is None or adapted else str(checkpoint.model_path)
     scoring = Scoring(config.rollout.temperature, learner.logits_mib, learner.router_aux_loss_coef > 0)
-    policy = load_policy(path, config.model, scoring, learner, longest=config.vllm.max_model_len)
-    reference = load_reference(config, scoring)
+    policy = load_policy(path, config.model, scoring, learner, longest=config.vllm.max_model_len, lora=config.lora)
+    if checkpoint is not None and policy.adapter is not None:
+        policy.adapter.load(checkpoint.adapter_path)
+    reference = load_reference(config, scoring, policy)
     trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)

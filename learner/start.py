@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from learner import checkpoint as checkpoints
+from learner import optimiser
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
 from protocol import fingerprint
@@ -57,6 +58,9 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
     changed = [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
     if changed:
         said.append(f"changed since that checkpoint, and used from here on: {', '.join(changed)}")
+    before = then.get("learner.optim", optimiser.DEFAULT)
+    if optimiser.starts_anew(before, config.learner.optim):
+        said.append(f"learner.optim = {config.learner.optim} can make nothing of what {before} kept: it starts anew")
     return said
 
 

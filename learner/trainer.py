@@ -53,8 +53,8 @@ class StepFigures:
 
 
 class Trainer:
-    """Owns policy, reference, optimiser and schedule; knows nothing of the queue or of versions. `longest`: the most
-    tokens that a rollout may sample; `reference`: needed where `learner.kl_coef` is above 0."""
+    """Owns policy, reference, optimiser (`optim` is its name) and schedule; knows nothing of the queue or of versions.
+    `longest`: the most tokens that a rollout may sample; `reference`: needed where `learner.kl_coef` is above 0."""
 
     def __init__(
         self, policy: Policy, section: LearnerSection, longest: int, reference: Reference | None = None
@@ -69,8 +69,9 @@ class Trainer:
         self._max_grad_norm = section.max_grad_norm
         self._router_coef = section.router_aux_loss_coef
         self._meter = Meter(policy, self.device)
-        adamw, self.schedule = optimiser.build(policy, section)
-        self._policy, self.optimiser = self.accelerator.prepare(policy, adamw)
+        stepper, self.schedule = optimiser.build(policy, section)
+        self._policy, self.optimiser = self.accelerator.prepare(policy, stepper)
+        self.optim = section.optim
         self._previous = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
         if self.reference is not None:
             self.reference.prepare(self.accelerator)
@@ -168,7 +169,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Optimiser, schedule and what the reference has to keep, as tensors and plain values."""
-        state = {"optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
+        state = {"optim": self.optim, "optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
         kept = self.reference.state() if self.reference is not None else None
         return state if kept is None else {**state, "reference": kept}
 

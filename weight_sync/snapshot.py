@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from blake3 import blake3
 
 from weight_sync.manifest import Manifest
 from weight_sync.probe import Probe
+
+
+@runtime_checkable
+class MadeOneByOne(Protocol):
+    """Weights of which some are made when they are asked for, such as those with an adapter merged into them."""
+
+    def layout(self) -> dict[str, torch.Tensor]:
+        """Tensors of the same names, shapes and types, whatever they hold."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 class Snapshot:
@@ -27,16 +38,22 @@ class Snapshot:
         dtype: torch.dtype | None = None,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """weights: names and tensors as in a checkpoint, on any device. dtype: the servers', if not the weights' own.
-        buffer: an earlier snapshot's `flat`, overwritten if it has the size."""
-        tensors = {name: tensor.detach() for name, tensor in weights}
+        """weights: names and tensors as in a checkpoint, on any device; those that are `MadeOneByOne` are held one at a
+        time. dtype: the servers', if not the weights' own. buffer: an earlier snapshot's `flat`, overwritten if it has
+        the size."""
+        if isinstance(weights, MadeOneByOne):
+            layout = weights.layout()
+        else:
+            layout = dict(weights)
+            weights = layout.items()
         self.version = version
         self.probe = probe
-        self.manifest = Manifest.of(tensors, dtype)
+        self.manifest = Manifest.of(layout, dtype)
         size = self.manifest.total_bytes()
         self.flat = buffer if buffer is not None and len(buffer) == size else torch.zeros(size, dtype=torch.uint8)
-        for name, view in self.manifest.views(self.flat).items():
-            view.copy_(tensors[name])
+        views = self.manifest.views(self.flat)
+        for name, tensor in weights:
+            views[name].copy_(tensor.detach())
 
     @property
     def label(self) -> str:

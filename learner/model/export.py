@@ -17,35 +17,60 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from learner.model.loading import text_tower
+from learner.model.held import Held, address
+from learner.model.loading import text_parameters, text_tower
 from protocol.config import ConfigError
 
 # How many names an error shows.
 SHOWN = 4
 
 
-def published(network: Any) -> Iterator[tuple[str, torch.Tensor]]:
+class Published:
     """Names and tensors, detached, as `save_pretrained` writes them, without what is frozen; tied weights once.
 
-    Tensors are views of the parameters, but for those that the conversion has to copy (halves of a fused tensor).
+    Tensors are views of the parameters, but for those that the conversion has to copy (halves of a fused tensor), and
+    those that `held` makes, one at a time, as their turn comes.
     """
-    state = remove_tied_weights_from_state_dict(_trained_state(network), network)
-    converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
-    yield from (state if converted == [] else revert_weight_conversion(network, state)).items()
+
+    def __init__(self, network: Any, held: Held | None = None) -> None:
+        self._held = held or Held(_trained_state(network), {})
+        state = remove_tied_weights_from_state_dict(dict(self._held.tensors), network)
+        converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
+        self._tensors = dict(state if converted == [] else revert_weight_conversion(network, state))
+
+    def layout(self) -> dict[str, torch.Tensor]:
+        """The same, with tensors that are yet to be made as stand-ins of their shape and type, which take no memory."""
+        return self._tensors
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            yield name, self._held.whole(tensor)
 
 
-def check_export(network: Any, path: str, revision: str | None) -> None:
+def trained_names(network: Any) -> list[str]:
+    """Names of all that is published, a tied weight by each of its names."""
+    return list(_trained_state(network))
+
+
+def check_export(network: Any, path: str, revision: str | None, adapted: Held | None = None) -> None:
     """Raise `ConfigError` if what is published does not have the names and shapes of the checkpoint at `path`, or not
     every trained weight once. Checkpoints other than safetensors are not looked into."""
-    weights = dict(published(network))
-    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    buffers = sum(tensor.numel() for name, tensor in _trained_state(network).items() if _is_buffer(network, name))
+    kept = adapted or Held(_trained_state(network), {})
+    weights = Published(network, kept).layout()
+    own = {(address(tensor), tensor.storage_offset()): tensor.numel() for tensor in kept.tensors.values()}
     exported = sum(tensor.numel() for tensor in weights.values())
-    if exported != trained + buffers:
+    if exported != sum(own.values()):
         raise ConfigError(
-            f"model.path = {path}: {type(network).__name__} has {trained + buffers} weights to publish, and its "
+            f"model.path = {path}: {type(network).__name__} has {sum(own.values())} weights to publish, and its "
             f"conversion to a checkpoint gives {exported}: the servers would serve something else; choose another model"
         )
+    whole = {address(tensor): tensor.shape for tensor in kept.tensors.values() if address(tensor) in kept.made}
+    for name, tensor in weights.items():
+        if whole.get(address(tensor), tensor.shape) != tensor.shape:
+            raise ConfigError(
+                f"model.path = {path}: {name} is a part of a matrix that has an adapter, as transformers' conversion "
+                f"to a checkpoint takes it apart: leave its layer out with lora.exclude_modules"
+            )
     held = _checkpoint_shapes(path, revision)
     if held is None:
         return
@@ -65,21 +90,18 @@ def check_export(network: Any, path: str, revision: str | None) -> None:
 
 
 def _trained_state(network: Any) -> dict[str, torch.Tensor]:
-    """Trained parameters and the buffers of the text tower that a checkpoint holds."""
+    """Parameters of the text tower and the output layer, and the tower's buffers that a checkpoint holds."""
     named = dict(network.named_parameters(remove_duplicate=False))
-    ignored = set(network._keys_to_ignore_on_save or [])
+    buffers = dict(network.named_buffers(remove_duplicate=False))
+    ignored, text = set(network._keys_to_ignore_on_save or []), text_parameters(network)
     tower = text_tower(network)
     prefix = next((f"{name}." for name, module in network.named_modules() if module is tower and name), "")
     return {
         name: tensor.detach()
         for name, tensor in network.state_dict().items()
-        if name not in ignored and (named[name].requires_grad if name in named else name.startswith(prefix))
+        if name not in ignored
+        and (id(named[name]) in text if name in named else name in buffers and name.startswith(prefix))
     }
-
-
-def _is_buffer(network: Any, name: str) -> bool:
-    module, _, own = name.rpartition(".")
-    return own in network.get_submodule(module)._buffers
 
 
 def _checkpoint_shapes(path: str, revision: str | None) -> dict[str, list[int]] | None:

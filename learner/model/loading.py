@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from learner.model import rope
+from learner.model import quantised, rope
 from protocol.config import ConfigError, ModelSection
 
 # Layers that differ from full attention only for sequences above a length: by their type, where a config has it.
@@ -21,20 +21,24 @@ LIMITS = {
 }
 
 
-def load_network(path: str, model: ModelSection, dtype: torch.dtype, longest: int | None = None) -> Any:
-    """The network with the weights at `path`, in `dtype`, ready to score rows of sequences of up to `longest` tokens,
-    the servers' `max_model_len`.
+def load_network(
+    path: str, model: ModelSection, dtype: torch.dtype, device: torch.device, longest: int | None = None
+) -> Any:
+    """The network with the weights at `path`, in `dtype`, on `device`, ready to score rows of sequences of up to
+    `longest` tokens, the servers' `max_model_len`.
 
     Of a model that sees, the text tower and the output layer train; the rest is frozen, and no row passes through it.
     Raises `ConfigError` if it cannot be loaded, or if a sequence can be longer than the learner is right for.
     """
+    quantised.check(model)
     revision = model.revision if path == model.path else None
     hub = {"revision": revision or "main", "trust_remote_code": model.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **hub)
         sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        network = kind.from_pretrained(path, dtype=dtype, attn_implementation=model.attention, **hub)
+        packed = quantised.arguments(model, dtype)
+        network = kind.from_pretrained(path, dtype=dtype, attn_implementation=model.attention, **hub, **packed)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
             f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "
@@ -44,7 +48,7 @@ def load_network(path: str, model: ModelSection, dtype: torch.dtype, longest: in
         _check_lengths(network.config.get_text_config(), path, longest)
         rope.settle(network, longest)
     _freeze_all_but_text(network)
-    return network
+    return network if packed else network.to(device)
 
 
 def text_tower(network: Any) -> Any:
@@ -73,9 +77,14 @@ def _check_lengths(config: Any, path: str, longest: int) -> None:
         )
 
 
-def _freeze_all_but_text(network: Any) -> None:
+def text_parameters(network: Any) -> set[int]:
+    """The ids of the parameters that rows pass through: they train, or an adapter does in their place."""
     parts = (text_tower(network), network.get_output_embeddings())
-    trained = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+
+
+def _freeze_all_but_text(network: Any) -> None:
+    trained = text_parameters(network)
     for parameter in network.parameters():
         if id(parameter) not in trained:
             parameter.requires_grad_(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +15,11 @@ from accelerate import PartialState
 from learner.algorithm.router_loss import Routing
 from learner.feed.packing import PackedRow, Sample, pack_row
 from learner.model import attention, checks, export, layers
+from learner.model.adapter import Adapter
 from learner.model.loading import load_network, text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
 from learner.model.precision import Precision
-from protocol.config import ConfigError, LearnerSection, ModelSection
+from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,20 @@ class Policy(torch.nn.Module):
     Stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
     """
 
-    def __init__(self, model: Any, implementation: str, scoring: Scoring, precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        implementation: str,
+        scoring: Scoring,
+        precision: Precision | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """adapter: what trains, where it is not the model's own weights."""
         super().__init__()
         self.model = model.eval()
         self.precision = precision or Precision()
         self.implementation = implementation
+        self.adapter = adapter
         self._scoring = scoring
 
     def forward(self, row: PackedRow) -> TokenScores:
@@ -66,11 +75,11 @@ class Policy(torch.nn.Module):
             scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> export.Published:
         """Weights that train, with the names and shapes of the model's checkpoint, in the learner's type: who publishes
         them casts each as it is copied, so that there is no second copy. A tied output layer appears once, as the
-        embedding."""
-        return export.published(self.model)
+        embedding. An adapter is merged into each matrix as its turn comes."""
+        return export.Published(self.model, None if self.adapter is None else self.adapter.published())
 
     @property
     def text(self) -> Any:
@@ -78,11 +87,15 @@ class Policy(torch.nn.Module):
         return text_tower(self.model)
 
     def save(self, folder: Path) -> None:
-        """Write a model folder with the weights as they are. Its config.json names the servers' type: vLLM and
-        `from_pretrained` take that one unless they are told another."""
-        self.model.save_pretrained(folder)
+        """Write a model folder with the weights as they are, an adapter merged. Its config.json names the servers'
+        type: vLLM and `from_pretrained` take that one unless they are told another."""
+        if self.adapter is None:
+            self.model.save_pretrained(folder)
+        else:
+            self.adapter.save_merged(folder)
         path = folder / "config.json"
         facts = json.loads(path.read_text(encoding="utf-8"))
+        facts.pop("quantization_config", None)
         served = str(self.precision.servers).removeprefix("torch.")
         for part in (facts, *(value for value in facts.values() if isinstance(value, dict))):
             if "dtype" in part:
@@ -176,13 +189,17 @@ def load_policy(
     scoring: Scoring,
     learner: LearnerSection | None = None,
     longest: int | None = None,
+    lora: LoraSection | None = None,
 ) -> Policy:
     """The policy with the weights at `path`, the model's own or a checkpoint's, as `learner` says how it is run; raises
     `ConfigError` if this learner cannot train the model. longest: tokens of the longest sequence that servers take,
-    `vllm.max_model_len`."""
+    `vllm.max_model_len`; lora: the adapter that trains in place of the weights, where its `r` is above 0."""
     learner = learner or LearnerSection()
     precision = Precision.of(model, learner)
-    network = load_network(path, model, precision.weights, longest).to(PartialState().device)
+    adapted = lora is not None and lora.r > 0
+    # What does not train is kept in the type that computes.
+    kept = precision.compute if adapted else precision.weights
+    network = load_network(path, model, kept, PartialState().device, longest)
     policy = Policy(network, model.attention, scoring, precision)
     try:
         policy.check_logits()
@@ -195,7 +212,10 @@ def load_policy(
             f"model.path = {path}: {type(network).__name__} cannot score a row with model.attention = "
             f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
         ) from error
-    export.check_export(network, path, model.revision if path == model.path else None)
+    if adapted and lora is not None:
+        policy.adapter = Adapter(network, lora, model, kept)
+    published = None if policy.adapter is None else policy.adapter.published()
+    export.check_export(network, path, model.revision if path == model.path else None, published)
     if learner.compile:
         layers.compile_layers(network)
         policy.check_compiled()

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from learner.feed.packing import PackedRow
+from learner.model.adapter import Adapter
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy, Scoring, load_policy
 from protocol.config import RunConfig
@@ -72,11 +73,39 @@ class ReferenceModel(Reference):
         self._moved = True
 
 
-def load_reference(config: RunConfig, scoring: Scoring) -> Reference | None:
-    """The model of `model.path`, whatever checkpoint the policy is from; None where `learner.kl_coef` is 0. Raises
-    `ConfigError` as `load_policy` does."""
+class AdapterOff(Reference):
+    """The policy without its adapter, which is the model that the run began with. Takes no memory."""
+
+    def __init__(self, policy: Policy, adapter: Adapter) -> None:
+        self._policy, self._adapter = policy, adapter
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """It is where the policy is."""
+
+    @torch.no_grad()
+    def logprobs(self, row: PackedRow) -> torch.Tensor:
+        with self._adapter.off():
+            scores: TokenScores = self._policy(row)
+        return scores.logprobs
+
+    def follow(self, policy: Policy, mixup: float) -> None:
+        """Raises `ValueError`: there is nothing that could move."""
+        raise ValueError("learner.reference_sync_steps: the base beneath an adapter cannot follow it; set it to 0")
+
+    def state(self) -> None:
+        return None
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Nothing is kept of it."""
+
+
+def load_reference(config: RunConfig, scoring: Scoring, policy: Policy) -> Reference | None:
+    """The model of `model.path`, whatever checkpoint the policy is from; None where `learner.kl_coef` is 0. Beneath an
+    adapter it is there already. Raises `ConfigError` as `load_policy` does."""
     if not config.learner.kl_coef:
         return None
+    if policy.adapter is not None:
+        return AdapterOff(policy, policy.adapter)
     # It is never stepped on: in the servers' type it is as they would have it, and takes the least memory.
     plain = {"weights_dtype": "model", "compile": False, "gradient_checkpointing": False}
     learner, longest = config.learner.model_copy(update=plain), config.vllm.max_model_len

@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from protocol.config import algorithm, chat, sampling
+from protocol.config import adapters, algorithm, chat, optimisation, sampling
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
@@ -17,6 +17,7 @@ from protocol.config.sections import (
     EvalSection,
     HubSection,
     LearnerSection,
+    LoraSection,
     ModelSection,
     QueueSection,
     RolloutSection,
@@ -66,6 +67,7 @@ class RunConfig(Section):
     queue: QueueSection = QueueSection()
     worker: WorkerSection = WorkerSection()
     learner: LearnerSection = LearnerSection()
+    lora: LoraSection = LoraSection()
     eval: EvalSection = EvalSection()
     tracking: TrackingSection = TrackingSection()
     hub: HubSection = HubSection()
@@ -120,6 +122,8 @@ class RunConfig(Section):
         chat.check(self.chat)
         sampling.check(rollout)
         algorithm.check(learner)
+        optimisation.check(learner)
+        adapters.check(self.model, learner, self.lora)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "

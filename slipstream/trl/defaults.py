@@ -29,6 +29,7 @@ _SYNC: dict[str, Any] = {
     "shuffle_dataset": True,
     "mask_truncated_completions": False,
     "num_iterations": 1,
+    "lr_scheduler_type": "linear",
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "GRPOConfig": {

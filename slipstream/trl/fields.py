@@ -171,10 +171,11 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked(
             "lr_scheduler_type",
             "AT",
-            "`learner.warmup_steps`",
-            'linear warm-up, then constant: `"constant_with_warmup"`; others: not yet',
+            "`learner.lr_scheduler_type`",
+            "TRL's default, too: linear, and constant for AsyncGRPO; not reduce_lr_on_plateau and greedy. The "
+            "warm-up's first step is not 0 here",
         ),
-        _only("lr_scheduler_kwargs", "GRAT", "not yet", "the rate is constant after the warm-up", None, {}),
+        _worked("lr_scheduler_kwargs", "GRAT", "`learner.lr_scheduler_kwargs`"),
         _worked(
             "beta",
             "GR",
@@ -316,8 +317,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _set("max_grad_norm", "T", "learner.max_grad_norm"),
         _worked("adam_beta1", "T", "`learner.betas`"),
         _worked("adam_beta2", "T", "`learner.betas`"),
-        _only("adam_epsilon", "T", "1e-8, always", "", 1e-8),
-        _only("optim", "T", "AdamW, always", "", "adamw_torch", "adamw_torch_fused"),
+        _worked("adam_epsilon", "T", "`learner.optim_args`", "`eps`"),
+        _set("optim", "T", "learner.optim", "the same names"),
+        _worked("optim_args", "T", "`learner.optim_args`", "a table; TRL's text is taken apart"),
         _set("weight_decay", "T", "learner.weight_decay"),
         _worked("warmup_steps", "T", "`learner.warmup_steps`", "below 1: a share of the steps"),
         _set("seed", "T", "run.seed"),
@@ -359,8 +361,7 @@ _REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("auto_find_batch_size", "rows have one token budget: lower learner.token_budget", (False,)),
     ("data_seed", "the order of the rows follows from seed", (None,)),
     ("train_sampling_strategy", "rows are shuffled, or in order: shuffle_dataset", (None, "random")),
-    ("optim_args", "AdamW has the arguments that have fields of their own", (None,)),
-    ("optim_target_modules", "AdamW trains all weights", (None,)),
+    ("optim_target_modules", "no optimiser that needs it is supported", (None,)),
     ("debug", "TRL's debugging does not reach the processes of the run", ("", [], None)),
 )
 _REST_TOLD = ("eval_delay", "tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")

@@ -152,7 +152,7 @@ def _refuse_both(config: _Config) -> None:
 
 
 def _shapes(config: _Config, name: str) -> bool:
-    return config.given.get(name) is not None and "learner." in FIELDS[name].here and name != "lr_scheduler_type"
+    return config.given.get(name) is not None and "learner." in FIELDS[name].here and not name.startswith("lr_")
 
 
 def number(config: _Config, name: str) -> Any:

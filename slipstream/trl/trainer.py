@@ -21,6 +21,7 @@ from rollout_worker.task.task import Task
 from slipstream.script import loading_a_task, path_of, run, without_frames
 from slipstream.trl.check import check
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
+from slipstream.trl.training import lora_settings, quantisation_settings
 from slipstream.trl.translate import Translation, translate
 
 
@@ -42,8 +43,6 @@ class _Trainer:
     suffix: ClassVar[str]
     # Arguments of TRL's that have to stay as they are by default, and what to do instead.
     refused: ClassVar[dict[str, str]] = {
-        "quantization_config": "it is not supported; leave it out",
-        "peft_config": "adapters are not supported yet; leave it out, and all weights train",
         "rollout_func": "write what it does as tools of the task",
         "rollout_worker": "workers are processes of the run; leave it out",
         "weight_transfer": "weights are sent by weight_sync.transport; leave it out",
@@ -82,7 +81,8 @@ class _Trainer:
                 raise ConfigError(f"{kind}({name}=...) is not supported: {remedy}")
         if any(part is not None for part in optimizers or ()):
             raise ConfigError(
-                f"{kind}(optimizers=...) is not supported: AdamW trains, with the fields of {kind}'s args"
+                f"{kind}(optimizers=...) is not supported: optimiser and schedule are named by optim and "
+                f"lr_scheduler_type of {kind}'s args"
             )
         if args is None:
             args = self.config(f"{str(model).rstrip('/').split('/')[-1]}-{self.suffix}")
@@ -95,6 +95,8 @@ class _Trainer:
         for callback in callbacks or ():
             self.add_callback(callback)
         self._tokenizer = _name_of(processing_class, self.model, kind)
+        self._lora = lora_settings(peft_config, kind) if peft_config is not None else {}
+        self._quantised = quantisation_settings(quantization_config, kind) if quantization_config is not None else {}
         self._translated(None)
         self.task = Task(
             train_dataset=train_dataset,
@@ -155,10 +157,14 @@ class _Trainer:
 
     @without_frames
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory."""
+        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory. An adapter is merged in
+        it, and lies in `adapter/` by itself."""
         if loading_a_task() is not None:
             return
-        shutil.copytree(self._newest_model("save_model"), output_dir or self.run_dir, dirs_exist_ok=True)
+        newest, target = self._newest_model("save_model"), Path(output_dir or self.run_dir)
+        shutil.copytree(newest, target, dirs_exist_ok=True)
+        if (adapter := newest.parent / "adapter").is_dir():
+            shutil.copytree(adapter, target / "adapter", dirs_exist_ok=True)
 
     @without_frames
     def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> Any:
@@ -183,6 +189,9 @@ class _Trainer:
         made = translate(self.args, self.model, context)
         if self._tokenizer is not None:
             made.sections["model"].setdefault("tokenizer", self._tokenizer)
+        made.sections["model"] = {**self._quantised, **made.sections["model"]}
+        if self._lora:
+            made.sections["lora"] = {**self._lora, **made.sections.get("lora", {})}
         check(self.args, made.sections)
         return made
 

@@ -14,6 +14,7 @@ from protocol.config import ConfigError, LearnerSection, RolloutSection, VllmSec
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
 from slipstream.trl.objective import learner_settings, number
+from slipstream.trl.training import optimiser_settings
 
 Sections = dict[str, dict[str, Any]]
 
@@ -56,7 +57,7 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
         _model,
         _place,
         _steps,
-        _schedule,
+        _training,
         _checkpoints,
         _objective,
         _episodes,
@@ -135,23 +136,9 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
         sections["queue"]["capacity_groups"] = max(math.ceil(queued / size), completions // size)
 
 
-def _schedule(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+def _training(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     learner = sections["learner"]
-    learner["betas"] = [number(config, "adam_beta1"), number(config, "adam_beta2")]
-    warmup, steps = number(config, "warmup_steps"), learner.get("steps")
-    if 0 < warmup < 1:
-        if steps is None:
-            raise ConfigError(f"warmup_steps={warmup} is a share of the steps, and max_steps is not given; give it")
-        warmup = math.ceil(warmup * steps)
-    learner["warmup_steps"] = int(warmup)
-    kind = _plain(config.field("lr_scheduler_type"))
-    if kind is None:
-        notes.append("the learning rate stays constant after the warm-up; TRL's default lets it fall to 0")
-    elif kind not in ("constant", "constant_with_warmup"):
-        raise ConfigError(
-            f"lr_scheduler_type={kind!r} is not supported yet: the learning rate stays constant after the warm-up; "
-            f'write lr_scheduler_type="constant_with_warmup"'
-        )
+    learner |= optimiser_settings(config, learner.get("steps"), notes)
 
 
 def _checkpoints(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:

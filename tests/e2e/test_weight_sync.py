@@ -175,7 +175,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
-from learner.model.export import published
+from learner.model.export import Published
 from weight_sync.transports.gloo.engine import load_staged
 
 folder, kind = sys.argv[1:]
@@ -195,7 +195,7 @@ for update in range(2):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    weights = {name: tensor.clone() for name, tensor in published(model)}
+    weights = {name: tensor.clone() for name, tensor in Published(model)}
     assert "lm_head.weight" not in weights
     llm.apply_model(lambda served: load_staged(served, config, weights))
 ids = list(range(40, 100))

@@ -337,7 +337,8 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         ),
         (GRPOConfig(num_iterations=2), "num_iterations=2.*write num_iterations=1"),
         (GRPOConfig(use_adaptive_entropy=True), "use_adaptive_entropy=True.*write use_adaptive_entropy=False"),
-        (GRPOConfig(lr_scheduler_type="cosine"), "lr_scheduler_type='cosine' is not supported.*constant_with_warmup"),
+        (GRPOConfig(lr_scheduler_kwargs="{"), "lr_scheduler_kwargs='{'.: give a dict"),
+        (GRPOConfig(optim_args="momentum"), "optim_args='momentum'.: write name=value"),
         (GRPOConfig(eval_strategy="epoch"), "eval_strategy='epoch'.*write eval_strategy='steps' with eval_steps"),
         (GRPOConfig(eval_strategy="steps", eval_steps=0.1), r"eval_steps=0\.1.*give a whole number, or max_steps"),
         (GRPOConfig(hub_strategy="checkpoint"), "hub_strategy='checkpoint'.*write hub_strategy='every_save' or 'end'"),
@@ -426,7 +427,9 @@ class Tokenizer:
     ("changes", "says"),
     [
         ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text"),
-        ({"peft_config": Model()}, r"peft_config=\.\.\.\) is not supported: adapters"),
+        ({"peft_config": Model()}, r"peft_config=Model\) is not supported: the adapter is LoRA"),
+        ({"quantization_config": Model()}, r"quantization_config=Model\) is not supported; give a BitsAndBytesConfig"),
+        ({"args": GRPOConfig(optim="lomo")}, r"GRPOConfig\(optim='lomo'\): learner.optim = \"lomo\": must be "),
         ({"callbacks": [Model()]}, r"callbacks=.*a Model is no callback; .*transformers\.TrainerCallback"),
         (
             {"args": GRPOConfig(report_to="neptune")},

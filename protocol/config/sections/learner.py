@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.base import Count, CountOrZero, Seconds, setting
+from protocol.config.sections.optimiser import OptimiserSection
 
 
-class LearnerSection(AlgorithmSection):
+class LearnerSection(OptimiserSection):
     steps: Count = setting(100, description="optimiser steps", why="enough to see whether it learns")
     epochs: float | None = setting(
         None,
@@ -27,20 +27,28 @@ class LearnerSection(AlgorithmSection):
         1e-6,
         gt=0,
         le=1,
-        description="AdamW's learning rate after the warm-up",
-        why="TRL's default for GRPO; safe for models of 0.5 B and more",
+        description="the learning rate after the warm-up",
+        why="TRL's default for GRPO; safe for all weights of models of 0.5 B and more; an adapter wants 10 to 100 "
+        "times as much",
     )
     warmup_steps: CountOrZero = setting(
-        0, description="steps of linear warm-up; constant afterwards", why="the learning rate is small already"
+        0,
+        description="steps of warm-up, which begins at the share 1 / warmup_steps of the learning rate; then "
+        "learner.lr_scheduler_type says",
+        why="the learning rate is small already",
     )
     betas: tuple[float, float] = setting(
         (0.9, 0.95),
         strict=False,
-        description="AdamW's two decay rates",
+        description="the two decay rates of AdamW and its kin",
         why="the usual pair for language models; 0.999 forgets too slowly for a few hundred steps",
     )
     weight_decay: float = setting(
-        0.0, ge=0, le=10, description="AdamW's weight decay", why="RL moves the weights too little for it to matter"
+        0.0,
+        ge=0,
+        le=10,
+        description="the optimiser's weight decay, of all weights but vectors",
+        why="RL moves the weights too little for it to matter",
     )
     max_grad_norm: float = setting(
         1.0, gt=0, le=1e9, description="gradients are scaled down to this norm", why="the usual bound; TRL's too"

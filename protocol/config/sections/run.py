@@ -70,6 +70,24 @@ class ModelSection(Section):
         "flash_attention_2, which computes sequences apart",
         why="needs no further package, on any device",
     )
+    load_in_4bit: bool = setting(
+        False,
+        description="the learner's base in 4 bits (QLoRA, arXiv:2305.14314), with lora.r; needs a GPU and "
+        "bitsandbytes. Servers get what the learner computes with: what the 4 bits stand for, and the adapter",
+        why="exact; for a base that does not fit the learner's memory otherwise",
+    )
+    load_in_8bit: bool = setting(False, description="the same in 8 bits", why="exact, as above")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = setting(
+        "nf4", description="what the 4 bits stand for", why="nf4 suits weights that are normally distributed"
+    )
+    bnb_4bit_use_double_quant: bool = setting(
+        False, description="quantise the 4 bits' scales, too", why="saves 0.4 bits a weight, for a little accuracy"
+    )
+
+    @property
+    def quantised_bits(self) -> int:
+        """Bits of a weight of the learner's base; 0: not quantised."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else 0
 
     @property
     def tokenizer_path(self) -> str:

@@ -1,0 +1,24 @@
+"""What is checked of the learner's optimiser, schedule and adapter before a run starts: that they can be made here."""
+
+from __future__ import annotations
+
+from protocol.config import LearnerSection, RunConfig
+
+_OWN = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
+
+
+def check(config: RunConfig) -> None:
+    """Raises `ConfigError`. Imports torch only where the run file asks for more than the defaults."""
+    plain = LearnerSection()
+    if any(getattr(config.learner, name) != getattr(plain, name) for name in _OWN):
+        from learner import optimiser
+
+        optimiser.check(config.learner)
+    if config.lora.r:
+        from learner.model import adapter
+
+        adapter.check_installed(config.lora)
+    if config.model.quantised_bits:
+        from learner.model import quantised
+
+        quantised.check(config.model)

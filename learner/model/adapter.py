@@ -1,0 +1,256 @@
+"""An adapter that trains while the model's own weights stay (LoRA, arXiv:2106.09685), by peft.
+
+Its weights are float32 whatever the base has. It is published merged, under the checkpoint's names, so that servers
+need not know of it. A checkpoint holds it as peft does, beside the merged model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from learner.model import export, quantised
+from learner.model.held import ADAPTER, Held, held
+from learner.model.loading import text_tower
+from protocol.config import ConfigError, LoraSection, ModelSection
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+# What peft takes for parts of experts.
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# Settings that may change from one start to the next without changing what the adapter computes.
+_OF_THE_START = ("lora_dropout", "init_lora_weights")
+
+
+class Adapter:
+    """Of one network, which it is a part of from then on."""
+
+    def __init__(self, network: Any, lora: LoraSection, model: ModelSection, dtype: torch.dtype) -> None:
+        """dtype: of merged matrices, that of the base. Raises `ConfigError` for layers that cannot have one."""
+        check_installed(lora)
+        from peft import LoraConfig, get_peft_model
+
+        self._network, self._dtype = network, dtype
+        self._published = export.trained_names(network)
+        self._saved = [name for name in network.state_dict() if not _is_packed(network, name)]
+        of_base = {"base_model_name_or_path": model.path, "revision": model.revision}
+        config = LoraConfig(task_type="CAUSAL_LM", **of_base, **_arguments(lora, network))
+        _check_tied(network, lora)
+        try:
+            self._peft: Any = get_peft_model(network, config, adapter_name=ADAPTER)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"lora.target_modules = {lora.target_modules}, lora.modules_to_save = {lora.modules_to_save}: no "
+                f"adapter of this kind fits {type(network).__name__}: {error}"
+            ) from error
+        self._check_layers(lora)
+        self._keep_in_float32()
+
+    @property
+    def trained(self) -> int:
+        """Weights that train."""
+        return sum(parameter.numel() for parameter in self._network.parameters() if parameter.requires_grad)
+
+    def published(self) -> Held:
+        """What the network publishes, by the names that its weights had without the adapter."""
+        return held(self._network, self._published, self._dtype)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter's own weights under the names of `adapter_model.safetensors`, detached, float32: what a server
+        that loads adapters needs, beside `config`."""
+        from peft import get_peft_model_state_dict
+
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        return {name: tensor.detach() for name, tensor in state.items()}
+
+    def config(self) -> dict[str, Any]:
+        """The content of `adapter_config.json`."""
+        found: dict[str, Any] = self._peft.peft_config[ADAPTER].to_dict()
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+        return {**plain, "inference_mode": True}
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The network is the base inside. Not around anything that is to have a gradient."""
+        self._peft.base_model.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self._peft.base_model.enable_adapter_layers()
+
+    def save(self, folder: Path) -> None:
+        """Write it as peft does: `PeftModel.from_pretrained(base, folder)` loads it."""
+        folder.mkdir(parents=True)
+        config = self._peft.peft_config[ADAPTER]
+        training, config.inference_mode = config.inference_mode, True
+        try:
+            config.save_pretrained(folder)
+        finally:
+            config.inference_mode = training
+        state = {name: tensor.to("cpu").contiguous() for name, tensor in self.tensors().items()}
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def save_merged(self, folder: Path) -> None:
+        """Write a model folder that knows nothing of the adapter. Takes a copy of its matrices on the host."""
+        whole = held(self._network, self._saved, self._dtype)
+        state = {name: whole.whole(tensor).to("cpu") for name, tensor in whole.tensors.items()}
+        network = self._network
+        # A quantised model would write its own weights instead.
+        quantiser = getattr(network, "hf_quantizer", None)
+        if quantiser is not None:
+            network.hf_quantizer = None
+        try:
+            network.save_pretrained(folder, state_dict=state)
+        finally:
+            if quantiser is not None:
+                network.hf_quantizer = quantiser
+
+    def load(self, folder: Path) -> None:
+        """Be the one that `save` wrote to `folder`, to the bit. Raises `ConfigError` where that is of another kind."""
+        from peft import LoraConfig, set_peft_model_state_dict
+
+        try:
+            config = LoraConfig.from_pretrained(str(folder))
+            state = load_file(folder / WEIGHTS)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{folder}: holds no adapter that can be loaded: {error}; begin a new run") from error
+        ours = self._peft.peft_config[ADAPTER]
+        changed = [
+            f"lora.{name} = {getattr(ours, name)} (was {getattr(config, name)})"
+            for name in LoraSection.model_fields
+            if name not in _OF_THE_START and getattr(ours, name) != getattr(config, name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{folder}: the checkpoint's adapter is another: {', '.join(changed)}; go on with the settings that "
+                f"it was made with, or begin a new run with --model.path {folder.parent / 'model'}"
+            )
+        set_peft_model_state_dict(self._peft, state, adapter_name=ADAPTER)
+        loaded = self.tensors()
+        if loaded.keys() != state.keys() or not all(torch.equal(loaded[n].cpu(), state[n]) for n in state):
+            raise ConfigError(
+                f"{folder / WEIGHTS}: its weights are not those of this model's adapter: go on with the model.path "
+                f"that it was made with"
+            )
+
+    def _check_layers(self, lora: LoraSection) -> None:
+        """Only layers that rows pass through, and whose product with the adapter can be written down."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        network = self._network
+        inside = {id(module) for module in text_tower(network).modules()}
+        output = network.get_output_embeddings()
+        for name, module in network.named_modules():
+            if not isinstance(module, BaseTunerLayer):
+                continue
+            said = f"lora.target_modules = {lora.target_modules}: {name}"
+            if module is output:
+                raise ConfigError(
+                    f"{said} is the output layer, from whose weight the learner computes log-probs; leave it out, or "
+                    f'train it whole where it is not tied, with lora.modules_to_save = ["{name}"]'
+                )
+            if id(module) not in inside:
+                raise ConfigError(
+                    f"{said} is outside of the part that reads text, and would learn nothing; leave it out"
+                )
+            if not isinstance(module.get_base_layer(), torch.nn.Linear):
+                raise ConfigError(
+                    f"{said} is a {type(module.get_base_layer()).__name__}, and only linear layers can have an "
+                    f"adapter; leave it out"
+                )
+
+    @torch.no_grad()
+    def _keep_in_float32(self) -> None:
+        """Small steps would be lost in 16 bits, and DoRA's lengths, measured in them, would change the base."""
+        for module in self._network.modules():
+            if hasattr(module, "lora_magnitude_vector") and ADAPTER in module.lora_magnitude_vector:
+                base = module.get_base_layer()
+                weight = quantised.whole(base) if quantised.is_quantised(base) else base.weight
+                length = torch.linalg.norm(weight.float(), dim=1)
+                module.lora_magnitude_vector[ADAPTER].weight = torch.nn.Parameter(length)
+        for parameter in self._network.parameters():
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+
+
+def check_installed(lora: LoraSection) -> None:
+    """Raise `ConfigError` where peft is missing."""
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"lora.r = {lora.r} needs peft, which is not installed: pip install 'slipstream-rl[lora]', or leave it out"
+        )
+
+
+def _check_tied(network: Any, lora: LoraSection) -> None:
+    inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
+    if inputs.weight is not outputs.weight:
+        return
+    tied = [name for name, module in network.named_modules() if module is inputs or module is outputs]
+    for wanted in lora.modules_to_save:
+        if any(name == wanted or name.endswith(f".{wanted}") for name in tied):
+            raise ConfigError(
+                f"lora.modules_to_save = {lora.modules_to_save}: {wanted} shares its weight with "
+                f"{' and '.join(name for name in tied if not name.endswith(wanted))}, and one would train without the "
+                f"other; leave it out, or train all weights, without lora.r"
+            )
+
+
+def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
+    """Of peft's `LoraConfig`."""
+    return {
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": _targets(lora.target_modules, network),
+        "exclude_modules": lora.exclude_modules or None,
+        "layers_to_transform": lora.layers_to_transform or None,
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+        "modules_to_save": lora.modules_to_save or None,
+        "bias": lora.bias,
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
+        "init_lora_weights": lora.init_lora_weights,
+    }
+
+
+def _targets(wanted: str | list[str], network: Any) -> str | list[str] | None:
+    """As peft wants them. Of a model that sees, those of its text tower alone; of a mixture, all-linear is attention:
+    under the other names peft understands its experts, whose matrices transformers has in one tensor."""
+    if wanted == "auto":
+        return None
+    tower = text_tower(network)
+    prefix = next((name for name, module in network.named_modules() if module is tower), "")
+    sees = any(isinstance(module, torch.nn.Linear) for module in _others(network, tower))
+    mixture = any(parameter.ndim == 3 for parameter in tower.parameters())
+    if wanted == "all-linear" and (sees or mixture):
+        linear = {
+            name.rpartition(".")[2] for name, module in tower.named_modules() if isinstance(module, torch.nn.Linear)
+        }
+        wanted = sorted(linear - _OF_EXPERTS if mixture else linear)
+    if isinstance(wanted, str) or not sees:
+        return wanted
+    return rf"{re.escape(prefix)}\.(.*\.)?({'|'.join(re.escape(name) for name in wanted)})"
+
+
+def _others(network: Any, tower: Any) -> Iterator[torch.nn.Module]:
+    """Modules outside of the tower, but for the output layer."""
+    inside = {id(module) for module in (*tower.modules(), network.get_output_embeddings())}
+    yield from (module for module in network.modules() if id(module) not in inside)
+
+
+def _is_packed(network: Any, name: str) -> bool:
+    """Whether an entry of the network's state is neither a parameter nor a buffer: what quantised layers keep apart."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = network.get_submodule(path)
+    except AttributeError:
+        return True
+    return leaf not in module._parameters and leaf not in module._buffers

@@ -1,0 +1,100 @@
+"""The settings of adapter, quantised base, optimiser and schedule: what does nothing, or cannot be, is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocol.config import ConfigError, RunConfig, resolve
+from protocol.config.adapters import doubts
+
+
+def made(**sections: dict[str, Any]) -> RunConfig:
+    given = {"model": {"path": "org/model"}, "task": {"path": "task.py:task"}}
+    merged = {name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}}
+    return resolve(None, {(name, key): of for name, table in merged.items() for key, of in table.items()}, "test")
+
+
+LORA = {"r": 16}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"lora": {"lora_alpha": 8}}, r"lora.lora_alpha = 8 does nothing without lora.r: set lora.r, to 16"),
+        ({"lora": {"target_modules": ["q_proj"]}}, r'lora.target_modules = \["q_proj"\] does nothing without lora.r'),
+        ({"lora": {**LORA, "lora_dropout": 0.1}}, r"lora.lora_dropout = 0.1: must be at most 0.*would not be those"),
+        ({"lora": {**LORA, "init_lora_weights": "pissa"}}, r'init_lora_weights.*must be true or "gaussian"'),
+        ({"lora": {**LORA, "init_lora_weights": False}}, r"init_lora_weights.*start away from it"),
+        ({"lora": {**LORA, "target_modules": []}}, r"target_modules.*must name a layer"),
+        ({"lora": {**LORA, "bias": "some"}}, r"lora.bias = \"some\": must be 'none', 'all' or 'lora_only'"),
+        (
+            {"lora": LORA, "learner": {"weights_dtype": "model"}},
+            "weights_dtype = model with lora.r = 16.*leave learner",
+        ),
+        (
+            {"lora": LORA, "learner": {"kl_coef": 0.1, "reference_sync_steps": 5}},
+            "reference_sync_steps = 5 with lora.r",
+        ),
+        ({"lora": {**LORA, "bias": "all"}, "learner": {"kl_coef": 0.1}}, "kl_coef = 0.1 with lora.bias = all.*none"),
+        ({"model": {"load_in_4bit": True}}, "load_in_4bit = true without an adapter.*set lora.r"),
+        ({"lora": LORA, "model": {"load_in_4bit": True, "load_in_8bit": True}}, "are both true: leave one of them out"),
+        ({"lora": LORA, "model": {"bnb_4bit_quant_type": "fp4"}}, "bnb_4bit_quant_type = .fp4. does nothing without"),
+        ({"learner": {"lr_scheduler_type": "linaer"}}, "lr_scheduler_type = .linaer.: must be"),
+        (
+            {"learner": {"lr_scheduler_kwargs": {"power": 2}}},
+            "constant_with_warmup has no argument power; it takes none",
+        ),
+        (
+            {"learner": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}}},
+            r"cosine has no argument num_cycle; did you mean num_cycles\?",
+        ),
+        (
+            {"learner": {"lr_scheduler_type": "cosine_with_min_lr"}},
+            "needs min_lr_rate or min_lr; write .*min_lr_rate = 0.1",
+        ),
+        (
+            {
+                "learner": {
+                    "lr_scheduler_type": "cosine_with_min_lr",
+                    "lr_scheduler_kwargs": {"min_lr": 0, "min_lr_rate": 0},
+                }
+            },
+            "needs min_lr_rate or min_lr, not both",
+        ),
+        (
+            {"learner": {"lr_scheduler_type": "warmup_stable_decay"}},
+            "needs num_decay_steps; write .*num_decay_steps = 10",
+        ),
+        ({"learner": {"lr_scheduler_type": "constant", "warmup_steps": 3}}, "warmup_steps = 3 does nothing with"),
+        ({"learner": {"optim_args": {"lr": 0.1}}}, "lr has a setting of its own; set learner.learning_rate"),
+        ({"learner": {"optim_args": {"betas": [0.9, 0.99]}}}, "betas has a setting of its own; set learner.betas"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_its_remedy(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        made(**sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"lora": LORA, "learner": {"kl_coef": 0.1}},
+        {"lora": {**LORA, "target_modules": "auto", "rank_pattern": {"q_proj": 4}}, "model": {"load_in_8bit": True}},
+        {"learner": {"optim": "ademamix", "optim_args": {"betas": [0.9, 0.999, 0.9999], "alpha": 5.0}}},
+        {"learner": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}},
+    ],
+    ids=str,
+)
+def test_what_can_be_is_taken(sections: dict[str, Any]) -> None:
+    made(**sections)
+
+
+@pytest.mark.parametrize(("rate", "said"), [(1e-6, 1), (1e-4, 0)])
+def test_a_learning_rate_that_is_too_low_for_an_adapter_is_doubted(rate: float, said: int) -> None:
+    config = made(lora=LORA, learner={"learning_rate": rate})
+    assert len(doubts(config.learner, config.lora)) == said
+    plain = made(learner={"learning_rate": rate})
+    assert doubts(plain.learner, plain.lora) == []

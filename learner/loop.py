@@ -18,6 +18,8 @@ from learner.keeper import Keeper
 from learner.report.progress import Progress
 from learner.report.record import StepRecord, StepTimes
 from learner.report.reports import Reports
+from learner.report.troubles import Troubles
+from learner.skipping import Attempts
 from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
 from protocol.client import RunFinished
@@ -50,16 +52,22 @@ class Loop:
         trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
 
     def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
-        """Train to the last step. Raises `QueueError`, `PublishError`, `DivergedError`, `Stopped`."""
+        """Train to the last step. Raises `QueueError`, `PublishError`, `LearnerFailed`, `Stopped`."""
         config, client, progress = self._config, self._client, self._progress
         begin = start.session(config, checkpoint, resume, self._trainer.policy.vocabulary_size)
         with progress.phase("waiting for the queue"):
             self._position = client.call(lambda queue: queue.begin_session(begin))
         self._publisher.session = self._position.session
-        self._keeper = Keeper(config, self._trainer, client, progress, self._stop, begin.step if checkpoint else None)
         self._reports = Reports(config, begin.step, progress)
         journal = evaluations.journal_of(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)
+        self._troubles = Troubles()
+        newest = begin.step if checkpoint else None
+        self._keeper = Keeper(
+            config, self._trainer, client, progress, self._stop, newest, self._evaluator, self._troubles.checkpoint
+        )
+        most = config.learner.skip_bad_batches
+        self._attempts = Attempts(self._trainer, most, config.run_dir, begin.step, progress, self._troubles.batch)
         try:
             self._run_session()
         except Stopped as stopped:
@@ -85,29 +93,33 @@ class Loop:
             self._evaluator.ask_if_due(self._position.step, self._published)
         self._keeper.keep(self._position)
         self._evaluator.wait()
+        self._keeper.settle()
         self._reports.late(self._evaluator.fresh())
         self._conclude()
 
     def _train(self, feeder: Feeder) -> None:
         learner, reports = self._config.learner, self._reports
-        ended, cpu, blocked_s = time.perf_counter(), time.process_time(), 0.0
-        for _ in range(self._position.step, learner.steps):
+        ended, cpu, blocked_s, wait_s = time.perf_counter(), time.process_time(), 0.0, 0.0
+        while self._position.step < learner.steps:
             waiting = time.perf_counter()
             try:
                 with self._progress.phase("waiting for groups"):
                     batch = feeder.next_batch()
             except RunFinished:
                 return
-            wait_s = time.perf_counter() - waiting
-            figures = self._trainer.step(batch.rows, batch.rollouts)
+            wait_s += time.perf_counter() - waiting
+            figures = self._attempts.step(batch, feeder)
+            if figures is None:
+                continue
             step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
             times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
-            ended, cpu = ended + step_s, cpu + cpu_s
+            ended, cpu, wait_s = ended + step_s, cpu + cpu_s, 0.0
             tokens = batch.tally.tokens + reports.num_tokens
             record = StepRecord(
                 batch.step, batch.version + 1, batch.tally, figures, times, tokens, self._evaluator.fresh()
             )
-            self._position = feeder.trained(batch, record.report(self._publisher.in_flight))
+            report = self._troubles.told_in(record.report(self._publisher.in_flight))
+            self._position = feeder.trained(batch, report)
             reports.step(record, batch.samples)
             self._stop.release()
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0

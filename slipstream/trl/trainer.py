@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from protocol import checkpoints
 from protocol.config import ConfigError
 from rollout_worker.task.task import Task, end_import_at
 from slipstream.script import loading_a_task, run, without_frames
@@ -137,13 +138,16 @@ class _Trainer:
 
     @without_frames
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory."""
+        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory; the best one's with
+        `load_best_model_at_end`."""
         if loading_a_task() is not None:
             return
-        found = sorted(self.run_dir.glob("checkpoints/step-*/model"))
+        found = checkpoints.complete(self.run_dir)
         if not found:
             raise ConfigError(f"save_model(): {self.run_dir} holds no checkpoint; call it after train()")
-        shutil.copytree(found[-1], self.run_dir if output_dir is None else output_dir, dirs_exist_ok=True)
+        best = checkpoints.best(self.run_dir) if self.args.field("load_best_model_at_end") else None
+        model = found[best.step if best else max(found)] / checkpoints.MODEL
+        shutil.copytree(model, self.run_dir if output_dir is None else output_dir, dirs_exist_ok=True)
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Not supported: raises `ConfigError`."""

@@ -210,7 +210,7 @@ class _Replay:
             left_out=self._left_out,
             device=str(self._trainer.device),
             threads=torch.get_num_threads(),
-            torch=torch.__version__,
+            torch=str(torch.__version__),
         )
 
     def _conclude(self, outcome: Outcome) -> None:

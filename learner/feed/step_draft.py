@@ -146,7 +146,7 @@ class Draft:
     def finish(self) -> Batch:
         """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
-        standing = list(self._standing.values())
+        standing = self._in_order()
         rollouts = self._rollouts(standing)
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
@@ -159,6 +159,10 @@ class Draft:
         queue, mask_truncated = self._config.queue, self._config.rollout.mask_truncated
         weights = loss_weights(item.group, self.version, queue.max_staleness, queue.overage, mask_truncated)
         return _Standing(item.group, weights, item.version_at_arrival)
+
+    def _in_order(self) -> list[_Standing]:
+        """By row: sums of floats hang on their order, and a batch is to be the same in whichever its groups came."""
+        return sorted(self._standing.values(), key=lambda of: of.group.index)
 
     def _rollouts(self, standing: Sequence[_Standing]) -> StepRollouts:
         clip = self._config.learner.reward_clip
@@ -185,7 +189,7 @@ class Draft:
 
     def _samples(self, advantages: npt.NDArray[np.float32]) -> list[RolloutView]:
         """Rollouts of all groups that train; where these are few, of groups without variance, too."""
-        standing, count = list(self._standing.values()), self._samples_wanted
+        standing, count = self._in_order(), self._samples_wanted
         flat = self._flat[: max(0, count - max(2, len(standing)))]
         places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
         firsts = np.cumsum([0, *(len(of.group.rollouts) for of in standing)])

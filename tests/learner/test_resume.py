@@ -16,7 +16,7 @@ from rich.console import Console
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.packing import PackedRow
 from learner.loop import Loop
-from learner.replay import Outcome, Request, replay
+from learner.replay import Outcome, Request, digest, replay
 from learner.report.progress import Progress
 from learner.run import build_trainer
 from learner.start import starting_point
@@ -258,27 +258,6 @@ def test_batches_that_fail_now_and_then_end_no_run(
     check_i1(here)
 
 
-def test_i4_a_segment_that_is_too_long_costs_its_group_alone(model_path: Path, tmp_path: Path) -> None:
-    """A queue lets it pass: its limit is in bytes."""
-    here = settings(model_path, tmp_path, steps=3)
-
-    def make(ticket: Ticket) -> Any:
-        group = of_row(ticket)
-        if ticket.index == 2:
-            long = of_row(msgspec.structs.replace(ticket, index=99))
-            from tests.kit.messages import segment
-
-            long.rollouts[0].segments = [segment((None, *[ticket.version] * 80), 5)]
-            group.rollouts = long.rollouts
-        return group
-
-    with live_queue(here, make) as queue:
-        train(here, queue)
-        drops = queue.call(lambda client: client.status()).drops
-    assert drops == {reasons.SEGMENT_TOO_LONG: 1, **{name: n for name, n in drops.items() if name == "run_finished"}}
-    assert rows_of_steps(here) == {1: [0, 1], 2: [3, 4], 3: [5, 6]}
-
-
 def replayed(config: RunConfig, out: Path, **request: Any) -> tuple[Outcome, str]:
     progress = Progress(config.learner.steps, console=Console(file=io.StringIO(), width=400))
     return replay(config, Request(config.run_dir / record.FOLDER, out, **request), progress), told(progress)
@@ -294,8 +273,6 @@ def test_a_replay_gives_the_run_s_own_figures_and_weights_to_the_bit_each_time(
             train(here, queue, killed_in=6)
         train(here, queue, resume=True)
     last = build_trainer(here, starting_point(here, resume=True))
-    from learner.replay import digest
-
     first, said = replayed(here, tmp_path / "one")
     assert (first.from_step, first.steps, first.compared, first.first_difference) == (0, 6, 6, None)
     assert first.weights_sha256 == digest(last)
@@ -335,8 +312,6 @@ def test_bad_input_of_a_replay_is_told_before_anything_is_written(model_path: Pa
         train(here, queue)
     with pytest.raises(ConfigError, match=r"--from 2: not a step .* holds steps 1 to 3.*possible: 0$"):
         replayed(here, tmp_path / "out", from_step=2)
-    fewer = settings(model_path, tmp_path, queue={"record": True}, steps=3, token_budget=64, epochs=None)
-    assert fewer.learner.epochs is None
     epochs = here.model_copy(update={"learner": here.learner.model_copy(update={"epochs": 2.0})})
     with pytest.raises(ConfigError, match=r"learner.epochs = 2: a replay does not load the data set.*run.toml"):
         replayed(epochs, tmp_path / "out")

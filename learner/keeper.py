@@ -66,7 +66,7 @@ class Keeper:
         if not (every and position.step % every == 0):
             return
         try:
-            self.keep(position)
+            self._keep(position)
         except CheckpointError as error:
             there = (
                 "there is none yet" if self._checkpointed is None else f"step {self._checkpointed}'s stays the newest"
@@ -75,9 +75,18 @@ class Keeper:
             self._progress.warn(text)
             self._report(text)
 
-    def keep(self, position: RunPosition) -> None:
-        """Write a checkpoint of `position`, unless there is one, and tell the queue. Raises `CheckpointError`,
-        `QueueError`."""
+    def keep_last(self, position: RunPosition) -> None:
+        """At the end: write a checkpoint of `position`, unless there is one, and tell the queue. Raises
+        `CheckpointError`, `QueueError`."""
+        try:
+            self._keep(position)
+        except CheckpointError as error:
+            newest = "the first step" if self._checkpointed is None else f"step {self._checkpointed}"
+            raise CheckpointError(
+                f"{error}; the run cannot end without it: make room on that disk, and go on from {newest} with --resume"
+            ) from error
+
+    def _keep(self, position: RunPosition) -> None:
         if self._checkpointed != position.step:
             info = self._save(position)
             self._client.call(lambda queue: queue.checkpointed(position.session, info.step))

@@ -91,7 +91,7 @@ class Loop:
             self._finish_publication()
         if self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
             self._evaluator.ask_if_due(self._position.step, self._published)
-        self._keeper.keep(self._position)
+        self._keeper.keep_last(self._position)
         self._evaluator.wait()
         self._keeper.settle()
         self._reports.late(self._evaluator.fresh())

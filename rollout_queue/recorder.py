@@ -54,8 +54,7 @@ class Recorder:
         try:
             file = self._part()
             for head in heads:
-                if (data := payload(head.ticket_id)) is not None:
-                    self._written += record.write(file, head, data)
+                self._written += _write(file, head, payload(head.ticket_id))
             file.flush()
         except OSError as error:
             self._ended = True
@@ -96,3 +95,8 @@ class Recorder:
                 return
             path.unlink()
             total -= size
+
+
+def _write(file: BinaryIO, head: Head, data: bytes | None) -> int:
+    """In a function of its own, whose end lets go of the bytes before the next ones are read."""
+    return 0 if data is None else record.write(file, head, data)

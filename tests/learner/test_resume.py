@@ -209,6 +209,25 @@ def test_i1_i4_a_poisoned_batch_is_left_out_and_the_run_goes_on_as_if_it_had_nev
         assert torch.equal(weight, weights[name]), name
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_batch_that_is_left_out_starves_no_step_however_few_groups_may_be_outstanding(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """With one step of depth, what is leased for the next step is all that admission allows."""
+    queue_settings = {"max_staleness": staleness, "depth": 1.0}
+    here = settings(model_path, tmp_path, queue=queue_settings, prefetch_steps=2, stall_timeout_s=4000.0)
+    error = DivergedError("the loss is nan")
+    monkeypatch.setattr(
+        Trainer, "step", poisoned(Trainer.step, lambda attempt: error if attempt in (2, 3, 6) else None)
+    )
+    with live_queue(here) as queue:
+        train(here, queue)
+    metrics = lines(here.run_dir / "metrics.jsonl")
+    assert [line["version"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert max(line["staleness_max"] for line in metrics) <= staleness
+    check_i1(here)
+
+
 def test_a_step_that_the_memory_does_not_hold_is_left_out(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,7 @@ class QueueSection(Section):
         False,
         description="write every group that is trained, with its step, into the run directory's record/, for "
         "slipstream replay",
-        why="takes about as much disk as was trained: 6 bytes a token and its messages",
+        why="takes disk: 13 bytes a token in the quickstart, with the messages",
     )
     record_bytes: Bytes = setting(
         8 * 1024**3,

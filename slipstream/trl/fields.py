@@ -323,8 +323,8 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "load_best_model_at_end",
             "T",
             "`learner.keep_best`",
-            "the best stays, and `save_model` takes it; needs `eval_strategy`, and `save_steps` and `eval_steps` of which "
-            "one is a multiple of the other",
+            "the best stays, and `save_model` takes it; needs `eval_strategy`, and one of `save_steps` and "
+            "`eval_steps` a multiple of the other",
         ),
         _only(
             "metric_for_best_model",

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, to_toml
 from rollout_queue.store import lock
 from rollout_queue.store.sqlite import FILE_NAME, steps_made
@@ -50,7 +51,7 @@ def to_go_on(config: RunConfig) -> str:
 
 def has_checkpoint(config: RunConfig) -> bool:
     """Whether the directory holds a complete checkpoint."""
-    return any((config.run_dir / "checkpoints").glob("step-*/state.json"))
+    return bool(checkpoints.complete(config.run_dir))
 
 
 def clear(config: RunConfig) -> Path | None:

@@ -12,9 +12,8 @@ USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the run file or the arguments are wrong."""
-    from learner.callbacks.callbacks import CallbackFailed
+    from learner.failures import LearnerFailed
     from learner.run import run
-    from learner.trainer import DivergedError
     from protocol.client import QueueError
     from protocol.config import ConfigError, load
     from weight_sync.publisher import PublishError
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (QueueError, PublishError, DivergedError, CallbackFailed) as error:
+    except (QueueError, PublishError, LearnerFailed) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 1
     return 0

@@ -3,14 +3,17 @@
 `run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` where one
 trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
 has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set.
+
+Every change that others can see is one rename: killed at any moment, `latest` finds the newest whole one or the one
+before. What a kill leaves behind (`.unfinished-...`, `.discarded-...`) the next `save` removes.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from learner import optimiser
+from learner.failures import LearnerFailed
 from learner.trainer import Trainer
+from protocol import checkpoints as places
 from protocol.config import ConfigError, ModelSection
 
 TOKENIZER_FILES = (
@@ -37,6 +42,12 @@ TOKENIZER_FILES = (
 )
 GENERATION_FILES = ("generation_config.json",)
 CHAT_TEMPLATE = "chat_template.jinja"
+
+_UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
+
+
+class CheckpointError(LearnerFailed):
+    """A checkpoint could not be written; those before it are whole."""
 
 
 class CheckpointInfo(msgspec.Struct):
@@ -64,51 +75,59 @@ class Checkpoint:
 
     @property
     def model_path(self) -> Path:
-        return self.path / "model"
+        return self.path / places.MODEL
 
     @property
     def adapter_path(self) -> Path:
-        return self.path / "adapter"
-
-
-def folder(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
+        return self.path / places.ADAPTER
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, if any."""
-    found = _complete(run_dir)
-    if not found:
-        return None
-    info = msgspec.json.decode((found[-1] / "state.json").read_bytes(), type=CheckpointInfo)
-    return Checkpoint(found[-1], info)
+    """The complete checkpoint of the highest step, if there is any."""
+    found = places.complete(run_dir)
+    return of_step(run_dir, max(found)) if found else None
 
 
-def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, sources: Sources, keep: int) -> Checkpoint:
-    """Write a checkpoint, durable when this returns, and delete all but the newest `keep`.
+def of_step(run_dir: Path, step: int) -> Checkpoint:
+    """The complete checkpoint of `step`. Raises `OSError` where there is none."""
+    path = places.folder(run_dir) / places.name_of(step)
+    return Checkpoint(path, msgspec.json.decode((path / places.STATE).read_bytes(), type=CheckpointInfo))
 
-    It is written aside, flushed to disk and then renamed: a crash leaves no half-written one behind. Raises `OSError`.
+
+def save(
+    run_dir: Path,
+    info: CheckpointInfo,
+    trainer: Trainer,
+    sources: Sources,
+    keep: int,
+    spared: Collection[int] = (),
+) -> Checkpoint:
+    """Write a checkpoint, durable when this returns, and delete all but the newest `keep` and those of the steps
+    `spared`.
+
+    It is written aside, flushed to disk and then renamed. Raises `CheckpointError`, and has freed what it took.
     """
-    final = folder(run_dir) / f"step-{info.step:06d}"
-    unfinished = folder(run_dir) / f".unfinished-{final.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    home = places.folder(run_dir)
+    final = home / places.name_of(info.step)
+    unfinished = home / f"{_UNFINISHED}{final.name}"
     try:
-        trainer.policy.save(unfinished / "model")
+        _sweep(home)
+        unfinished.mkdir(parents=True)
+        trainer.policy.save(unfinished / places.MODEL)
         if trainer.policy.adapter is not None:
-            trainer.policy.adapter.save(unfinished / "adapter")
-        _copy_sources(sources, unfinished / "model")
+            trainer.policy.adapter.save(unfinished / places.ADAPTER)
+        _copy_sources(sources, unfinished / places.MODEL)
         torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
-    except (SafetensorError, RuntimeError) as error:  # how these two tell of a full disk
-        raise OSError(f"{unfinished} cannot be written: {error}") from error
-    (unfinished / "state.json").write_bytes(msgspec.json.encode(info))
-    _flush(unfinished)
-    if final.exists():  # from a time line that a resume gave up
-        shutil.rmtree(final)
-    unfinished.rename(final)
-    _flush_one(final.parent)
-    for old in _complete(run_dir)[:-keep]:
-        shutil.rmtree(old)
+        (unfinished / places.STATE).write_bytes(msgspec.json.encode(info))
+        _flush(unfinished)
+        if final.exists():  # from a time line that a resume gave up
+            _discard(final)
+        unfinished.rename(final)
+        _flush_one(home)
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last two: how libraries tell of a full disk
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
+    prune(run_dir, keep, spared)
     return Checkpoint(final, info)
 
 
@@ -124,6 +143,14 @@ def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
         )
 
 
+def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
+    """Delete all but the newest `keep` and those of the steps `spared`."""
+    found = places.complete(run_dir)
+    for step in list(found)[:-keep]:
+        if step not in spared:
+            _discard(found[step])
+
+
 def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Put optimiser, schedule and random states back; the weights were loaded with the policy.
 
@@ -135,12 +162,19 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
     _set_random_state(saved["random"])
 
 
-def _complete(run_dir: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder(run_dir).glob("step-*")
-        if re.fullmatch(r"step-\d+", path.name) and (path / "state.json").is_file()
-    )
+def _discard(path: Path) -> None:
+    """Delete a checkpoint, which is gone at once: half of one must not be taken for a whole one."""
+    aside = path.with_name(f"{_DISCARDED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(home: Path) -> None:
+    """Remove what a kill left behind."""
+    for prefix in (_UNFINISHED, _DISCARDED):
+        for left in home.glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _copy_sources(sources: Sources, target: Path) -> None:

@@ -50,6 +50,11 @@ class Evaluator:
         """In the order in which they ended."""
         return self._journal.records if self._journal is not None else ()
 
+    @property
+    def pending(self) -> Sequence[int]:
+        """The steps whose evaluation goes on."""
+        return self._open
+
     def begin(self) -> None:
         """Take over what an earlier session of the run has asked for."""
         if self._journal is not None:

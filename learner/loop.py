@@ -23,6 +23,8 @@ from learner.keeper import Keeper
 from learner.report.progress import Progress
 from learner.report.record import StepRecord, StepTimes
 from learner.report.reports import Reports
+from learner.report.troubles import Troubles
+from learner.skipping import Attempts
 from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
 from protocol.client import RunFinished
@@ -63,18 +65,24 @@ class Loop:
         trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
 
     def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
-        """Train to the last step. Raises `QueueError`, `PublishError`, `DivergedError`, `CallbackFailed`, `Stopped`."""
+        """Train to the last step. Raises `QueueError`, `PublishError`, `LearnerFailed`, `Stopped`."""
         config, client, progress = self._config, self._client, self._progress
         begin = start.session(config, checkpoint, resume, self._trainer.policy.vocabulary_size)
         with progress.phase("waiting for the queue"):
             self._position = client.call(lambda queue: queue.begin_session(begin))
         self._publisher.session = self._position.session
-        self._keeper = Keeper(config, self._trainer, client, progress, self._stop, begin.step if checkpoint else None)
         self._reports = Reports(config, begin.step, progress)
         journal = evaluations.journal_of(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)
-        self._models = Models(config, progress)
+        self._troubles = Troubles()
+        newest = begin.step if checkpoint else None
+        self._keeper = Keeper(
+            config, self._trainer, client, progress, self._stop, newest, self._evaluator, self._troubles.checkpoint
+        )
+        most = config.learner.skip_bad_batches
+        self._attempts = Attempts(self._trainer, most, config.run_dir, begin.step, progress, self._troubles.batch)
         self._keeper.on_saved = self._saved
+        self._models = Models(config, progress)
         try:
             self._callbacks = self._begin_callbacks(begin.step)
             self._run_session()
@@ -125,8 +133,9 @@ class Loop:
         if ended or self._position.step == self._config.learner.steps:  # after the publication, to see the last weights
             wanted = ended and self._config.eval.at_end
             self._evaluator.ask_if_due(self._position.step, self._published, wanted)
-        self._keeper.keep(self._position)
+        self._keeper.keep_last(self._position)
         self._evaluator.wait()
+        self._keeper.settle()
         late = self._evaluator.fresh()
         self._reports.late(late)
         self._callbacks.evaluated(late)
@@ -135,28 +144,32 @@ class Loop:
 
     def _train(self, feeder: Feeder) -> None:
         learner, reports = self._config.learner, self._reports
-        ended, cpu, blocked_s = time.perf_counter(), time.process_time(), 0.0
-        for _ in range(self._position.step, learner.steps):
+        ended, cpu, blocked_s, wait_s = time.perf_counter(), time.process_time(), 0.0, 0.0
+        while self._position.step < learner.steps:
             if self._callbacks.stopped:
                 self._progress.say(f"ending after step {self._position.step}: a callback asked for it")
                 return
-            self._callbacks.step_begins()
+            if not wait_s:
+                self._callbacks.step_begins()
             waiting = time.perf_counter()
             try:
                 with self._progress.phase("waiting for groups"):
                     batch = feeder.next_batch()
             except RunFinished:
                 return
-            wait_s = time.perf_counter() - waiting
-            figures = self._trainer.step(batch.rows, batch.rollouts)
+            wait_s += time.perf_counter() - waiting
+            figures = self._attempts.step(batch, feeder)
+            if figures is None:
+                continue
             step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
             times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
-            ended, cpu = ended + step_s, cpu + cpu_s
+            ended, cpu, wait_s = ended + step_s, cpu + cpu_s, 0.0
             tokens = batch.tally.tokens + reports.num_tokens
             record = StepRecord(
                 batch.step, batch.version + 1, batch.tally, figures, times, tokens, self._evaluator.fresh()
             )
-            self._position = feeder.trained(batch, record.report(self._publisher.in_flight))
+            report = self._troubles.told_in(record.report(self._publisher.in_flight))
+            self._position = feeder.trained(batch, report)
             reports.step(record, batch.samples)
             self._stop.release()
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
@@ -164,9 +177,7 @@ class Loop:
             wish = self._callbacks.stepped(record)
             if batch.step < learner.steps and not wish.stop:
                 self._evaluator.ask_if_due(batch.step, self._published, wish.evaluate)
-            if wish.save:
-                self._keeper.keep(self._position)
-            self._keeper.keep_if_due(self._position)
+            self._keeper.keep_if_due(self._position, wish.save)
 
     def _conclude(self) -> None:
         status = self._client.call(lambda queue: queue.status())

@@ -14,6 +14,7 @@ from learner import checkpoint as checkpoints
 from learner import optimiser
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
+from protocol import checkpoints as places
 from protocol import fingerprint
 from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig
 from protocol.config.text import toml_value
@@ -51,17 +52,21 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
     Settings are those of this start, whatever the checkpoint holds."""
     if checkpoint is None:
         made = f"{position.step} steps were made and are given up" if position.step else "no step was made"
-        return [f"{checkpoints.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
+        return [f"{places.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
     said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
-    now, then = settings(config), _then(config, info)
-    changed = [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
-    if changed:
-        said.append(f"changed since that checkpoint, and used from here on: {', '.join(changed)}")
-    before = then.get("learner.optim", optimiser.DEFAULT)
+    if different := changed(config, info):
+        said.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")
+    before = _then(config, info).get("learner.optim", optimiser.DEFAULT)
     if optimiser.starts_anew(before, config.learner.optim):
         said.append(f"learner.optim = {config.learner.optim} can make nothing of what {before} kept: it starts anew")
     return said
+
+
+def changed(config: RunConfig, info: CheckpointInfo) -> list[str]:
+    """The settings that a checkpoint was not made with, each with both values."""
+    now, then = settings(config), _then(config, info)
+    return [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
 
 
 def _then(config: RunConfig, info: CheckpointInfo) -> dict[str, str]:

@@ -15,6 +15,7 @@ from learner import figures, optimiser
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
 from learner.algorithm.router_loss import RouterLoss
+from learner.failures import LearnerFailed
 from learner.feed.packing import PackedRow
 from learner.flops import Meter
 from learner.model.logprobs import TokenScores
@@ -25,7 +26,7 @@ from learner.previous import PreviousWeights
 from protocol.config import LearnerSection
 
 
-class DivergedError(RuntimeError):
+class DivergedError(LearnerFailed):
     """Loss or gradient is not finite: a step would destroy the weights."""
 
 
@@ -192,7 +193,7 @@ def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -
     shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
     return (
         f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}); no weight was "
-        f"changed: {remedy}. Go on from the last checkpoint, which is intact, with --resume"
+        f"changed: {remedy}"
     )
 
 

@@ -198,8 +198,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 class Trouble(msgspec.Struct, frozen=True):
     """The first failure of its kind, as a person should read it. `kind`: tool, environment, agent, reward, row, prompt,
-    episode, ticket, server, or code, where user code hangs or blocks others; `text`: what failed, with which error, in
-    which file and line."""
+    episode, ticket, server, or code, where user code hangs or blocks others; the learner's: checkpoint, batch; `text`:
+    what failed, with which error, in which file and line."""
 
     kind: str
     text: str
@@ -311,7 +311,7 @@ class LeaseReply(msgspec.Struct):
 class LearnerReport(msgspec.Struct):
     """One step's figures for the status page. `step_s`: its seconds, of which `wait_s` waiting for groups;
     `publishing`: the version on its way to the servers, if any; `metrics`: the main ones of the step's line in
-    `metrics.jsonl`, by their names there."""
+    `metrics.jsonl`, by their names there; `troubles`: what went wrong since the step before."""
 
     step: Natural
     reward_mean: float
@@ -322,6 +322,7 @@ class LearnerReport(msgspec.Struct):
     staleness_max: Natural
     publishing: Natural | None = None
     metrics: dict[str, float] = {}
+    troubles: list[Trouble] = []
 
 
 class LeaseAck(msgspec.Struct):

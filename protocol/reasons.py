@@ -68,6 +68,8 @@ OVERAGE = "overage"
 ZERO_VARIANCE = "zero_variance"
 NO_TOKENS = "no_tokens"
 SEGMENT_TOO_LONG = "segment_too_long"
+STEP_NOT_FINITE = "step_not_finite"
+OUT_OF_MEMORY = "out_of_memory"
 OTHER = "other"
 DEADLINE = "deadline"
 

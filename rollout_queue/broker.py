@@ -22,6 +22,7 @@ from protocol import reasons
 from protocol.config import RunConfig
 from protocol.evaluations import Evaluation
 from protocol.messages import RunPosition, Server
+from protocol.record import FOLDER
 from rollout_queue.ledger import eval_tickets, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, Load
 from rollout_queue.ledger.evaluations import Evaluations
@@ -32,6 +33,7 @@ from rollout_queue.ledger.registration import Register
 from rollout_queue.ledger.servers import Fleet
 from rollout_queue.ledger.trial import Trial
 from rollout_queue.observe.observations import Observations
+from rollout_queue.recorder import Recorder, heads
 from rollout_queue.room import Room
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.wakeup import WakeUp
@@ -80,6 +82,8 @@ class Broker:
         self.observations = Observations(
             self.now, config.learner.groups_per_step, config.vllm.start_timeout_s, run_file
         )
+        record = config.run_dir / FOLDER
+        self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
@@ -114,6 +118,8 @@ class Broker:
                 watch.cancel()
         finally:
             self._thread.submit(self.store.close)
+            if self.recorder is not None:
+                self._thread.submit(self.recorder.close)
             self._thread.shutdown()
 
     def close_waits(self) -> None:
@@ -138,6 +144,20 @@ class Broker:
         except StoreError as error:
             self._fail(str(error))
             raise Refusal(reasons.STORE_FAILED, str(error)) from error
+
+    async def record(self, lease: str, decision: Decision) -> None:
+        """Before an acknowledgement is committed: write what it trains into the record, if there is one."""
+        recorder = self.recorder
+        found = heads(lease, decision.tickets, self.ledger.run) if recorder is not None else []
+        if recorder is None or not found:
+            return
+
+        def payload(ticket_id: str) -> bytes | None:
+            return self.store.payloads([ticket_id]).get(ticket_id)
+
+        if (failure := await self.call(recorder.append, found, payload)) is not None:
+            logger.error("%s", failure)
+            self.observations.notices.say("record", failure, self.now)
 
     async def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
         """Put a decision into the store, then into memory. The caller has held `lock` since before it decided."""

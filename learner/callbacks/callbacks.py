@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from learner.failures import LearnerFailed
 from learner.report.record import StepRecord
 from learner.report.tracking import numbers, told_settings
 from learner.trainer import Trainer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 
-class CallbackFailed(RuntimeError):
+class CallbackFailed(LearnerFailed):
     """A callback raised; the text says which, where and what."""
 
 

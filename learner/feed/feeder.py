@@ -3,11 +3,16 @@
 A batch is judged at the version that will train on it, which is known when it is leased: each step makes exactly one
 version. A drop is acknowledged at once, because that returns its permit to the workers (F14). Right before its step the
 queue is asked again: a group that a server sampled which has failed its proof meanwhile is not trained (I5).
+
+A batch that is left out makes no version: the next one, which was judged for the version after, takes its place and is
+judged anew, and so do all that follow. Leasing other groups for the step instead could wait for ever, since those that
+are held for later steps may be all that admission allows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -65,6 +70,11 @@ class Feeder:
         self._permits = asyncio.Semaphore(config.learner.prefetch_steps)
         self._leases: set[str] = set()
         self._leased = asyncio.Event()
+        self._step = start.step + 1
+        self._taken: Draft | None = None
+        self._left_out: Draft | None = None
+        self._lead = 0  # batches that were left out: so many steps is a batch behind its number
+        self._moved = asyncio.Event()
         self._renew_every_s = config.queue.lease_timeout_s / 3
         self._waiting_since: float | None = None
         self._last_arrival = clock()
@@ -87,7 +97,7 @@ class Feeder:
             item = self._ready.get()
             if isinstance(item, BaseException):
                 raise item
-            batch = self._client.call(lambda _: self._without_revoked(item))
+            batch = self._client.call(lambda _: self._ready_to_train(item))
         self._waiting_since = None
         return batch
 
@@ -100,12 +110,18 @@ class Feeder:
         ack = LeaseAck(self._start.session, batch.ticket_ids, step=batch.step, version=batch.version + 1, report=report)
         self._leases.discard(batch.lease_id)
         position = self._client.call(lambda queue: queue.ack(batch.lease_id, ack))
+        self._step += 1
         if position.version != batch.version + 1:
             raise QueueError(
                 f"the queue is at version {position.version} after step {batch.step}, the learner at "
                 f"{batch.version + 1}: another learner works on this run; end one of them"
             )
         return position
+
+    def leave_out(self, batch: Batch, reason: str) -> None:
+        """Drop the groups of the batch that `next_batch` gave last, which cannot be trained: the next one is for the
+        same step. Raises `QueueError`."""
+        self._client.call(lambda _: self._leave_out(batch, reason))
 
     async def _open(self) -> None:
         self._work = asyncio.create_task(self._main())
@@ -129,9 +145,12 @@ class Feeder:
 
     async def _produce(self) -> None:
         start = self._start
-        for step in range(start.step + 1, start.total_steps + 1):
+        for number in itertools.count(start.step + 1):
             await self._permits.acquire()
-            draft = Draft(self._config, step, start.version + step - start.step - 1, f"{start.session}-{step}")
+            while (step := number - self._lead) > start.total_steps:
+                self._moved.clear()
+                await self._moved.wait()
+            draft = Draft(self._config, step, self._version_at(step), f"{start.session}-{number}")
             await self._fill(draft)
             self._ready.put(_Prepared(draft, self._finished(draft)))
 
@@ -139,14 +158,45 @@ class Feeder:
         batch = draft.finish()
         return replace(batch, rows=[row.pinned() for row in batch.rows]) if self._pin else batch
 
-    async def _without_revoked(self, prepared: _Prepared) -> Batch:
-        """The batch as the queue lets it be trained: groups that it revoked since they were leased are replaced."""
-        batch = prepared.batch
+    async def _ready_to_train(self, prepared: _Prepared) -> Batch:
+        """The batch as the queue lets it be trained, at the step that is next: groups that it revoked since they were
+        leased are replaced."""
+        draft, batch = prepared.draft, prepared.batch
+        if draft.step != self._step or self._left_out is not None:
+            if self._left_out is not None:
+                draft.count(self._left_out)
+                self._left_out = None
+            await self._drop(draft, draft.move(self._step, self._version_at(self._step)))
+            batch = await self._filled(draft)
         while revoked := await self._renew(batch.lease_id, batch.ticket_ids):
-            await self._revoke(prepared.draft, revoked)
-            await self._fill(prepared.draft)
-            batch = self._finished(prepared.draft)
+            await self._revoke(draft, revoked)
+            batch = await self._filled(draft)
+        self._taken = draft
         return batch
+
+    def _version_at(self, step: int) -> int:
+        return self._start.version + step - self._start.step - 1
+
+    async def _filled(self, draft: Draft) -> Batch:
+        await self._fill(draft)
+        return self._finished(draft)
+
+    async def _leave_out(self, batch: Batch, reason: str) -> None:
+        draft = self._taken
+        assert draft is not None
+        assert draft.lease_id == batch.lease_id, "not the batch that was given last"
+        dropped = dict.fromkeys(batch.ticket_ids, reason)
+        draft.revoke(dropped)
+        await self._drop(draft, dropped)
+        self._left_out = draft
+        self._lead += 1
+        self._moved.set()
+
+    async def _drop(self, draft: Draft, dropped: Mapping[str, str]) -> None:
+        if not draft.ticket_ids:
+            self._leases.discard(draft.lease_id)
+        if dropped:
+            await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dict(dropped)))
 
     async def _revoke(self, draft: Draft, revoked: Mapping[str, str]) -> None:
         draft.revoke(revoked)

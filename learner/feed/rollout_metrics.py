@@ -36,6 +36,19 @@ class Running:
         self._squares += distance * (value - self.mean)
         self.min, self.max = min(self.min, value), max(self.max, value)
 
+    def include(self, other: Running) -> None:
+        """Add all values of another (Chan, Golub and LeVeque 1979)."""
+        if other.mean is None or other.min is None or other.max is None:
+            return
+        if self.mean is None or self.min is None or self.max is None:
+            self.count, self.mean, self.min, self.max = other.count, other.mean, other.min, other.max
+            self._squares = other._squares
+            return
+        count, distance = self.count + other.count, other.mean - self.mean
+        self.mean += distance * other.count / count
+        self._squares += other._squares + distance * distance * self.count * other.count / count
+        self.count, self.min, self.max = count, min(self.min, other.min), max(self.max, other.max)
+
     @property
     def std(self) -> float | None:
         return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else None
@@ -64,6 +77,27 @@ class RolloutMetrics:
             self._flat += len(group.rollouts)
         for rollout in group.rollouts:
             self._add(rollout)
+
+    def include(self, other: RolloutMetrics) -> None:
+        """Take in all groups that another has taken in."""
+        for ours, theirs in (
+            (self.rewards, other.rewards),
+            (self._lengths, other._lengths),
+            (self._whole, other._whole),
+            (self._turns, other._turns),
+        ):
+            ours.include(theirs)
+        for named, of_other in ((self._components, other._components), (self._own, other._own)):
+            for name, values in of_other.items():
+                named[name].include(values)
+        for what, counts in other._tools.items():
+            self._tools[what].update(counts)
+        self._finished.update(other._finished)
+        self.prompt_tokens += other.prompt_tokens
+        self._flat += other._flat
+        self._calls += other._calls
+        self._failures += other._failures
+        self._new_segments += other._new_segments
 
     def _add(self, rollout: Rollout) -> None:
         self.rewards.add(rollout.reward)

@@ -54,6 +54,7 @@ class Batch:
 class _Standing:
     group: Group
     weights: LossWeights
+    version_at_arrival: int
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -74,6 +75,7 @@ class Draft:
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
         self._judged: dict[str, JudgedGroup] = {}
+        self._before: list[JudgedGroup] = []
         self._metrics = RolloutMetrics()
         self._flat: list[RolloutView] = []
 
@@ -102,9 +104,7 @@ class Draft:
             group = item.group
             if group.ticket_id in self._standing:
                 continue
-            queue, mask_truncated = self._config.queue, self._config.rollout.mask_truncated
-            weights = loss_weights(group, self.version, queue.max_staleness, queue.overage, mask_truncated)
-            standing = _Standing(group, weights)
+            standing = self._judge(item)
             reason = self._reason_to_drop(standing)
             if reason not in (reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE):
                 self._metrics.add(group)
@@ -123,17 +123,47 @@ class Draft:
             if self._standing.pop(ticket_id, None) is not None:
                 self._judged[ticket_id] = replace(self._judged[ticket_id], dropped=reason)
 
+    def count(self, left_out: Draft) -> None:
+        """Count what arrived for this step before, and cannot be trained: all of it was dropped."""
+        self._before += [*left_out._before, *left_out._judged.values()]
+        self._metrics.include(left_out._metrics)
+        self._flat = [*left_out._flat, *self._flat]
+
+    def move(self, step: int, version: int) -> dict[str, str]:
+        """Be the draft of another step; returns the reason for each group that is dropped for it."""
+        younger = self.version - version
+        self.step, self.version = step, version
+        self._flat = [msgspec.structs.replace(view, step=step) for view in self._flat]
+        self._judged = {ticket_id: judged.at(younger) for ticket_id, judged in self._judged.items()}
+        dropped = {}
+        for ticket_id, of in list(self._standing.items()):
+            self._standing[ticket_id] = anew = self._judge(LeasedGroup(of.group, of.version_at_arrival))
+            if (reason := self._reason_to_drop(anew)) is not None:
+                dropped[ticket_id] = reason
+        self.revoke(dropped)
+        return dropped
+
     def finish(self) -> Batch:
         """Rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
-        standing = list(self._standing.values())
+        standing = self._in_order()
         rollouts = self._rollouts(standing)
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
+        judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
-        counts = tally(list(self._judged.values()), self._metrics, weights, rows, budget, bound)
+        counts = tally(judged, self._metrics, weights, rows, budget, bound)
         shown = self._samples(self._advantage(rollouts))
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown)
+
+    def _judge(self, item: LeasedGroup) -> _Standing:
+        queue, mask_truncated = self._config.queue, self._config.rollout.mask_truncated
+        weights = loss_weights(item.group, self.version, queue.max_staleness, queue.overage, mask_truncated)
+        return _Standing(item.group, weights, item.version_at_arrival)
+
+    def _in_order(self) -> list[_Standing]:
+        """By row: sums of floats hang on their order, and a batch is to be the same in whichever its groups came."""
+        return sorted(self._standing.values(), key=lambda of: of.group.index)
 
     def _rollouts(self, standing: Sequence[_Standing]) -> StepRollouts:
         clip = self._config.learner.reward_clip
@@ -160,7 +190,7 @@ class Draft:
 
     def _samples(self, advantages: npt.NDArray[np.float32]) -> list[RolloutView]:
         """Rollouts of all groups that train; where these are few, of groups without variance, too."""
-        standing, count = list(self._standing.values()), self._samples_wanted
+        standing, count = self._in_order(), self._samples_wanted
         flat = self._flat[: max(0, count - max(2, len(standing)))]
         places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
         firsts = np.cumsum([0, *(len(of.group.rollouts) for of in standing)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Self
 
@@ -49,6 +49,10 @@ class JudgedGroup:
             in_queue=version - version_at_arrival if versions else None,
             dropped=dropped,
         )
+
+    def at(self, younger: int) -> Self:
+        """The same, trained so many versions earlier."""
+        return self if self.in_queue is None else replace(self, in_queue=self.in_queue - younger)
 
 
 @dataclass(frozen=True)

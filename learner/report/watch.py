@@ -14,6 +14,8 @@ from protocol.status import Status
 
 ASK_EVERY_S = 2.0
 TICK_EVERY_S = 1.0
+# Whose troubles the queue tells under this name.
+LEARNER = "learner"
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class Watch:
         self._progress.status = status
         for notice in status.notices:
             key = (notice.kind, notice.who, notice.text)
+            if notice.who == LEARNER:
+                continue  # said here when it happened
             if key not in self._told:  # ids start anew where the queue does
                 self._told.add(key)
                 self._progress.warn(f"{notice.who}: {notice.text}" if notice.who else notice.text)

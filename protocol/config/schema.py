@@ -183,6 +183,14 @@ class RunConfig(Section):
                 "learner.weights_dtype = model with model.dtype = float16: gradients would underflow to 0, as there is "
                 "no loss scaler; leave learner.weights_dtype at float32, or take model.dtype = bfloat16"
             )
+        if learner.keep_best:
+            judged, kept = self.eval.every, learner.checkpoint_every
+            if not judged or not kept or (judged % kept and kept % judged):
+                raise ValueError(
+                    f"learner.keep_best = true with learner.checkpoint_every = {kept} and eval.every = {judged}: a "
+                    f"checkpoint is judged by the evaluation of its own step, and too few or none would have one; set "
+                    f"both, and one to a multiple of the other"
+                )
         if learner.token_budget < self.vllm.max_model_len:
             raise ValueError(
                 f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = "

@@ -141,6 +141,7 @@ async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Respons
         ended = [ticket_id for ticket_id in named if broker.ledger.get(ticket_id) is None]
         version = broker.ledger.run.version
         decision = leases.ack(broker.ledger, broker.fleet, message, await broker.call(broker.store.records, ended))
+        await broker.record(id, decision)
         await broker.commit(decision)
         broker.ledger.renew_lease(id, broker.now)
         stepped = broker.ledger.run.version > version

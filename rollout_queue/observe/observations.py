@@ -119,6 +119,8 @@ class Observations:
         self._over_age += sum(record.reason == reasons.OVERAGE for record in ended)
         if stepped or trained:
             self.staleness.add_step(trained, report.staleness_max if report else None)
+        for trouble in report.troubles[:_MOST_TROUBLES] if report is not None else ():
+            self.notices.say(trouble.kind, trouble.text, now, LEARNER)
         if not stepped:
             return None
         self.progress.stepped(now)

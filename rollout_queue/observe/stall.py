@@ -23,6 +23,8 @@ _REMEDIES: Mapping[str, str] = {
     reasons.EXPIRED: "workers die or lose the queue: see their logs and queue.ticket_timeout_s",
     reasons.OUTLIVED: "episodes never end: see the workers' logs and worker.episode_timeout_s",
     reasons.FINGERPRINT: "workers are refused: see the notices",
+    reasons.STEP_NOT_FINITE: "loss or gradient is not finite: lower learner.learning_rate, and see left_out.jsonl",
+    reasons.OUT_OF_MEMORY: "the learner's memory does not hold a step: lower learner.token_budget",
 }
 
 

@@ -325,7 +325,22 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _set("seed", "T", "run.seed"),
         _worked("save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only'),
         _worked("save_steps", "T", "`learner.checkpoint_every`"),
-        _set("save_total_limit", "T", "learner.keep_checkpoints"),
+        _set("save_total_limit", "T", "learner.keep_checkpoints", "the best one not counted; left out: 2"),
+        _worked(
+            "load_best_model_at_end",
+            "T",
+            "`learner.keep_best`",
+            "the best stays, and `save_model` takes it; needs `eval_strategy`, and one of `save_steps` and "
+            "`eval_steps` a multiple of the other",
+        ),
+        _only(
+            "metric_for_best_model",
+            "T",
+            "the mean reward of the evaluation, always",
+            "with `load_best_model_at_end`",
+            *(None, "reward", "eval_reward"),
+        ),
+        _only("greater_is_better", "T", "True, always", "with `load_best_model_at_end`", None, True),
         _worked(
             "eval_strategy",
             "T",
@@ -348,11 +363,6 @@ TABLES: dict[str, tuple[Field, ...]] = {
 
 _REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("do_predict", "there is no prediction apart from evaluation", (False,)),
-    (
-        "load_best_model_at_end",
-        "the last checkpoint is the run's result; evaluations.jsonl says which was best",
-        (False,),
-    ),
     ("deepspeed", "the learner is one process as yet", (None, "")),
     ("fsdp", "the learner is one process as yet", (None, "", [], False)),
     ("parallelism_config", "the learner is one process as yet", (None,)),
@@ -373,7 +383,7 @@ _REST_IDLE = (
     *("trackio_static_space_id", "do_eval", "prediction_loss_only"),
     *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
     *("batch_eval_metrics", "save_on_each_node"),
-    *("hub_always_push", "metric_for_best_model", "greater_is_better", "resume_from_checkpoint"),
+    *("hub_always_push", "resume_from_checkpoint"),
     *("restore_callback_states_from_checkpoint", "accelerator_config", "dataloader_drop_last"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *("dataloader_multiprocessing_context", "dataloader_in_order", "label_names", "length_column_name"),

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from protocol import checkpoints
 from protocol.config import ConfigError
 from protocol.user_files import end_import_at
 from rollout_worker.task.task import Task
@@ -157,33 +158,34 @@ class _Trainer:
 
     @without_frames
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory. An adapter is merged in
-        it, and lies in `adapter/` by itself."""
+        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory; the best one's with
+        `load_best_model_at_end`. An adapter is merged in it, and lies in `adapter/` by itself."""
         if loading_a_task() is not None:
             return
-        newest, target = self._newest_model("save_model"), Path(output_dir or self.run_dir)
+        newest, target = self._model("save_model"), Path(output_dir or self.run_dir)
         shutil.copytree(newest, target, dirs_exist_ok=True)
-        if (adapter := newest.parent / "adapter").is_dir():
-            shutil.copytree(adapter, target / "adapter", dirs_exist_ok=True)
+        if (adapter := newest.parent / checkpoints.ADAPTER).is_dir():
+            shutil.copytree(adapter, target / checkpoints.ADAPTER, dirs_exist_ok=True)
 
     @without_frames
     def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> Any:
-        """Send the newest checkpoint's model, with its card; returns what the hub says of the commit."""
+        """Send the model that `save_model` copies, with its card; returns what the hub says of the commit."""
         if loading_a_task() is not None:
             return None
         from huggingface_hub import HfApi
 
         hub, api = self._translated(None).sections.get("hub", {}), HfApi(token=self.args.given.get("hub_token"))
-        folder = self._newest_model("push_to_hub")
+        folder = self._model("push_to_hub")
         name = hub.get("hub_model_id", self.run_dir.name)
         repo = api.create_repo(name, private=hub.get("hub_private_repo"), exist_ok=True).repo_id
         return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=commit_message)
 
-    def _newest_model(self, method: str) -> Path:
-        found = sorted(self.run_dir.glob("checkpoints/step-*/model"))
+    def _model(self, method: str) -> Path:
+        found = checkpoints.complete(self.run_dir)
         if not found:
             raise ConfigError(f"{method}(): {self.run_dir} holds no checkpoint; call it after train()")
-        return found[-1]
+        best = checkpoints.best(self.run_dir) if self.args.field("load_best_model_at_end") else None
+        return Path(found[best.step if best else max(found)] / checkpoints.MODEL)
 
     def _translated(self, context: int | None) -> Translation:
         made = translate(self.args, self.model, context)

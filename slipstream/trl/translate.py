@@ -143,6 +143,8 @@ def _training(config: _Config, sections: Sections, notes: list[str], context: in
 
 def _checkpoints(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     strategy, every = _plain(config.field("save_strategy")), number(config, "save_steps")
+    if config.field("load_best_model_at_end"):
+        sections["learner"]["keep_best"] = True
     if strategy == "no":
         sections["learner"]["checkpoint_every"] = 0
     elif strategy in (None, "steps"):

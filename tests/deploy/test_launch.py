@@ -73,7 +73,7 @@ def launcher(run_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         "vllm/entrypoints/openai/__init__.py": "",
         "vllm/entrypoints/openai/api_server.py": FAKE_VLLM,
         "learner/__init__.py": "",
-        "learner/trainer.py": "class DivergedError(Exception): ...",
+        "learner/failures.py": "class LearnerFailed(Exception): ...",
         "learner/run.py": LEARNER,
     }.items():
         file = stubs / path

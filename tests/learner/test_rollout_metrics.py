@@ -153,3 +153,27 @@ def test_deviations_are_the_sample_s_however_far_from_zero_and_over_however_many
 
 def test_a_step_without_a_rollout_has_no_metrics() -> None:
     assert counted().ours() == counted().the_task_s() == {}
+
+
+def test_metrics_that_include_others_are_those_of_all_groups() -> None:
+    """Whichever of the two is empty, and however they are split."""
+    tools = {"tools/add/calls": 2.0, "tools/add/failures": 1.0, "depth": 3.0}
+    groups = [
+        [outcome(3, reward=0.5, tool_calls=2, tool_failures=1, metrics=tools, turns=2), outcome(5, reward=1.0)],
+        [outcome(1, reward=2.0, finish="length", reward_components={"a": 1.0, "b": None}), outcome(9, reward=2.0)],
+        [outcome(4, prompt=7, reward=-3.0, metrics={"depth": 9.0}), outcome(2, reward=0.1)],
+    ]
+    whole = counted(*groups)
+    for cut in range(len(groups) + 1):
+        parts = counted(*groups[:cut])
+        parts.include(counted(*groups[cut:]))
+        assert parts.ours() == pytest.approx(whole.ours())
+        assert parts.the_task_s() == pytest.approx(whole.the_task_s())
+        ours, theirs = parts.rewards, whole.rewards
+        assert (ours.count, ours.min, ours.max, parts.prompt_tokens) == (
+            theirs.count,
+            theirs.min,
+            theirs.max,
+            whole.prompt_tokens,
+        )
+        assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std))

@@ -320,3 +320,53 @@ def test_a_group_that_would_end_the_learner_is_dropped_and_the_step_goes_on(
     told = batch.tally
     assert told.groups_dropped == {reason: 1}
     assert np.isfinite([told.reward_mean, told.reward_std, *told.metrics.values(), *told.task_metrics.values()]).all()
+
+
+def test_a_draft_that_moves_to_the_step_before_is_what_it_would_have_been_there() -> None:
+    """Over age for version 4 is not over age for version 3, and nothing is counted twice."""
+    groups = [
+        LeasedGroup(group("a", [0, 1], (None, 1, 2, 3)), 3),
+        LeasedGroup(group("b", [1, 0], (None, None, 1, 1)), 2),
+        LeasedGroup(group("flat", [1, 1], (None, 3, 3)), 3),
+    ]
+    moved, there = _draft(4, groups_per_step=2), _draft(3, groups_per_step=2)
+    assert moved.add(groups[:1]) == {}
+    assert moved.move(1, 3) == {}
+    assert moved.add(groups[1:]) == there.add(groups) == {"flat": "zero_variance"}
+    ours, theirs = moved.finish(), there.finish()
+    assert (ours.step, ours.version, ours.tally) == (theirs.step, theirs.version, theirs.tally)
+    for row, other in zip(ours.rows, theirs.rows, strict=True):
+        assert row.behaviour.tolist() == other.behaviour.tolist()
+        assert row.staleness.tolist() == other.staleness.tolist()
+
+
+def test_i4_what_was_left_out_is_counted_in_the_step_that_is_made() -> None:
+    left_out, made = _draft(3, groups_per_step=1), _draft(4, groups_per_step=1)
+    left_out.add(
+        [LeasedGroup(group("flat", [1, 1], (None, 3, 3)), 3), LeasedGroup(group("bad", [0, 4], (None, 3, 3)), 3)]
+    )
+    left_out.revoke({"bad": "step_not_finite"})
+    made.add([LeasedGroup(group("good", [0, 1], (None, 3, 3, 3)), 3)])
+    made.count(left_out)
+    made.move(1, 3)
+    tally = made.finish().tally
+    assert tally.groups_dropped == {"zero_variance": 1, "step_not_finite": 1}
+    assert tally.tokens_dropped == {"zero_variance": 4, "step_not_finite": 4}
+    assert (tally.tokens_sampled, tally.tokens_trained, tally.rollouts) == (14, 6, 6)
+    assert tally.reward_mean == pytest.approx((1 + 1 + 0 + 4 + 0 + 1) / 6)
+
+
+def test_a_batch_is_the_same_in_whichever_order_its_groups_came() -> None:
+    """Or a resumed run would not be the run to the bit."""
+    groups = [
+        LeasedGroup(group(f"{index}.0", [0, 1], index=index, versions=(None, *[0] * (index + 2))), 0)
+        for index in range(4)
+    ]
+    batches = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        draft = _draft(groups_per_step=4)
+        draft.add([groups[place] for place in order])
+        batches.append(draft.finish())
+    first, second = batches
+    assert [row.input_ids.tolist() for row in first.rows] == [row.input_ids.tolist() for row in second.rows]
+    assert [row.rollout.tolist() for row in first.rows] == [row.rollout.tolist() for row in second.rows]

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from protocol import checkpoints
+from protocol.checkpoints import Best
 from protocol.config import ConfigError, RunConfig, TaskSection, resolve
 from rollout_worker.task import Task, load_task
 from rollout_worker.task.tools import ToolBox
@@ -48,6 +50,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: Pa
         model = config.run_dir / "checkpoints" / "step-000005" / "model"
         model.mkdir(parents=True)
         (model / "config.json").write_text("{}")
+        (model.parent / "state.json").write_text("{}")
         (config.run_dir / "summary.json").write_text('{"steps": 5, "wall_s": 9.0, "reward_last10": 0.5}')
         lines = "".join(json.dumps({"step": step, "loss": step}) + "\n" for step in (1, 2, 3))
         (config.run_dir / "metrics.jsonl").write_text(lines)
@@ -57,6 +60,25 @@ def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: Pa
     monkeypatch.setenv("MODEL", str(model_folder))
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out" / "mine"))
     return runs
+
+
+def save_checkpoints(run_dir: Path, *steps: int) -> None:
+    for step in steps:
+        model = run_dir / "checkpoints" / f"step-{step:06d}" / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(str(step))
+        (model.parent / "state.json").write_text("{}")
+
+
+@pytest.mark.parametrize(("wants_best", "saved"), [(False, "1000000"), (True, "999998")])
+def test_save_model_takes_the_newest_by_number_or_the_best(tmp_path: Path, wants_best: bool, saved: str) -> None:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    args = GRPOConfig(str(tmp_path / "mine"), **(evaluated if wants_best else {}))
+    trainer = GRPOTrainer("org/model", accuracy, args, ROWS)
+    save_checkpoints(trainer.run_dir, 1_000_000, 999_999, 999_998)
+    checkpoints.write_best(trainer.run_dir, Best(999_998, 0.5))
+    trainer.save_model(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == saved
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,6 +240,12 @@ def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[s
         (GRPOConfig(shuffle_dataset=False), "task", {"shuffle": False}),
         (GRPOConfig(save_strategy="no"), "learner", {"checkpoint_every": 0}),
         (GRPOConfig(save_steps=20, save_total_limit=3), "learner", {"checkpoint_every": 20, "keep_checkpoints": 3}),
+        (
+            GRPOConfig(save_steps=20, eval_strategy="steps", eval_steps=10, load_best_model_at_end=True),
+            "learner",
+            {"keep_best": True},
+        ),
+        (GRPOConfig(metric_for_best_model="eval_reward", greater_is_better=True), "learner", {"zero_variance": "keep"}),
         (GRPOConfig(chat_template_kwargs={"a": False}), "chat", {"chat_template_kwargs": {"a": False}}),
         (GRPOConfig(bf16=True), "model", {"dtype": "bfloat16", "path": "org/model"}),
         (GRPOConfig(model_init_kwargs={"dtype": "float16"}), "model", {"dtype": "float16"}),
@@ -351,6 +379,12 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (RLOOConfig(num_generations=0), r"RLOOConfig.num_generations=0.: must be at least 2"),
         (GRPOConfig(loss_type="gspo"), r"'gspo'. is not supported.*; write importance_sampling_level='sequence', with"),
         (GRPOConfig(num_generations="8"), "num_generations='8'.: must be a number"),
+        (
+            GRPOConfig(load_best_model_at_end=True, metric_for_best_model="eval_loss"),
+            "metric_for_best_model='eval_loss'. is not supported: with `load_best_model_at_end`; write "
+            "metric_for_best_model='reward' or metric_for_best_model='eval_reward'",
+        ),
+        (GRPOConfig(greater_is_better=False), "greater_is_better=False. is not supported"),
         (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch' is not supported"),
         (GRPOConfig(warmup_steps=0.1), "max_steps is not given"),
         (GRPOConfig(model_init_kwargs={"quantization_config": 3}), "{'quantization_config': 3} is not"),

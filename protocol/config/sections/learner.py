@@ -93,6 +93,18 @@ class LearnerSection(OptimiserSection):
     keep_checkpoints: Count = setting(
         2, description="newest checkpoints that are kept", why="the newest, and one to fall back on"
     )
+    keep_best: bool = setting(
+        False,
+        description="keep the checkpoint whose evaluation gave the highest reward, too, however old it is; "
+        "checkpoints/best.json names it",
+        why="takes evaluations, at the steps of the checkpoints",
+    )
+    skip_bad_batches: CountOrZero = setting(
+        3,
+        description="batches in a row that are left out because they cannot be trained: loss or gradient is not "
+        "finite, or the memory does not hold them; one more ends the run",
+        why="one poisoned batch costs its groups, not the run; several in a row say that the policy itself is broken",
+    )
     sample_rollouts: CountOrZero = setting(
         4, description="rollouts of each step that go to rollouts.jsonl", why="a best, a worst and two others a step"
     )

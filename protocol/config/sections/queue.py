@@ -77,6 +77,17 @@ class QueueSection(Section):
         description="time-out of a lease that is not renewed",
         why="three renewals may be lost, and a dead learner's groups are not held for long",
     )
+    record: bool = setting(
+        False,
+        description="write every group that is trained, with its step, into the run directory's record/, for "
+        "slipstream replay",
+        why="takes disk: 13 bytes a token in the quickstart, with the messages",
+    )
+    record_bytes: Bytes = setting(
+        8 * 1024**3,
+        description="most bytes of the record; the oldest eighth is deleted where it is full",
+        why="the newest steps, from a checkpoint on, are what a bug report needs",
+    )
     stall_after_s: Seconds = setting(
         120.0,
         description="seconds without an optimiser step that raise the stall alarm, or 5 median steps if longer",

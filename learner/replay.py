@@ -1,0 +1,271 @@
+"""`slipstream replay`: train again from the record of what a run trained, without servers, queue or workers.
+
+From the same model or checkpoint, with the same settings, device, threads and releases, each step gives the run's own
+figures and weights to the bit: what a step trains on is settled by its groups, their order and its version, and the
+record has all three.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from learner import checkpoint as checkpoints
+from learner import start
+from learner.checkpoint import Checkpoint
+from learner.feed.step_draft import Batch, Draft, LeasedGroup
+from learner.report.journal import Journal
+from learner.report.progress import Progress
+from learner.report.record import StepRecord, StepTimes
+from learner.run import build_trainer
+from learner.trainer import DivergedError, StepFigures, Trainer
+from protocol import checkpoints as places
+from protocol import record as records
+from protocol.config import ConfigError, RunConfig
+from protocol.record import Place, RecordedStep, RecordError
+
+METRICS, SUMMARY = "metrics.jsonl", "replay.json"
+# Of a step's figures, those that two computations of it must agree on.
+COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not in ("train_s", "objective"))
+
+
+@dataclass(frozen=True)
+class Request:
+    """record: a record's folder, or one of its parts; out: a new folder for what comes of it; from_step: of the
+    checkpoint to begin with, 0 for the run's initial model, None: where the record begins; steps: at most so many."""
+
+    record: Path
+    out: Path
+    from_step: int | None = None
+    steps: int | None = None
+
+
+class Outcome(msgspec.Struct):
+    """`replay.json`. weights_sha256: of all weights after the last step, by name; compared: steps that the run's own
+    metrics.jsonl has, too; first_difference: the first of them with another figure, None where all are the same to the
+    bit; largest_difference: by figure; left_out: what became of each batch that the run tried in vain."""
+
+    record: str
+    from_step: int
+    steps: int
+    weights_sha256: str
+    compared: int
+    first_difference: int | None
+    largest_difference: dict[str, float]
+    left_out: dict[str, str]
+    device: str
+    threads: int
+    torch: str
+
+
+def replay(config: RunConfig, request: Request, progress: Progress) -> Outcome:
+    """Raises `ConfigError` before anything is written, `DivergedError` for a step that the run made and that cannot be
+    made here."""
+    if config.learner.epochs is not None:
+        raise ConfigError(
+            f"learner.epochs = {config.learner.epochs:g}: a replay does not load the data set, and so cannot count its "
+            f"rows; give the run's own file, {config.run_file}, or learner.steps"
+        )
+    try:
+        recorded = [of for of in records.steps(request.record) if of.trained or of.left_out]
+    except RecordError as error:
+        raise ConfigError(str(error)) from error
+    first = starting_step([of.step for of in recorded], places.complete(config.run_dir), request)
+    chosen = consecutive(recorded, first, request.steps)
+    if request.out.exists() and any(request.out.iterdir()):
+        raise ConfigError(f"--out {request.out}: there is something in it already; give a new folder")
+    checkpoint = checkpoints.of_step(config.run_dir, first) if first else None
+    _introduce(config, checkpoint, chosen, request, progress)
+    with progress.phase("loading the model"):
+        trainer = build_trainer(config, checkpoint)
+    return _Replay(config, trainer, request, progress).run(first, chosen)
+
+
+def starting_step(recorded: Sequence[int], kept: Collection[int], request: Request) -> int:
+    """The step to begin after, 0 for the initial model. `kept`: of the run's checkpoints. Raises `ConfigError`."""
+    if not recorded:
+        raise ConfigError(f"{request.record}: it holds no step; was queue.record = true while the run trained?")
+    fitting = sorted(step for step in {0, *kept} if step + 1 in recorded)
+    asked = request.from_step
+    if asked is None and fitting:
+        return fitting[0]
+    if asked is not None and asked in fitting:
+        return asked
+    there = ", ".join(str(step) for step in fitting) or "none"
+    wanted = "no step" if asked is None else f"--from {asked}: not a step"
+    raise ConfigError(
+        f"{wanted} that a replay of {request.record} can begin after: it holds steps {recorded[0]} to {recorded[-1]}, "
+        f"and begins after a checkpoint of the run, or after 0, its initial model; possible: {there}"
+    )
+
+
+def consecutive(recorded: Sequence[RecordedStep], first: int, most: int | None) -> list[RecordedStep]:
+    """The steps after `first`, up to `most` or to one that is missing."""
+    found: list[RecordedStep] = []
+    for of in (of for of in recorded if of.step > first):
+        if of.step != first + len(found) + 1 or len(found) == most:
+            break
+        found.append(of)
+    return found
+
+
+class _Replay:
+    def __init__(self, config: RunConfig, trainer: Trainer, request: Request, progress: Progress) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._request = request
+        self._progress = progress
+        self._theirs = _figures_of(config.run_dir / METRICS)
+        self._largest: dict[str, float] = {}
+        self._compared = 0
+        self._first_difference: int | None = None
+        self._left_out: dict[str, str] = {}
+
+    def run(self, first: int, steps: Sequence[RecordedStep]) -> Outcome:
+        journal = Journal(self._request.out / METRICS, StepRecord, 0)
+        made, tokens = 0, 0
+        for recorded in steps:
+            for lease, places_of in recorded.left_out.items():
+                self._try(recorded, lease, places_of)
+            if not recorded.trained:
+                break  # the run ended here
+            began, cpu = time.perf_counter(), time.process_time()
+            batch = self._batch(recorded, recorded.trained)
+            figures = self._trainer.step(batch.rows, batch.rollouts)
+            times = StepTimes(0.0, time.perf_counter() - began, time.process_time() - cpu, 0.0)
+            tokens += batch.tally.tokens
+            line = StepRecord(recorded.step, recorded.version, batch.tally, figures, times, tokens)
+            journal.append(line)
+            self._compare(line)
+            self._progress.show(line)
+            made += 1
+        outcome = self._outcome(first, made)
+        (self._request.out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)) + b"\n")
+        self._conclude(outcome)
+        return outcome
+
+    def _batch(self, recorded: RecordedStep, groups: Sequence[Place]) -> Batch:
+        draft = Draft(self._config, recorded.step, recorded.version - 1, "replay")
+        try:
+            dropped = draft.add(LeasedGroup(place.group(), place.head.arrival_version) for place in groups)
+        except RecordError as error:
+            raise ConfigError(str(error)) from error
+        if dropped:
+            ticket_id, reason = next(iter(dropped.items()))
+            raise ConfigError(
+                f"step {recorded.step}: {len(dropped)} groups that the run took would be dropped here, {ticket_id} for "
+                f"{reason}: the settings are not the run's; give its own file, {self._config.run_file}"
+            )
+        return draft.finish()
+
+    def _try(self, recorded: RecordedStep, lease: str, groups: Sequence[Place]) -> None:
+        """A batch that the run left out: whether it fails here, too. No weight is changed either way."""
+        name = f"step {recorded.step}, batch {lease}"
+        batch = self._batch(recorded, groups)
+        try:
+            with _without_a_change(self._trainer):
+                self._trainer.step(batch.rows, batch.rollouts)
+        except _NothingWrong:
+            told = f"the run left it out ({groups[0].head.dropped}); here it could be trained"
+        except (DivergedError, torch.OutOfMemoryError) as error:
+            told = f"left out here as in the run ({groups[0].head.dropped}): {error}"
+        self._trainer.optimiser.zero_grad()
+        self._left_out[name] = told
+        self._progress.warn(f"{name}: {told}")
+
+    def _compare(self, line: StepRecord) -> None:
+        theirs = self._theirs.get((line.step, line.version))
+        if theirs is None:
+            return
+        self._compared += 1
+        ours = msgspec.to_builtins(line.figures)
+        for name in COMPARED:
+            one, other = ours[name], theirs[StepRecord.RENAMED.get(name, name)]
+            if one == other:
+                continue
+            far = abs(one - other) if one is not None and other is not None else math.inf
+            self._largest[name] = max(far, self._largest.get(name, 0.0))
+            if self._first_difference is None:
+                self._first_difference = line.step
+                self._progress.warn(f"step {line.step}: {name} is {one}, and was {other} in the run")
+
+    def _outcome(self, first: int, made: int) -> Outcome:
+        return Outcome(
+            record=str(self._request.record),
+            from_step=first,
+            steps=made,
+            weights_sha256=digest(self._trainer),
+            compared=self._compared,
+            first_difference=self._first_difference,
+            largest_difference=self._largest,
+            left_out=self._left_out,
+            device=str(self._trainer.device),
+            threads=torch.get_num_threads(),
+            torch=str(torch.__version__),
+        )
+
+    def _conclude(self, outcome: Outcome) -> None:
+        if not outcome.compared:
+            told = "the run's own metrics.jsonl has none of these steps to compare with"
+        elif outcome.first_difference is None:
+            told = f"every figure of {outcome.compared} steps is the run's own, to the bit"
+        else:
+            far = ", ".join(f"{name} {by:.3g}" for name, by in outcome.largest_difference.items())
+            told = f"figures differ from the run's own from step {outcome.first_difference} on, by at most: {far}"
+        self._progress.say(f"replayed {outcome.steps} steps; {told}")
+        self._progress.say(f"weights sha256 {outcome.weights_sha256}; figures in {self._request.out}", whole=True)
+
+
+class _NothingWrong(Exception):
+    """Raised where weights would change."""
+
+
+@contextmanager
+def _without_a_change(trainer: Trainer) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _NothingWrong
+
+    hook = trainer.optimiser.optimizer.register_step_pre_hook(stop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def digest(trainer: Trainer) -> str:
+    """SHA-256 over the names and bytes of all weights."""
+    sums = hashlib.sha256()
+    for name, weight in sorted(trainer.policy.named_weights()):
+        sums.update(name.encode())
+        sums.update(weight.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return sums.hexdigest()
+
+
+def _introduce(
+    config: RunConfig,
+    checkpoint: Checkpoint | None,
+    chosen: Sequence[RecordedStep],
+    request: Request,
+    progress: Progress,
+) -> None:
+    where = config.model.path if checkpoint is None else checkpoint.path
+    progress.say(f"replaying steps {chosen[0].step} to {chosen[-1].step} of {request.record}, from {where}")
+    if checkpoint is not None and (different := start.changed(config, checkpoint.info)):
+        progress.warn(f"not the settings that the checkpoint was made with: {', '.join(different)}")
+
+
+def _figures_of(path: Path) -> Mapping[tuple[int, int], dict[str, Any]]:
+    """The lines of the run's metrics by step and version."""
+    if not path.exists():
+        return {}
+    lines = (msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.endswith(b"}"))
+    return {(line["step"], line["version"]): line for line in lines}

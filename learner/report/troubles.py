@@ -1,0 +1,27 @@
+"""What went wrong at the learner and did not end it. It travels to the queue's notices with the next step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.messages import LearnerReport, Trouble
+
+
+class Troubles:
+    """Those that the queue was not told of yet."""
+
+    def __init__(self) -> None:
+        self._untold: list[Trouble] = []
+
+    def checkpoint(self, text: str) -> None:
+        """A checkpoint could not be written."""
+        self._untold.append(Trouble("checkpoint", text))
+
+    def batch(self, text: str) -> None:
+        """A batch was left out."""
+        self._untold.append(Trouble("batch", text))
+
+    def told_in(self, report: LearnerReport) -> LearnerReport:
+        """The report with what is untold, which counts as told from here on."""
+        told, self._untold = self._untold, []
+        return msgspec.structs.replace(report, troubles=told)

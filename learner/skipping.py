@@ -1,0 +1,120 @@
+"""Batches that cannot be trained: left out, counted and named, until there are too many in a row.
+
+A batch that is left out touches nothing: not a weight, nor the optimiser, nor its schedule; no version is made. Its
+groups are dropped at the queue, so that no step meets them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from learner.failures import LearnerFailed
+from learner.feed.feeder import Feeder
+from learner.feed.step_draft import Batch
+from learner.report.journal import Journal, Record
+from learner.report.progress import Progress
+from learner.trainer import DivergedError, StepFigures, Trainer
+from protocol import reasons
+
+FILE_NAME = "left_out.jsonl"
+GO_ON = "Go on from the last checkpoint, which is intact, with --resume"
+# Of a batch's tickets, so many are named on the terminal.
+_NAMED = 4
+
+
+class OutOfMemory(LearnerFailed):
+    """The device's memory does not hold what a step needs."""
+
+
+@dataclass(frozen=True)
+class LeftOut(Record):
+    """A batch that could not be trained at `step` by the learner's `version`; `groups`: its tickets, which begin with
+    the index of their row."""
+
+    version: int
+    reason: str
+    why: str
+    groups: list[str]
+
+
+class Attempts:
+    """One session's steps, each tried. `most`: batches in a row that are left out; one more ends the run. `report`: is
+    told of each."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        most: int,
+        run_dir: Path,
+        step: int,
+        progress: Progress,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._trainer = trainer
+        self._most = most
+        self._path, self._from_step = run_dir / FILE_NAME, step
+        self._progress = progress
+        self._report = report
+        self._journal = Journal(self._path, LeftOut, step) if self._path.exists() else None
+        self._in_a_row = 0
+        self._changing = False
+        trainer.optimiser.optimizer.register_step_pre_hook(self._on_change)
+
+    def step(self, batch: Batch, feeder: Feeder) -> StepFigures | None:
+        """Train on a batch; None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
+        self._changing = False
+        try:
+            figures = self._trainer.step(batch.rows, batch.rollouts)
+        except DivergedError as error:
+            failure: LearnerFailed = error
+            reason = reasons.STEP_NOT_FINITE
+        except torch.OutOfMemoryError as error:
+            failure, reason = _out_of_memory(error, batch), reasons.OUT_OF_MEMORY
+        else:
+            self._in_a_row = 0
+            return figures
+        # Here and not above: what an exception's frames hold is free by now.
+        self._trainer.optimiser.zero_grad()
+        if self._trainer.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._changing:
+            raise type(failure)(f"{failure}. It came while weights changed: they are not to be used. {GO_ON}")
+        if self._in_a_row >= self._most:
+            many = (
+                f"{self._in_a_row + 1} batches in a row cannot be trained, and learner.skip_bad_batches = {self._most}"
+            )
+            raise type(failure)(f"step {batch.step}: {f'{many}; ' if self._most else ''}{failure}. {GO_ON}")
+        self._in_a_row += 1
+        self._tell(batch, LeftOut(batch.step, batch.version, reason, str(failure), batch.ticket_ids))
+        feeder.leave_out(batch, reason)
+        return None
+
+    def _on_change(self, *_: object) -> None:
+        self._changing = True
+
+    def _tell(self, batch: Batch, left_out: LeftOut) -> None:
+        if self._journal is None:
+            self._journal = Journal(self._path, LeftOut, self._from_step)
+        self._journal.append(left_out)
+        named = ", ".join(left_out.groups[:_NAMED])
+        more = f" and {len(left_out.groups) - _NAMED} more" if len(left_out.groups) > _NAMED else ""
+        text = (
+            f"step {batch.step}: a batch is left out ({left_out.reason}), {self._in_a_row} in a row of the "
+            f"learner.skip_bad_batches = {self._most} that may be: groups {named}{more}, see {self._path.name}: "
+            f"{left_out.why}"
+        )
+        self._progress.warn(text)
+        self._report(text)
+
+
+def _out_of_memory(error: torch.OutOfMemoryError, batch: Batch) -> OutOfMemory:
+    largest = max(row.tokens for row in batch.rows)
+    first = str(error).strip().partition("\n")[0]
+    return OutOfMemory(
+        f"the device's memory does not hold the step, whose largest row has {largest} tokens ({first}): lower "
+        f"learner.token_budget, or set learner.gradient_checkpointing = true"
+    )

@@ -1,0 +1,54 @@
+"""Where a run's checkpoints lie and which is the best, for whoever has no torch; what is in them is the learner's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+STATE = "state.json"
+MODEL = "model"
+ADAPTER = "adapter"
+_BEST = "best.json"
+_NAME = re.compile(r"step-(\d+)")
+
+
+class Best(msgspec.Struct, frozen=True):
+    """The checkpoint with the highest evaluation: its step, and the mean reward of that step's evaluation."""
+
+    step: int
+    reward: float
+
+
+def folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def name_of(step: int) -> str:
+    """Six digits, and as many as it takes from a million on: names do not sort as their steps do."""
+    return f"step-{step:06d}"
+
+
+def complete(run_dir: Path) -> dict[int, Path]:
+    """The complete checkpoints by their step, lowest first."""
+    found = ((_NAME.fullmatch(path.name), path) for path in folder(run_dir).glob("step-*"))
+    steps = {int(match[1]): path for match, path in found if match and (path / STATE).is_file()}
+    return dict(sorted(steps.items()))
+
+
+def best(run_dir: Path) -> Best | None:
+    """What was written down of the best one; None where nothing was, or where it is gone."""
+    try:
+        found = msgspec.json.decode((folder(run_dir) / _BEST).read_bytes(), type=Best)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found if found.step in complete(run_dir) else None
+
+
+def write_best(run_dir: Path, found: Best) -> None:
+    """Write it down, all or nothing. Raises `OSError`."""
+    path = folder(run_dir) / _BEST
+    aside = path.with_suffix(".unfinished")
+    aside.write_bytes(msgspec.json.encode(found) + b"\n")
+    aside.replace(path)

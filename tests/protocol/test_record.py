@@ -1,0 +1,109 @@
+"""The record of what was trained: cut short by kills, cut back by resumes, and never taken for what it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protocol import codec, record
+from protocol.record import Head, RecordError
+from tests.kit import group
+
+Entry = tuple[int, int, str]
+
+
+def write(path: Path, *entries: Entry, dropped: str | None = None, lease: str = "l") -> int:
+    """Append groups: each a step, the version that it made, and a ticket. Returns the bytes of the last."""
+    path.parent.mkdir(exist_ok=True)
+    size = 0
+    with path.open("ab") as file:
+        if not file.tell():
+            file.write(record.MAGIC)
+        for step, version, ticket in entries:
+            payload = codec.encode(group(ticket))
+            size = record.write(file, Head(step, version, ticket, lease, 0, len(payload), dropped), payload)
+    return size
+
+
+def found(path: Path) -> list[tuple[int, int, list[str]]]:
+    return [(of.step, of.version, [place.head.ticket_id for place in of.trained]) for of in record.steps(path)]
+
+
+def test_what_was_written_is_read_by_step(tmp_path: Path) -> None:
+    write(record.part(tmp_path, 1), (1, 1, "0.0"), (1, 1, "1.0"), (2, 2, "3.0"))
+    write(record.part(tmp_path, 2), (3, 3, "2.0"))
+    assert found(tmp_path) == [(1, 1, ["0.0", "1.0"]), (2, 2, ["3.0"]), (3, 3, ["2.0"])]
+    assert found(record.part(tmp_path, 2)) == [(3, 3, ["2.0"])]
+    place = record.steps(tmp_path)[1].trained[0]
+    assert codec.encode(place.group()) == codec.encode(group("3.0"))
+
+
+def test_parts_are_read_by_number_and_not_by_name(tmp_path: Path) -> None:
+    for number in (1_000_000, 999_999):
+        write(record.part(tmp_path, number), (number, number, "0.0"))
+    assert [step for step, _, _ in found(tmp_path)] == [999_999, 1_000_000]
+
+
+def test_a_resume_ends_the_time_line_that_it_gave_up(tmp_path: Path) -> None:
+    """Steps 3 and 4 are made again from a checkpoint of step 2, and the run is at step 3."""
+    write(record.part(tmp_path, 1), *((step, step, f"{step}.0") for step in (1, 2, 3, 4)))
+    write(record.part(tmp_path, 2), (3, 6, "3.0"), (3, 6, "9.0"))
+    assert found(tmp_path) == [(1, 1, ["1.0"]), (2, 2, ["2.0"]), (3, 6, ["3.0", "9.0"])]
+
+
+def test_a_step_that_was_written_before_the_queue_died_and_again_after_it_counts_once(tmp_path: Path) -> None:
+    write(record.part(tmp_path, 1), (1, 1, "0.0"), (2, 2, "1.0"), (2, 2, "2.0"))
+    write(record.part(tmp_path, 2), (2, 2, "1.0"), (2, 2, "2.0"), (3, 3, "3.0"))
+    assert found(tmp_path) == [(1, 1, ["0.0"]), (2, 2, ["1.0", "2.0"]), (3, 3, ["3.0"])]
+
+
+def test_a_batch_that_was_left_out_stands_apart_from_the_one_that_took_its_step(tmp_path: Path) -> None:
+    path = record.part(tmp_path, 1)
+    write(path, (1, 1, "0.0"))
+    write(path, (2, 2, "1.0"), (2, 2, "2.0"), dropped="bad", lease="a")
+    write(path, (2, 2, "3.0"), dropped="bad", lease="b")
+    write(path, (2, 2, "4.0"))
+    (_, second) = record.steps(tmp_path)
+    assert [place.head.ticket_id for place in second.trained] == ["4.0"]
+    left_out = {lease: [place.head.ticket_id for place in of] for lease, of in second.left_out.items()}
+    assert left_out == {"a": ["1.0", "2.0"], "b": ["3.0"]}
+
+
+def test_a_part_may_end_anywhere(tmp_path: Path) -> None:
+    """A kill cuts its last entry short; what follows in another part counts."""
+    path = record.part(tmp_path, 1)
+    last = write(path, (1, 1, "0.0"), (2, 2, "1.0"))
+    whole = path.read_bytes()
+    write(record.part(tmp_path, 2), (2, 2, "1.0"))
+    for cut in range(1, last + 1):
+        path.write_bytes(whole[:-cut])
+        assert found(tmp_path) == [(1, 1, ["0.0"]), (2, 2, ["1.0"])], cut
+    for length in range(len(record.MAGIC) + 1):
+        path.write_bytes(whole[:length])
+        assert found(tmp_path) == [(2, 2, ["1.0"])]
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (0, "not a record of groups, or one of another release"),
+        (len(record.MAGIC) + 3, "damaged at byte 28: a head of"),
+        (len(record.MAGIC) + 5, "damaged at byte 28: the checksum of 0.0 does not fit"),
+        (-1, r"damaged at byte \d+: the checksum of 0.0 does not fit"),
+    ],
+)
+def test_what_is_damaged_is_named_and_not_trained_on(tmp_path: Path, place: int, says: str) -> None:
+    path = record.part(tmp_path, 1)
+    write(path, (1, 1, "0.0"))
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(RecordError, match=f"part-000001.groups: {says}"):
+        record.steps(tmp_path)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    assert record.steps(tmp_path) == []
+    with pytest.raises(RecordError, match=r"gone.groups: cannot be read: No such file"):
+        record.steps(tmp_path / "gone.groups")

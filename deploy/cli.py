@@ -129,6 +129,7 @@ def worker(
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     extras.require("slipstream learner", extras.LEARNER)
+    from learner.ranks.team import RankLost
     from learner.run import run
     from learner.trainer import DivergedError
     from weight_sync.publisher import PublishError
@@ -138,7 +139,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
         config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
     try:
         run(config, queue, resume)
-    except (DivergedError, PublishError) as error:
+    except (DivergedError, PublishError, RankLost) as error:
         raise RunFailed(str(error)) from error
 
 

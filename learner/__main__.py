@@ -12,6 +12,7 @@ USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the run file or the arguments are wrong."""
+    from learner.ranks.team import RankLost
     from learner.run import run
     from learner.trainer import DivergedError
     from protocol.client import QueueError
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
-    except (QueueError, PublishError, DivergedError) as error:
+    except (QueueError, PublishError, DivergedError, RankLost) as error:
         print(f"learner: {error}", file=sys.stderr)
         return 1
     return 0

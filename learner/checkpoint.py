@@ -89,7 +89,7 @@ def save(run_dir: Path, info: CheckpointInfo, trainer: Trainer, sources: Sources
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        trainer.policy.save(unfinished / "model")
+        trainer.save_model(unfinished / "model")
         _copy_sources(sources, unfinished / "model")
         torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
     except (SafetensorError, RuntimeError) as error:  # how these two tell of a full disk

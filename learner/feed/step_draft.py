@@ -129,7 +129,8 @@ class Draft:
         standing = list(self._standing.values())
         rollouts = self._rollouts(standing)
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
-        rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
+        ranks = self._config.learner.ranks
+        rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA, ranks=ranks)
         counts = tally(list(self._judged.values()), self._metrics, [of.weights for of in standing], rows, budget)
         shown = self._samples(self._advantage(rollouts))
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown)

@@ -18,6 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from learner.model.loading import text_tower
+from learner.ranks import wrapping
 from protocol.config import ConfigError
 
 # How many names an error shows.
@@ -29,9 +30,25 @@ def published(network: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Tensors are views of the parameters, but for those that the conversion has to copy (halves of a fused tensor).
     """
-    state = remove_tied_weights_from_state_dict(_trained_state(network), network)
+    yield from _converted(network, remove_tied_weights_from_state_dict(_trained_state(network), network)).items()
+
+
+def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
+    """As `published`, of a network whose weights are shared out over ranks: all of them must ask. Whole tensors on the
+    host, when all are there; without `keep`, nothing."""
+    parameters = dict(network.named_parameters())  # a tied one once, by its first name
+    named = set(dict(network.named_parameters(remove_duplicate=False)))
+    state = {
+        name: tensor for name, tensor in _trained_state(network).items() if name in parameters or name not in named
+    }
+    whole = wrapping.gathered(state, keep)
+    return list(_converted(network, whole).items()) if keep else []
+
+
+def _converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
-    yield from (state if converted == [] else revert_weight_conversion(network, state)).items()
+    reverted: dict[str, torch.Tensor] = state if converted == [] else revert_weight_conversion(network, state)
+    return reverted
 
 
 def check_export(network: Any, path: str, revision: str | None) -> None:

@@ -158,6 +158,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             seen = {name: value for name, value in objective.items() if value is not None}
             shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **seen}
+            self.optimiser.zero_grad()
             raise DivergedError(_why_diverged(loss, grad_norm, shown))
         fresh = int(own["fresh"])
         learning_rate = float(self.schedule.get_last_lr()[0])

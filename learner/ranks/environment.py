@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, KwargsHandler
@@ -112,11 +114,12 @@ def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 def _asked_of_accelerate(parents: Sequence[str]) -> int | None:
     """`--num_processes` of `accelerate launch`, if that is what started this process."""
-    if "launch" not in parents or not any("accelerate" in part for part in parents[: parents.index("launch")]):
+    named = [Path(part).name for part in parents]
+    if "accelerate.commands.launch" not in named and ("accelerate", "launch") not in pairwise(named):
         return None
     for part, value in zip(parents, [*parents[1:], ""], strict=True):
         name, _, joined = part.partition("=")
-        if name.replace("-", "_") in ("__num_processes",) and (joined or value).isdigit():
+        if name in ("--num_processes", "--num-processes") and (joined or value).isdigit():
             return int(joined or value)
     return None
 

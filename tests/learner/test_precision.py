@@ -166,7 +166,7 @@ def test_pure_bfloat16_is_warned_of_with_the_share_of_weights_that_a_step_change
     text = warning(pure, weights.items, 1e-6)
     assert text is not None
     assert "a step changes 25.00% of them" in text
-    assert warning(Precision(), weights.items(), 1e-6) is None
+    assert warning(Precision(), weights.items, 1e-6) is None
 
 
 @pytest.mark.parametrize("then", [{"learner.weights_dtype": "model"}, {}])

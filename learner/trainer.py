@@ -27,7 +27,7 @@ from learner.passes import Known, Preparation, consult, in_several_rows, survey,
 from learner.previous import PreviousWeights
 from learner.ranks import environment, wrapping
 from learner.ranks.shares import Share, deal
-from learner.ranks.team import Team
+from learner.ranks.team import END, Team
 from protocol.config import LearnerSection
 
 # What `Trainer.state` holds.
@@ -221,7 +221,7 @@ class Trainer:
 
     def take_part(self) -> None:
         """On all ranks but the first: do what rank 0 does, until it has nothing left to do. Raises `RankLost`."""
-        while (name := self.team.next_command().name) != "end":
+        while (name := self.team.next_command().name) != END:
             match name:
                 case "step":
                     with suppress(DivergedError):  # rank 0 has it, too, and says so

@@ -14,6 +14,7 @@ import psutil
 import torch
 import torch.distributed
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 
 from learner.ranks import environment
 from learner.ranks.children import Children
@@ -80,9 +81,10 @@ def following(place: Place) -> tuple[Team, RunConfig]:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     store = _launchers_store()
     _begin(store, place)
-    told = Team(place.rank, place.count, store).spread()
-    config = RunConfig.model_validate_json(told["config"])
-    return Team(place.rank, place.count, store, told["sharded"]), config
+    team = Team(place.rank, place.count, store)
+    told = team.spread()
+    team.sharded = told["sharded"]
+    return team, RunConfig.model_validate_json(told["config"])
 
 
 def part() -> None:
@@ -105,6 +107,7 @@ def _begin(store: Any, place: Place) -> None:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.count, timeout=COLLECTIVE_TIMEOUT)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+    AcceleratorState._reset_state(reset_partial_state=True)  # whoever asked for the device before stood alone
     PartialState(cpu=not on_gpu)
 
 

@@ -7,6 +7,8 @@ collectives lose their connections, and a rank 0 that gives no sign of life for 
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 BEAT_EVERY_S = 5.0
 DEAD_AFTER_S = 120.0
 NOTICED_WITHIN_S = 3.0
-_POLL = timedelta(seconds=20)
+# For a command: rank 0 may wait for groups for learner.stall_timeout_s, a week at most. poll(2) takes 24 days at most.
+FOR_EVER = timedelta(days=20)
+END = "end"
 
 
 class RankLost(RuntimeError):
@@ -73,8 +77,9 @@ class Team:
         self._ended = threading.Event()
         self._names: tuple[list[str], list[str]] | None = None
         self._guard: Guard | None = None
-        if rank == 0 and count > 1:
-            threading.Thread(target=self._beat, name="ranks", daemon=True).start()
+        if store is not None:
+            work = self._beat if self.leads else self._listen
+            threading.Thread(target=work, args=(self._store.clone(),), name="ranks", daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -125,25 +130,20 @@ class Team:
         if self.count > 1:
             self._ended.set()
             with suppress(RuntimeError):  # the store is on a machine that has gone
-                self._tell("end")
+                self._tell(END)
 
     def next_command(self) -> Command:
         """On the others: wait for it. Raises `RankLost` if rank 0 has gone."""
         key = f"command/{self._turn}"
         self._turn += 1
-        beat, since = -1, time.monotonic()
-        while True:
-            try:
-                self._store.wait([key], _POLL)
-                return msgspec.json.decode(self._store.get(key), type=Command)
-            except dist.DistStoreError:  # none yet
-                beats = self._store.add("beat", 0)
-            except RuntimeError as error:
-                raise RankLost(f"rank 0 has gone ({str(error).partition(chr(10))[0]})") from error
-            if beats != beat:
-                beat, since = beats, time.monotonic()
-            elif time.monotonic() - since > DEAD_AFTER_S:
-                raise RankLost(f"rank 0 has given no sign of life for {DEAD_AFTER_S:g} s")
+        try:
+            self._store.wait([key], FOR_EVER)
+            command = msgspec.json.decode(self._store.get(key), type=Command)
+        except RuntimeError as error:
+            raise RankLost(f"rank 0 has gone ({str(error).partition(chr(10))[0]})") from error
+        if command.name == END:
+            self._ended.set()
+        return command
 
     def spread(self, value: Any = None) -> Any:
         """Rank 0's value, on all ranks."""
@@ -215,12 +215,28 @@ class Team:
         self._store.set(f"command/{self._turn}", msgspec.json.encode(Command(name)).decode())
         self._turn += 1
 
-    def _beat(self) -> None:
+    def _beat(self, store: Any) -> None:
         while not self._ended.wait(BEAT_EVERY_S):
             try:
-                self._store.add("beat", 1)
+                store.add("beat", 1)
             except RuntimeError:  # the store has gone: the main thread meets it, too
                 return
+
+    def _listen(self, store: Any) -> None:
+        """End the process if rank 0 has gone: the main thread may be waiting for it in a collective, for long."""
+        beat, since = 0, time.monotonic()
+        while not self._ended.wait(BEAT_EVERY_S):
+            try:
+                beats = store.add("beat", 0)
+            except RuntimeError:  # the main thread meets it, too
+                return
+            if beats != beat:
+                beat, since = beats, time.monotonic()
+            elif time.monotonic() - since > DEAD_AFTER_S:
+                print(
+                    f"learner: rank {self.rank}: rank 0 is silent for {DEAD_AFTER_S:g} s", file=sys.stderr, flush=True
+                )
+                os._exit(1)
 
 
 def _bytes(count: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
@@ -20,12 +21,13 @@ ANSWERS_WITHIN_S = 240.0
 
 
 class Ranks:
-    """As many ranks as the run file says; a context manager. `call` runs a function of a module, in turn."""
+    """As many ranks as the run file says; a context manager. `call` runs a function of a module, in turn. resume: from
+    the run's newest checkpoint."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, resume: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_lead, args=(config.model_dump_json(), theirs))
+        self._process = context.Process(target=_lead, args=(config.model_dump_json(), resume, theirs))
 
     def __enter__(self) -> Self:
         self._process.start()
@@ -34,7 +36,8 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ours.send(None)
+        with suppress(OSError):  # it has been killed
+            self._ours.send(None)
         self._process.join(30)
         if self._process.is_alive():
             self._process.kill()
@@ -48,13 +51,14 @@ class Ranks:
         return answer
 
 
-def _lead(run_file: str, pipe: Connection) -> None:
+def _lead(run_file: str, resume: bool, pipe: Connection) -> None:
     from learner.ranks import joining
     from learner.run import build_trainer
+    from learner.start import starting_point
 
     config = RunConfig.model_validate_json(run_file)
     with joining.leading(config, joining.here(config)) as team:
-        trainer = build_trainer(config, None, team)
+        trainer = build_trainer(config, starting_point(config, resume), team)
         while (work := pipe.recv()) is not None:
             function, arguments = work
             try:

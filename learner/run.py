@@ -73,6 +73,10 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 progress.warn(said)
             if place.count > 1:
                 progress.say(f"{place.count} ranks share each step")
+            elif config.learner.shard_weights:
+                progress.warn(
+                    "learner.shard_weights = true does nothing with one rank: set learner.ranks, or leave it out"
+                )
             with progress.phase(f"loading the model {config.model.path}"):
                 team = ranks.enter_context(joining.leading(config, place))
                 trainer = build_trainer(config, checkpoint, team)

@@ -46,7 +46,13 @@ class Parted(OSError):
 class Guard(Protocol):
     """Holds signals back, as `learner.stopping.Stop` does."""
 
-    def hold(self) -> None: ...
+    @property
+    def signalled(self) -> bool: ...
+
+    @property
+    def left_s(self) -> float: ...
+
+    def hold(self, at_most_s: float) -> None: ...
 
     def release(self) -> None: ...
 
@@ -109,8 +115,10 @@ class Team:
             raise Parted(f"the other {self.count - 1} ranks were left half-way through a step")
         if self._lost:
             raise RankLost(self._lost)
-        if self._guard is not None:
-            self._guard.hold()
+        # After a signal, what is left to do is not held back by it.
+        guard = None if self._guard is None or self._guard.signalled else self._guard
+        if guard is not None:
+            guard.hold(guard.left_s / 2)
         self._tell(name)
         try:
             yield
@@ -122,8 +130,8 @@ class Team:
         except BaseException:  # a signal
             self._parted = True
             raise
-        if self._guard is not None and not change:
-            self._guard.release()
+        if guard is not None and not change:
+            guard.release()
 
     def end(self) -> None:
         """On rank 0: there is nothing left to do."""

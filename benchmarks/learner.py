@@ -6,8 +6,9 @@ batches and weights, in turn.
 On a CPU: CPU seconds of one thread, pinned to a core, from samples on the host to new weights, medians over rounds.
 `trl_ratio` is ours / TRL's, null without trl (extra `bench`); `padded_ratio` is the padded loop's / ours. `agrees`: all
 ways have the same loss and gradient but for rounding; `gradient_difference` is the norm of the farthest difference to
-ours, over that of ours. `head_*`: see `benchmarks.head`. On a GPU, which it takes where there is one: seconds,
-with peak memory, and with `--peak-tflops` of the card the share of them that the model's products take (MFU).
+ours, over that of ours. `head_*`: see `benchmarks.head`; `rank_*`: see `benchmarks.learner_ranks`. On a GPU, which it
+takes where there is one: seconds, with peak memory, and with `--peak-tflops` of the card the share of them that the
+model's products take (MFU).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float, help="of the GPU, for MFU")
     parser.add_argument("--quick", action="store_true", help="under a minute: small batches, the smallest model")
     arguments = parser.parse_args()
+    ranks = _ranks(arguments.quick) if device.type == "cpu" else {}
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.sched_setaffinity(0, {arguments.core})
@@ -74,9 +76,13 @@ def main() -> None:
     head = _head(2048 if arguments.quick else 8192) if device.type == "cpu" else {}
     if arguments.json:
         unit = "seconds" if device.type == "cuda" else "CPU seconds, one thread"
-        print(json.dumps({"unit": unit, "token_budget": arguments.token_budget, "cases": results, **head}, indent=2))
+        print(
+            json.dumps(
+                {"unit": unit, "token_budget": arguments.token_budget, "cases": results, **head, **ranks}, indent=2
+            )
+        )
     else:
-        _print_table(results, head)
+        _print_table(results, head | ranks)
 
 
 def _shape(shape: Shape, size: Size, quick: bool) -> Shape:
@@ -86,6 +92,16 @@ def _shape(shape: Shape, size: Size, quick: bool) -> Shape:
 def _head(tokens: int) -> dict[str, Any]:
     """What `benchmarks.head` prints."""
     command = [sys.executable, "-m", "benchmarks.head", "--tokens", str(tokens)]
+    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return figures
+
+
+def _ranks(quick: bool) -> dict[str, Any]:
+    """What `benchmarks.learner_ranks` prints; nothing where two ranks would share a core."""
+    if (os.cpu_count() or 1) < 2:
+        return {}
+    small = ["--model", "0.4M", "--rounds", "3"] if quick else []
+    command = [sys.executable, "-m", "benchmarks.learner_ranks", *small]
     figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return figures
 

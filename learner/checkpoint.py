@@ -113,7 +113,7 @@ def save(
     try:
         _sweep(home)
         unfinished.mkdir(parents=True)
-        trainer.policy.save(unfinished / places.MODEL)
+        trainer.save_model(unfinished / places.MODEL)
         if trainer.policy.adapter is not None:
             trainer.policy.adapter.save(unfinished / places.ADAPTER)
         _copy_sources(sources, unfinished / places.MODEL)

@@ -41,6 +41,11 @@ def sums_of(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torc
     }
 
 
+def nothing(device: torch.device) -> dict[str, torch.Tensor]:
+    """The sums of no row."""
+    return sums_of(torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int32, device=device))
+
+
 def figures(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Of a step's sums, by their names in `metrics.jsonl`; what no token has is left out.
 

@@ -172,8 +172,6 @@ class Keeper:
     def _expected_s(self) -> float:
         if self._took_s is not None:
             return MARGIN * self._took_s
-        weights = sum(
-            weight.numel() * weight.element_size() for weight in self._trainer.policy.named_weights().layout().values()
-        )
+        weights = sum(weight.numel() * weight.element_size() for weight in self._trainer.policy.parameters())
         copies = 3 + (self._config.learner.reference_sync_steps > 0)  # AdamW has two figures for each weight
         return copies * weights / DISK_BYTES_PER_S

@@ -63,6 +63,7 @@ class Loop:
         self._probe_ids = probe_token_ids(trainer.policy.vocabulary_size)
         # torch calls it right before weights change.
         trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
+        trainer.team.guard(stop)
 
     def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
         """Train to the last step. Raises `QueueError`, `PublishError`, `LearnerFailed`, `Stopped`."""
@@ -123,7 +124,7 @@ class Loop:
         self._evaluator.ask_if_due(self._position.step, self._published)
         pin = self._trainer.device.type == "cuda"
         with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
-            self._publisher.on_failure = feeder.fail
+            self._publisher.on_failure = self._trainer.team.on_lost = feeder.fail
             self._train(feeder)
         with self._progress.phase(f"publishing version {self._position.version}"):
             if self._published != self._position.version:
@@ -188,10 +189,10 @@ class Loop:
 
     def _publish(self) -> float:
         """Hand the weights over; returns the seconds that this took."""
-        policy, version = self._trainer.policy, self._position.version
-        probe = Probe(self._probe_ids, policy.score(self._probe_ids))
+        version = self._position.version
+        probe = Probe(self._probe_ids, self._trainer.score(self._probe_ids))
         with self._client.waiting(self._position.session, "publication"):
-            blocked_s = self._publisher.publish(version, policy.named_weights(), probe)
+            blocked_s = self._publisher.publish(version, self._trainer.weights(), probe)
         self._published = version
         self._record_publications()
         return blocked_s

@@ -18,6 +18,7 @@ from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.reference import Reference
 from learner.previous import PreviousWeights
+from learner.ranks.team import Team
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,22 @@ class Preparation:
         rows: Sequence[PackedRow],
         known: Sequence[Known],
         device: torch.device,
+        team: Team | None = None,
     ) -> None:
+        """rows, known: those of this rank; what depends on all of the step's is added up over `team`."""
+        team = team or Team()
         self.known = known
         self._algorithm = algorithm
         self._count = len(rollouts)
-        drift = _reference_drift(rows, known, self._count) if algorithm.kl_in_reward else None
+        surveyed = known[0].logprobs is not None
+        real = [(row, of) for row, of in zip(rows, known, strict=True) if not row.is_padding]
+        rows, known = [row for row, _ in real], [of for _, of in real]
+
+        def drift_of(logprobs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            found = [of for of in logprobs if of is not None]
+            return team.add_up(_drift(rows, found, self._count, device))
+
+        drift = _on_host(drift_of([of.reference for of in known])) if algorithm.kl_in_reward else None
         self._advantages = torch.from_numpy(algorithm.advantages(rollouts, drift)).to(device)
         self._weights = torch.from_numpy(algorithm.weights(rollouts)).to(device)
         self._lengths = torch.from_numpy(rollouts.tokens).to(device, torch.float32)
@@ -58,16 +70,14 @@ class Preparation:
         self._proximal_drift: torch.Tensor | None = None
         self._lowest_entropy: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
-        if known[0].logprobs is not None:
-            self._drift = _drift(rows, [of.logprobs for of in known if of.logprobs is not None], self._count)
-            proximal = [
-                self._proximal(row, of.logprobs, of)
-                for row, of in zip(rows, known, strict=True)
-                if of.logprobs is not None
-            ]
-            self._proximal_drift = _drift(rows, proximal, self._count)
-        if algorithm.top_entropy is not None and known[0].entropy is not None:
-            entropies = torch.cat([of.entropy for of in known if of.entropy is not None])
+        if surveyed:
+            self._drift = drift_of([of.logprobs for of in known])
+            self._proximal_drift = drift_of(
+                [self._proximal(row, of.logprobs, of) for row, of in real if of.logprobs is not None]
+            )
+        if algorithm.top_entropy is not None and surveyed:
+            none = torch.zeros(0, device=device)
+            entropies = team.joined(torch.cat([none, *(of.entropy for of in known if of.entropy is not None)]))
             self._lowest_entropy = lowest_kept(entropies, algorithm.top_entropy)
             self._kept = kept(entropies, self._lowest_entropy).sum()
 
@@ -117,7 +127,7 @@ class Preparation:
 
     def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
         """The sum of logprobs - behaviour over each token's rollout, which stands in this row if `drift` is None."""
-        return (_drift([row], [logprobs], self._count) if drift is None else drift)[row.rollout]
+        return (_drift([row], [logprobs], self._count, logprobs.device) if drift is None else drift)[row.rollout]
 
 
 def in_several_rows(rows: Sequence[PackedRow]) -> bool:
@@ -152,16 +162,17 @@ def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Kno
     return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
 
 
-def _reference_drift(rows: Sequence[PackedRow], known: Sequence[Known], count: int) -> Floats:
-    """The sums of reference - behaviour by rollout, float64 [S]: the device is waited for once a step."""
-    drift = _drift(rows, [of.reference for of in known if of.reference is not None], count)
+def _on_host(drift: torch.Tensor) -> Floats:
+    """float64 [S]: the device is waited for once a step."""
     return drift.cpu().numpy().astype(np.float64)
 
 
-def _drift(rows: Sequence[PackedRow], logprobs: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+def _drift(
+    rows: Sequence[PackedRow], logprobs: Sequence[torch.Tensor], count: int, device: torch.device
+) -> torch.Tensor:
     """The sums of logprobs - behaviour over the `count` rollouts, of which a row may hold a part, float32 [S].
     logprobs: of the tokens of each row, float32 [N]."""
-    sums = torch.zeros(count, device=logprobs[0].device)
+    sums = torch.zeros(count, device=device)
     for row, of in zip(rows, logprobs, strict=True):
         sums.index_add_(0, row.rollout, of - row.behaviour)
     return sums

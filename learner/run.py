@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from contextlib import ExitStack
 
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
@@ -17,10 +19,13 @@ from learner.loop import Loop
 from learner.model.policy import Scoring, load_policy
 from learner.model.precision import warning
 from learner.model.reference import load_reference
+from learner.ranks import environment, joining
+from learner.ranks.environment import Place
+from learner.ranks.team import Team
 from learner.report.progress import Progress
 from learner.report.trackers import installed
 from learner.report.watch import Watch
-from learner.stopping import Stop, Stopped
+from learner.stopping import SIGNALS, Stop, Stopped
 from learner.trainer import Trainer
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapters
@@ -31,12 +36,12 @@ from weight_sync.publisher import Publisher
 def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
     """Train `config.learner.steps` steps. Raises `ConfigError` before anything is changed; `SystemExit` with 130 or 143
     after Ctrl-C or SIGTERM."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise ConfigError(
-            f"WORLD_SIZE = {ranks}: the learner trains on one rank only; start it with accelerate launch "
-            f"--num_processes 1, or with: slipstream learner run.toml"
-        )
+    unheeded = environment.check(os.environ)
+    place = joining.here(config)
+    if place.rank > 0:
+        follow(place)
+        return
+    config = joining.counted(config, place)
     if config.learner.epochs is not None:
         raise ConfigError(
             f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "
@@ -55,6 +60,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         BlockingQueueClient(QueueClient(url, config.token)) as client,
         progress,
         Watch(client, progress),
+        ExitStack() as ranks,
     ):
         checkpoint = start.starting_point(config, resume)
         try:
@@ -69,12 +75,21 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             progress.say(start.algorithm(config.learner))
             for doubt in [*doubts(config.learner), *adapters.doubts(config.learner, config.lora)]:
                 progress.warn(doubt)
+            for said in unheeded:
+                progress.warn(said)
+            if place.count > 1:
+                progress.say(f"{place.count} ranks share each step")
+            elif config.learner.shard_weights:
+                progress.warn(
+                    "learner.shard_weights = true does nothing with one rank: set learner.ranks, or leave it out"
+                )
             with progress.phase(f"loading the model {config.model.path}"):
-                trainer = build_trainer(config, checkpoint)
+                team = ranks.enter_context(joining.leading(config, place))
+                trainer = build_trainer(config, checkpoint, team)
             policy = trainer.policy
             if policy.adapter is not None:
                 progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
-            if text := warning(policy.precision, policy.named_weights(), config.learner.learning_rate):
+            if text := warning(policy.precision, trainer.weights, config.learner.learning_rate):
                 progress.warn(text)
         except Stopped:
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
@@ -83,7 +98,19 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             Loop(config, trainer, client, publisher, progress, stop, callbacks).run(checkpoint, resume)
 
 
-def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
+def follow(place: Place) -> None:
+    """A rank other than the first: it does what rank 0 says, until there is nothing left to do. Raises `RankLost`."""
+    for number in SIGNALS:  # whoever sends them means the learner: rank 0 says what follows
+        signal.signal(number, signal.SIG_IGN)
+    transformers_logging.disable_progress_bar()
+    team, config = joining.following(place)
+    build_trainer(config, None, team).take_part()
+    joining.part()
+
+
+def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
+    """With the weights of `checkpoint`, or the model's own; on all ranks but the first these are only loaded for their
+    shapes."""
     set_seed(config.run.seed)
     learner, adapted = config.learner, config.lora.r > 0
     if checkpoint is not None:
@@ -95,7 +122,7 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None) -> Trainer:
     if checkpoint is not None and policy.adapter is not None:
         policy.adapter.load(checkpoint.adapter_path)
     reference = load_reference(config, scoring, policy)
-    trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference)
+    trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference, team)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)
     return trainer

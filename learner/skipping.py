@@ -74,6 +74,8 @@ class Attempts:
             reason = reasons.STEP_NOT_FINITE
         except torch.OutOfMemoryError as error:
             failure, reason = _out_of_memory(error, batch), reasons.OUT_OF_MEMORY
+            if self._trainer.team.count > 1:  # the others are in the middle of the step
+                raise OutOfMemory(f"step {batch.step}: {failure}. {GO_ON}") from error
         else:
             self._in_a_row = 0
             return figures

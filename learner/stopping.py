@@ -34,6 +34,7 @@ class Stop:
         self._signalled_at: float | None = None
         self._code = 0
         self._held = False
+        self._at_most_s = HOLD_AT_MOST_S
         self._overdue = False
 
     def __enter__(self) -> Self:
@@ -58,9 +59,13 @@ class Stop:
             return self._grace_s
         return self._signalled_at + self._grace_s - self._clock()
 
-    def hold(self) -> None:
-        """From here on a signal waits for `release`, for at most `HOLD_AT_MOST_S`."""
-        self._held = True
+    @property
+    def signalled(self) -> bool:
+        return self._signalled_at is not None
+
+    def hold(self, at_most_s: float = HOLD_AT_MOST_S) -> None:
+        """From here on a signal waits for `release`, for at most `at_most_s` from when it came."""
+        self._held, self._at_most_s = True, at_most_s
 
     def release(self) -> None:
         """Raises `Stopped` if a signal came meanwhile, or one got lost in code that swallows exceptions."""
@@ -79,7 +84,7 @@ class Stop:
         self._signalled_at, self._code = self._clock(), 128 + number
         if not self._held:
             raise Stopped(self._code)
-        timer = threading.Timer(HOLD_AT_MOST_S, self._end_hold, [number])
+        timer = threading.Timer(self._at_most_s, self._end_hold, [number])
         timer.daemon = True
         timer.start()
 

@@ -10,7 +10,7 @@ Choose it for long runs of a mixture, whose routers drift; its model's own confi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -45,12 +45,18 @@ class Routing:
 
 
 class RouterLoss:
-    """The loss of a step, row by row. `rows`: the routing of all of its rows, without a gradient."""
+    """The loss of a step, row by row. `rows`: the routing of all of its rows, without a gradient; of this rank's rows
+    where `add_up` gives the sum over the ranks."""
 
-    def __init__(self, coefficient: float, rows: Sequence[Routing]) -> None:
+    def __init__(
+        self,
+        coefficient: float,
+        rows: Sequence[Routing],
+        add_up: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
         self._coefficient = coefficient
-        tokens = sum(row.tokens for row in rows)
-        chosen = sum(row.chosen.detach() for row in rows)
+        tokens = add_up(torch.stack([row.tokens for row in rows]).sum())
+        chosen = add_up(torch.stack([row.chosen.detach() for row in rows]).sum(0))
         # The loss is linear in the probabilities with this slope, [E].
         self._slope = len(rows[0].chosen) * chosen / tokens**2
 

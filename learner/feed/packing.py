@@ -82,6 +82,16 @@ class PackedRow:
     def tokens(self) -> int:
         return self.input_ids.shape[1]
 
+    @property
+    def cost(self) -> float:
+        """Of its tokens, in tokens without attention; of a row on the host."""
+        return self.tokens + float(self.position_ids.sum()) / ATTENDED_PER_TOKEN
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether it is there for the number of rows only (`padding_row`)."""
+        return self.raw_tokens == 0
+
     def to(self, device: torch.device) -> Self:
         """On a GPU without waiting for it, if the row is pinned."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -98,16 +108,19 @@ class PackedRow:
         return replace(self, **changed)
 
 
-def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True) -> list[PackedRow]:
+def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ranks: int = 1) -> list[PackedRow]:
     """Rows of at most `token_budget` tokens that hold every sample once; raises `ValueError` if one is longer.
 
     Samples of one group stand in one row, unless they need more than a row: then neighbours in the trie stand together.
-    `branches` false: for attention that knows whole sequences only.
+    `branches` false: for attention that knows whole sequences only. `ranks`: who train them, with as many rows each if
+    there are groups enough.
     """
     by_group = groupby(sorted(samples, key=_group), key=_group)
     units = [unit for _, group in by_group for unit in _units(list(group), token_budget, branches)]
     lengths = [unit.tokens for unit in units]
-    bins = even(assign(lengths, token_budget), lengths, [unit.cost for unit in units], token_budget)
+    bins = assign(lengths, token_budget)
+    bins += [[] for _ in range(-len(bins) % ranks)]
+    bins = [row for row in even(bins, lengths, [unit.cost for unit in units], token_budget) if row]
     return [pack_row([sample for i in members for sample in units[i].samples], branches) for members in bins]
 
 
@@ -191,6 +204,14 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         fresh=torch.from_numpy(fresh),
         rollout=torch.from_numpy(rollout),
     )
+
+
+def padding_row() -> PackedRow:
+    """A row of one token, that trains nothing and counts for nothing."""
+    ids, ones = np.zeros(2, dtype=np.int32), np.array([0.0, 1.0], dtype=np.float32)
+    nothing = np.zeros(2, dtype=np.float32)
+    row = pack_row([Sample(ids, nothing, ones, ids, ids.astype(np.bool_), rollout=0)])
+    return replace(row, raw_tokens=0, copies=torch.zeros_like(row.copies))
 
 
 @dataclass(frozen=True)

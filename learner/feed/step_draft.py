@@ -149,7 +149,8 @@ class Draft:
         standing = self._in_order()
         rollouts = self._rollouts(standing)
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
-        rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA)
+        ranks = self._config.learner.ranks
+        rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
         counts = tally(judged, self._metrics, weights, rows, budget, bound)

@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from learner.model.held import Held, address
 from learner.model.loading import text_parameters, text_tower
+from learner.ranks import wrapping
 from protocol.config import ConfigError
 
 # How many names an error shows.
@@ -35,8 +36,7 @@ class Published:
     def __init__(self, network: Any, held: Held | None = None) -> None:
         self._held = held or Held(_trained_state(network), {})
         state = remove_tied_weights_from_state_dict(dict(self._held.tensors), network)
-        converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
-        self._tensors = dict(state if converted == [] else revert_weight_conversion(network, state))
+        self._tensors = _converted(network, state)
 
     def layout(self) -> dict[str, torch.Tensor]:
         """The same, with tensors that are yet to be made as stand-ins of their shape and type, which take no memory."""
@@ -45,6 +45,23 @@ class Published:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.items():
             yield name, self._held.whole(tensor)
+
+
+def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
+    """As `Published`, of a network whose weights are shared out over ranks: all of them must ask. Whole tensors on the
+    host, when all are there; without `keep`, nothing."""
+    parameters = dict(network.named_parameters())  # a tied one once, by its first name
+    named = set(dict(network.named_parameters(remove_duplicate=False)))
+    state = {
+        name: tensor for name, tensor in _trained_state(network).items() if name in parameters or name not in named
+    }
+    whole = wrapping.gathered(state, keep)
+    return list(_converted(network, whole).items()) if keep else []
+
+
+def _converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
+    return dict(state if converted == [] else revert_weight_conversion(network, state))
 
 
 def trained_names(network: Any) -> list[str]:

@@ -54,9 +54,10 @@ class Policy(torch.nn.Module):
         self.adapter = adapter
         self._scoring = scoring
 
-    def forward(self, row: PackedRow) -> TokenScores:
-        """Log-probs and entropies at the sampler's temperature, each float32 [N], of the row's N tokens that train."""
-        return self.at(row, self._scoring.temperature)
+    def forward(self, row: PackedRow, temperature: float | None = None) -> TokenScores:
+        """Log-probs and entropies at the sampler's temperature, or another, each float32 [N], of the row's N tokens
+        that train."""
+        return self.at(row, self._scoring.temperature if temperature is None else temperature)
 
     def at(self, row: PackedRow, temperature: float) -> TokenScores:
         """As `forward`, at another temperature."""
@@ -70,7 +71,7 @@ class Policy(torch.nn.Module):
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
-        row = _plain_row(token_ids).to(self.device)
+        row = plain_row(token_ids).to(self.device)
         with self.precision.autocast(self.device):
             scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
@@ -86,11 +87,11 @@ class Policy(torch.nn.Module):
         """What turns tokens into hidden states: of a model that sees, its text tower."""
         return text_tower(self.model)
 
-    def save(self, folder: Path) -> None:
-        """Write a model folder with the weights as they are, an adapter merged. Its config.json names the servers'
-        type: vLLM and `from_pretrained` take that one unless they are told another."""
+    def save(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+        """Write a model folder with the weights as they are, an adapter merged, or with those in `state`. Its
+        config.json names the servers' type: vLLM and `from_pretrained` take that one unless they are told another."""
         if self.adapter is None:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=state)
         else:
             self.adapter.save_merged(folder)
         path = folder / "config.json"
@@ -101,6 +102,11 @@ class Policy(torch.nn.Module):
             if "dtype" in part:
                 part["dtype"] = served
         path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether experts may go without a token."""
+        return _choices(self.model.config.get_text_config()) > 0
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +124,7 @@ class Policy(torch.nn.Module):
         Ours must agree with the model's own on a short sequence: a model that scales its logits would otherwise train
         on wrong log-probs, silently.
         """
-        row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
+        row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         with self.precision.autocast(self.device):
             ours = self.lm_head(1.0).logits(self._hidden(row))
             theirs = self.model(**self._model_inputs(row)).logits[0].float()
@@ -133,7 +139,7 @@ class Policy(torch.nn.Module):
         """Raise `ConfigError` if the routers' decisions are asked for and the model does not tell them."""
         if not self._scoring.routing:
             return
-        config, row = self.model.config.get_text_config(), _plain_row([0, 1]).to(self.device)
+        config, row = self.model.config.get_text_config(), plain_row([0, 1]).to(self.device)
         told = getattr(self._output(row), "router_logits", None) or ()
         if not told or not _choices(config) or not hasattr(config, "router_aux_loss_coef"):
             raise ConfigError(
@@ -143,7 +149,7 @@ class Policy(torch.nn.Module):
 
     def check_compiled(self) -> None:
         """Compile what a step runs, by a step without consequences; raise `ConfigError` where that cannot be done."""
-        row = _plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
+        row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
             self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # dynamo's and inductor's are such, of many types
@@ -229,7 +235,8 @@ def _choices(config: Any) -> int:
     return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 0)
 
 
-def _plain_row(token_ids: list[int]) -> PackedRow:
+def plain_row(token_ids: list[int]) -> PackedRow:
+    """A row of one sequence, all of whose tokens but the first train."""
     ids = np.array(token_ids, dtype=np.int32)
     weights = np.ones(len(ids), dtype=np.float32)
     weights[0] = 0.0

@@ -6,7 +6,7 @@ section 3.1): a step of 1e-6 is far below what bfloat16 can add to most weights,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
@@ -55,12 +55,14 @@ def changed_share(weights: Iterable[tuple[str, torch.Tensor]], learning_rate: fl
     return changed / total
 
 
-def warning(precision: Precision, weights: Iterable[tuple[str, torch.Tensor]], learning_rate: float) -> str | None:
-    """What to say of weights that are stepped in a low precision; None in float32."""
+def warning(
+    precision: Precision, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], learning_rate: float
+) -> str | None:
+    """What to say of weights that are stepped in a low precision; None in float32, for which they are not asked for."""
     if precision.weights is torch.float32:
         return None
     name = str(precision.weights).removeprefix("torch.")
-    share = changed_share(weights, learning_rate)
+    share = changed_share(weights(), learning_rate)
     return (
         f"learner.weights_dtype = model steps on weights in {name}: at learner.learning_rate = {learning_rate:g} a "
         f"step changes {share:.2%} of them, and rounding loses the rest; leave learner.weights_dtype at float32, which "

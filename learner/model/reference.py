@@ -14,6 +14,8 @@ from learner.feed.packing import PackedRow
 from learner.model.adapter import Adapter
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy, Scoring, load_policy
+from learner.ranks import wrapping
+from learner.ranks.team import Team
 from protocol.config import RunConfig
 
 
@@ -21,8 +23,9 @@ class Reference(ABC):
     """Gives log-probs that no step trains."""
 
     @abstractmethod
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Put it where the policy is, to compute in the types that the policy computes in."""
+    def prepare(self, accelerator: Accelerator, team: Team) -> None:
+        """Put it where the policy is, to compute in the types that the policy computes in; shared out over the ranks if
+        the policy is."""
 
     @abstractmethod
     def logprobs(self, row: PackedRow) -> torch.Tensor:
@@ -49,18 +52,22 @@ class ReferenceModel(Reference):
         self._prepared: Any = model
         self._moved = False
 
-    def prepare(self, accelerator: Accelerator) -> None:
-        self._prepared = accelerator.prepare_model(self._own, evaluation_mode=True)
+    def prepare(self, accelerator: Accelerator, team: Team) -> None:
+        if team.sharded:
+            self._prepared = wrapping.sharded(self._own, accelerator.device)
+        else:
+            self._prepared = accelerator.prepare_model(self._own, evaluation_mode=True)
 
     @torch.no_grad()
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         scores: TokenScores = self._prepared(row)
+        wrapping.resharded(self._own)
         return scores.logprobs
 
     @torch.no_grad()
     def follow(self, policy: Policy, mixup: float) -> None:
         for ours, theirs in zip(self._own.parameters(), policy.parameters(), strict=True):
-            ours.lerp_(theirs.to(ours.dtype), mixup)
+            wrapping.local(ours).lerp_(wrapping.local(theirs).to(ours.dtype), mixup)
         self._moved = True
 
     def state(self) -> dict[str, torch.Tensor] | None:
@@ -69,7 +76,7 @@ class ReferenceModel(Reference):
     @torch.no_grad()
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         for name, weight in self._own.named_parameters():
-            weight.copy_(state[name])
+            weight.copy_(wrapping.like(state[name], weight))
         self._moved = True
 
 
@@ -79,7 +86,7 @@ class AdapterOff(Reference):
     def __init__(self, policy: Policy, adapter: Adapter) -> None:
         self._policy, self._adapter = policy, adapter
 
-    def prepare(self, accelerator: Accelerator) -> None:
+    def prepare(self, accelerator: Accelerator, team: Team) -> None:
         """It is where the policy is."""
 
     @torch.no_grad()

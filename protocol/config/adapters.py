@@ -26,6 +26,11 @@ def check(model: ModelSection, learner: LearnerSection, lora: LoraSection) -> No
             f"learner.weights_dtype = model with lora.r = {lora.r}: the base is kept in model.dtype anyway, and small "
             f"steps of the adapter would be lost in rounding; leave learner.weights_dtype out"
         )
+    if learner.shard_weights:
+        raise ValueError(
+            f"learner.shard_weights = true with lora.r = {lora.r}: an adapter is small, and its base is not shared "
+            f"out; leave learner.shard_weights out, or train all weights, without lora.r"
+        )
     if learner.reference_sync_steps:
         raise ValueError(
             f"learner.reference_sync_steps = {learner.reference_sync_steps} with lora.r = {lora.r}: the reference is "

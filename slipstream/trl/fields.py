@@ -90,6 +90,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _set("gradient_checkpointing", "GRAT", "learner.gradient_checkpointing", "TRL's default is True, ours False"),
         _set("torch_compile", "T", "learner.compile", "the model's layers"),
         _idle("use_liger_kernel", "GRAT", "logits are never held whole: `learner.logits_mib`"),
+        _worked("fsdp", "T", "`learner.shard_weights`", "FSDP2; for several ranks, `learner.ranks`"),
         _idle("torch_empty_cache_steps", "GRAT", "rows have one token budget, so memory does not creep"),
     ),
     "Data and episodes": (
@@ -363,9 +364,8 @@ TABLES: dict[str, tuple[Field, ...]] = {
 
 _REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("do_predict", "there is no prediction apart from evaluation", (False,)),
-    ("deepspeed", "the learner is one process as yet", (None, "")),
-    ("fsdp", "the learner is one process as yet", (None, "", [], False)),
-    ("parallelism_config", "the learner is one process as yet", (None,)),
+    ("deepspeed", "ranks share weights out with FSDP2: write fsdp=True", (None, "")),
+    ("parallelism_config", "ranks share a step's rows, not their tensors", (None,)),
     ("neftune_noise_alpha", "log-probs must be the server's", (None, 0)),
     ("label_smoothing_factor", "there are no labels", (0,)),
     ("auto_find_batch_size", "rows have one token budget: lower learner.token_budget", (False,)),

@@ -55,6 +55,7 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
             sections[section][key] = value
     for work in (
         _model,
+        _sharding,
         _place,
         _steps,
         _training,
@@ -95,6 +96,17 @@ def _model(config: _Config, sections: Sections, notes: list[str], context: int |
         raise ConfigError(
             f"model_init_kwargs={left!r} is not supported; leave it out, and save the model as it is to be loaded"
         )
+
+
+def _sharding(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+    asked = config.field("fsdp") or False
+    words = (
+        [] if isinstance(asked, bool) else asked.split() if isinstance(asked, str) else [str(word) for word in asked]
+    )
+    if set(words) - {"full_shard", "auto_wrap"}:
+        raise ConfigError(f"fsdp={asked!r} is not supported: weights are shared out over all ranks; write fsdp=True")
+    if asked:
+        sections["learner"]["shard_weights"] = True
 
 
 def _place(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:

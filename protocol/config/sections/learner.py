@@ -82,6 +82,18 @@ class LearnerSection(OptimiserSection):
         description="compile the model's layers with torch.compile",
         why="takes a C++ compiler, and a minute at the start",
     )
+    ranks: int = setting(
+        1,
+        ge=1,
+        le=4096,
+        description="processes that share each step, on this machine; with accelerate launch or torchrun, leave it out",
+        why="one GPU, or the cores of one machine",
+    )
+    shard_weights: bool = setting(
+        False,
+        description="each rank holds a part of weights, gradients and optimiser state (FSDP2), and not all of them",
+        why="a model that fits one GPU trains faster whole; for one that does not, with ranks above 1",
+    )
     prefetch_steps: CountOrZero = setting(
         1,
         description="steps whose groups are leased ahead",

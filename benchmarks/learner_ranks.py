@@ -1,0 +1,92 @@
+"""How much faster two ranks make a step than one, each with one thread: `rank_speedup` of `benchmarks.learner`.
+
+    python -m benchmarks.learner_ranks [--case mixed] [--model 7M] [--rounds 7]
+
+Seconds by the clock, from samples on the host to new weights, medians over rounds in which both make a step in turn.
+Each rank wants a core to itself: `load` is that of the machine as it began, in processes that want to run, of `cores`.
+`rank_seconds_lost`: what two ranks take beyond half of one rank's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.learner_cases import CASES, SIZES, Batch, batch
+from learner.feed.packing import pack
+from learner.ranks import joining
+from learner.run import build_trainer
+from learner.trainer import Trainer
+from protocol.config import LearnerSection, RunConfig
+
+RANKS = 2
+LONGEST = 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="mixed")
+    parser.add_argument("--model", choices=SIZES, default="7M")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    print(json.dumps(measure(arguments.case, arguments.model, arguments.rounds), indent=2))
+
+
+def measure(case: str, model: str, rounds: int) -> dict[str, Any]:
+    """The figures; the ranks are ended when it returns."""
+    load = os.getloadavg()[0]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    size = SIZES[model]
+    work = batch(CASES[case].smaller(size.parts), size.config["vocab_size"])
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        size.build("sdpa", torch.device("cpu")).save_pretrained(folder)
+        several = _run_file(Path(folder), RANKS)
+        torch.set_num_threads(1)
+        alone = build_trainer(_run_file(Path(folder), 1), None)
+        with joining.leading(several, joining.here(several)) as team:
+            together = build_trainer(several, None, team)
+            torch.set_num_threads(1)
+            seconds: dict[int, list[float]] = {1: [], RANKS: []}
+            for turn in range(rounds + 1):
+                for ranks, trainer in ((1, alone), (RANKS, together)):
+                    taken = _seconds(trainer, work, ranks)
+                    if turn:  # the first warms up
+                        seconds[ranks].append(taken)
+    one, two = (statistics.median(seconds[ranks]) for ranks in (1, RANKS))
+    return {
+        "rank_speedup": round(one / two, 3),
+        "rank_seconds": {"one": round(one, 3), "two": round(two, 3)},
+        "rank_seconds_lost": round(two - one / RANKS, 3),
+        "rank_case": f"{model} {case}",
+        "rank_load": {"load": round(load, 2), "cores": os.cpu_count()},
+    }
+
+
+def _run_file(model: Path, ranks: int) -> RunConfig:
+    learner = {"ranks": ranks, "learning_rate": 1e-9}
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "task": {"path": "task.py:task"},
+            "learner": learner,
+            "run": {"dir": str(model)},
+        }
+    )
+
+
+def _seconds(trainer: Trainer, work: Batch, ranks: int) -> float:
+    began = time.perf_counter()
+    trainer.step(pack(work.samples, LearnerSection().token_budget, ranks=ranks), work.rollouts)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What the environment says of ranks, and of accelerate's settings: launchers speak through it.
+
+Some of accelerate's variables change what is computed, in a way that no run file shows. What the learner has a setting
+of its own for is overridden, and said; what asks for another kind of training is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, KwargsHandler
+
+from protocol.config import ConfigError
+
+# As torchrun, Intel MPI, Open MPI and MVAPICH name them, in the order in which accelerate looks.
+RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+COUNT = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+
+# Variables that have no effect, with the values that ask for nothing, and what decides in their place.
+OVERRIDDEN = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1",), "a step's gradient is that of learner.groups_per_step groups"),
+    "ACCELERATE_MIXED_PRECISION": (("no",), "model.dtype and learner.weights_dtype say in which types it computes"),
+    "ACCELERATE_DYNAMO_BACKEND": (("NO",), "learner.compile says whether layers are compiled"),
+}
+REFUSED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sequence parallelism",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """rank: 0 to count - 1; local_rank: on its machine; launched: by torchrun, accelerate or MPI, which made the others
+    too."""
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    launched: bool = False
+
+
+def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = ()) -> Place:
+    """Where this process stands. ranks: `learner.ranks`; parents: the command line of the process that started this
+    one. Raises `ConfigError` where the two do not agree."""
+    launched = int(_first(environment, COUNT) or 1)
+    if launched > 1 or (launched == 1 and _first(environment, RANK) is not None):
+        if ranks not in (1, launched):
+            raise ConfigError(
+                f"learner.ranks = {ranks}, and the launcher started WORLD_SIZE = {launched} of them: leave "
+                f"learner.ranks out, or start {ranks}"
+            )
+        rank = int(_first(environment, RANK) or 0)
+        return Place(rank, launched, int(_first(environment, LOCAL_RANK) or rank), launched > 1)
+    # On a CPU accelerate starts one process, whatever it is asked for, and says so through the port alone.
+    asked = _asked_of_accelerate(parents)
+    if ranks == 1 and asked is None and "ACCELERATE_USE_CPU" in environment and "MASTER_PORT" in environment:
+        raise ConfigError(
+            "accelerate launch was asked for several processes, and on a CPU starts one: name them with "
+            "--num_processes on its command line, or set learner.ranks"
+        )
+    if asked and ranks not in (1, asked):
+        raise ConfigError(
+            f"learner.ranks = {ranks}, and accelerate launch was given --num_processes {asked}: leave one of them out"
+        )
+    return Place(count=max(ranks, asked or 1))
+
+
+def check(environment: Mapping[str, str]) -> list[str]:
+    """What to say of accelerate's variables that have no effect; raises `ConfigError` for those that ask for what the
+    learner does not do."""
+    for name, what in REFUSED.items():
+        if _is_true(environment.get(name)):
+            raise ConfigError(
+                f"{name} = {environment[name]}: the learner trains with DDP or FSDP2, not with {what}; choose one of "
+                f"these with: accelerate config"
+            )
+    if _is_true(environment.get("ACCELERATE_USE_FSDP")) and environment.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError(
+            f"ACCELERATE_USE_FSDP = {environment['ACCELERATE_USE_FSDP']} with FSDP_VERSION = "
+            f"{environment.get('FSDP_VERSION', '1')}: the learner shards with FSDP2 only; choose fsdp_version: 2 with: "
+            f"accelerate config"
+        )
+    return [
+        f"{name} = {environment[name]} has no effect: {instead}"
+        for name, (nothing, instead) in OVERRIDDEN.items()
+        if environment.get(name, nothing[0]) not in nothing
+    ]
+
+
+def is_sharded(environment: Mapping[str, str]) -> bool:
+    """Whether accelerate's settings ask for FSDP2."""
+    return _is_true(environment.get("ACCELERATE_USE_FSDP"))
+
+
+def accelerator(*handlers: KwargsHandler) -> Accelerator:
+    """accelerate as the learner uses it: what it computes does not depend on the environment."""
+    return Accelerator(
+        mixed_precision="no",
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=list(handlers),
+    )
+
+
+def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
+    return next((environment[name] for name in names if name in environment), None)
+
+
+def _asked_of_accelerate(parents: Sequence[str]) -> int | None:
+    """`--num_processes` of `accelerate launch`, if that is what started this process."""
+    named = [Path(part).name for part in parents]
+    if "accelerate.commands.launch" not in named and ("accelerate", "launch") not in pairwise(named):
+        return None
+    for part, value in zip(parents, [*parents[1:], ""], strict=True):
+        name, _, joined = part.partition("=")
+        if name in ("--num_processes", "--num-processes") and (joined or value).isdigit():
+            return int(joined or value)
+    return None
+
+
+def _is_true(value: str | None) -> bool:
+    return (value or "false").lower() in ("true", "1", "yes", "y", "on")

@@ -1,0 +1,252 @@
+"""The ranks of one learner, as each of them sees the others.
+
+Rank 0 tells the others by a store what to do next, and they wait there for as long as it takes: no collective is open
+while rank 0 waits for groups. What it tells, all do together. Whoever has gone is noticed: the store and the
+collectives lose their connections, and a rank 0 that gives no sign of life for `DEAD_AFTER_S` is taken to be dead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed
+
+from learner.failures import LearnerFailed
+from learner.ranks import wire
+
+# torch's annotations leave out stores and collectives.
+dist: Any = torch.distributed
+
+# Of one collective: the farthest that a rank may be behind another.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+BEAT_EVERY_S = 5.0
+DEAD_AFTER_S = 120.0
+NOTICED_WITHIN_S = 3.0
+# For a command: rank 0 may wait for groups for learner.stall_timeout_s, a week at most. poll(2) takes 24 days at most.
+FOR_EVER = timedelta(days=20)
+END = "end"
+
+
+class RankLost(LearnerFailed):
+    """A rank has gone, and with it the step."""
+
+
+class Parted(OSError):
+    """Rank 0 left the others in the middle of what they did together: they can do nothing together any more."""
+
+
+class Guard(Protocol):
+    """Holds signals back, as `learner.stopping.Stop` does."""
+
+    @property
+    def signalled(self) -> bool: ...
+
+    @property
+    def left_s(self) -> float: ...
+
+    def hold(self, at_most_s: float) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Command(msgspec.Struct):
+    """What all ranks do next, by its name; the details go by `Team.spread` and `Team.deal`."""
+
+    name: str
+
+
+class Team:
+    """The ranks. Without a store there is one only, and everything is what it is given.
+
+    sharded: whether each rank holds a part of the weights. on_lost: called, on a thread, with what is known of a rank
+    that has gone.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, store: Any = None, sharded: bool = False) -> None:
+        self.rank = rank
+        self.count = count
+        self.sharded = sharded and count > 1
+        self.on_lost: Callable[[RankLost], None] = lambda error: None
+        self._lost: str | None = None
+        self._gone = threading.Event()
+        self._store = store and dist.PrefixStore("slipstream", store)
+        self._turn = 0
+        self._parted = False
+        self._ended = threading.Event()
+        self._names: tuple[list[str], list[str]] | None = None
+        self._guard: Guard | None = None
+        if store is not None:
+            work = self._beat if self.leads else self._listen
+            threading.Thread(target=work, args=(self._store.clone(),), name="ranks", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def guard(self, guard: Guard) -> None:
+        """What ranks that hold parts of the weights do together is not left half-way: signals wait until it is done.
+        Where each has all of them, rank 0 can go on alone."""
+        self._guard = guard if self.sharded else None
+
+    def lost(self, why: str) -> None:
+        """A rank has gone; may be called on any thread."""
+        self._lost = why
+        self._gone.set()
+        self.on_lost(RankLost(why))
+
+    @contextmanager
+    def together(self, name: str, change: bool = False) -> Iterator[None]:
+        """On rank 0: tell the others to do the same as it does inside. change: whoever asked for it calls `release`.
+
+        Raises `RankLost` if one has gone, and `Parted` if rank 0 left an earlier one half-way.
+        """
+        if self.count == 1 or not self.leads:
+            yield
+            return
+        if self._parted:
+            raise Parted(f"the other {self.count - 1} ranks were left half-way through a step")
+        if self._lost:
+            raise RankLost(self._lost)
+        # After a signal, what is left to do is not held back by it.
+        guard = None if self._guard is None or self._guard.signalled else self._guard
+        if guard is not None:
+            guard.hold(guard.left_s / 2)
+        self._tell(name)
+        try:
+            yield
+        except Exception as error:
+            # A connection that breaks may be noticed before the end of the process is.
+            if (type(error) is RuntimeError or isinstance(error, dist.DistError)) and self._gone.wait(NOTICED_WITHIN_S):
+                raise RankLost(self._lost) from error
+            raise
+        except BaseException:  # a signal
+            self._parted = True
+            raise
+        if guard is not None and not change:
+            guard.release()
+
+    def end(self) -> None:
+        """On rank 0: there is nothing left to do."""
+        if self.count > 1:
+            self._ended.set()
+            with suppress(RuntimeError):  # the store is on a machine that has gone
+                self._tell(END)
+
+    def next_command(self) -> Command:
+        """On the others: wait for it. Raises `RankLost` if rank 0 has gone."""
+        key = f"command/{self._turn}"
+        self._turn += 1
+        try:
+            self._store.wait([key], FOR_EVER)
+            command = msgspec.json.decode(self._store.get(key), type=Command)
+        except RuntimeError as error:
+            raise RankLost(f"rank 0 has gone ({str(error).partition(chr(10))[0]})") from error
+        if command.name == END:
+            self._ended.set()
+        return command
+
+    def spread(self, value: Any = None) -> Any:
+        """Rank 0's value, on all ranks."""
+        if self.count == 1:
+            return value
+        data = wire.encode(value) if self.leads else b""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0)
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads else _bytes(int(size))
+        dist.broadcast(buffer, 0)
+        return value if self.leads else wire.decode(buffer.numpy().data)
+
+    def deal(self, values: Sequence[Any] | None = None) -> Any:
+        """On rank 0, give each rank its value, and take the first; on the others, take one."""
+        if values is None:
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, 0)
+            buffer = _bytes(int(size))
+            dist.recv(buffer, 0)
+            return wire.decode(buffer.numpy().data)
+        for rank, value in enumerate(values[1:], start=1):
+            data = wire.encode(value)
+            dist.send(torch.tensor([len(data)]), rank)
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+        return values[0]
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors [N], each of its own length, end to end in the order of the ranks."""
+        if self.count == 1:
+            return tensor
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=tensor.device)
+        lengths[self.rank] = len(tensor)
+        sizes = [int(length) for length in self.add_up(lengths)]
+        padded = tensor.new_zeros(max(1, *sizes))
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduced(
+        self, sums: Mapping[str, torch.Tensor], peaks: Mapping[str, torch.Tensor], device: torch.device
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Named scalars of all ranks: sums added up, of peaks the greatest.
+
+        The names are those of rank 0, the same in each step: a rank whose rows are all padding has none of its own.
+        What is not a number becomes an infinite peak, as it is compared in no order.
+        """
+        if self.count == 1:
+            return dict(sums), dict(peaks)
+        if self._names is None:
+            self._names = self.spread((list(sums), list(peaks)))
+        of_sums, of_peaks = self._names
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        added = torch.stack([sums.get(name, zero).double() for name in of_sums])
+        highest = torch.stack([peaks.get(name, zero - torch.inf).double() for name in of_peaks])
+        dist.all_reduce(added)
+        dist.all_reduce(highest.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf), op=dist.ReduceOp.MAX)
+        return dict(zip(of_sums, added.cpu(), strict=True)), dict(zip(of_peaks, highest.cpu(), strict=True))
+
+    def _tell(self, name: str) -> None:
+        if self._turn > 1:  # all have read what was before the last one
+            self._store.delete_key(f"command/{self._turn - 2}")
+        self._store.set(f"command/{self._turn}", msgspec.json.encode(Command(name)).decode())
+        self._turn += 1
+
+    def _beat(self, store: Any) -> None:
+        while not self._ended.wait(BEAT_EVERY_S):
+            try:
+                store.add("beat", 1)
+            except RuntimeError:  # the store has gone: the main thread meets it, too
+                return
+
+    def _listen(self, store: Any) -> None:
+        """End the process if rank 0 has gone: the main thread may be waiting for it in a collective, for long."""
+        beat, since = 0, time.monotonic()
+        while not self._ended.wait(BEAT_EVERY_S):
+            try:
+                beats = store.add("beat", 0)
+            except RuntimeError:  # the main thread meets it, too
+                return
+            if beats != beat:
+                beat, since = beats, time.monotonic()
+            elif time.monotonic() - since > DEAD_AFTER_S:
+                print(
+                    f"learner: rank {self.rank}: rank 0 is silent for {DEAD_AFTER_S:g} s", file=sys.stderr, flush=True
+                )
+                os._exit(1)
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8)

@@ -1,0 +1,102 @@
+"""Ranks as processes: none outlives the learner, none is waited for in vain, none is told in vain."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from learner.feed.packing import pack
+from learner.ranks.team import RankLost
+from learner.trainer import Trainer
+from protocol.config import RunConfig
+from tests.kit import LEARNER, config
+from tests.kit.learner import sample, step_rollouts
+from tests.kit.model import save_tiny_model
+from tests.kit.ranks import Ranks
+
+GONE_WITHIN_S = 60.0
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> RunConfig:
+    path = str(save_tiny_model(tmp_path / "model"))
+    return config(LEARNER, model={"path": path}, run={"dir": str(tmp_path)}, learner={"ranks": 2})
+
+
+@pytest.fixture
+def ranks(run_file: RunConfig) -> Iterator[Ranks]:
+    with Ranks(run_file) as ranks:
+        yield ranks
+
+
+def followers(_: Trainer) -> list[int]:
+    return [child.pid for child in psutil.Process().children() if "learner.ranks.follower" in child.cmdline()]
+
+
+def own_pid(_: Trainer) -> int:
+    return os.getpid()
+
+
+def listeners(trainer: Trainer) -> list[str]:
+    """Addresses that rank 0 and its children listen on."""
+    processes = [psutil.Process(), *psutil.Process().children()]
+    found = [connection for process in processes for connection in process.net_connections("tcp")]
+    return [connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN]
+
+
+def step(trainer: Trainer) -> str | None:
+    samples = [sample(30, 5, i, rollout=i) for i in range(4)]
+    try:
+        trainer.step(pack(samples, 64), step_rollouts(samples))
+    except RankLost as lost:
+        return str(lost)
+    return None
+
+
+def step_without_a_follower(trainer: Trainer) -> tuple[str | None, list[Any]]:
+    told: list[Any] = []
+    trainer.team.on_lost = told.append
+    (pid,) = followers(trainer)
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    return step(trainer), told
+
+
+def test_a_rank_that_dies_ends_the_step_by_name(ranks: Ranks) -> None:
+    assert ranks.call(step) is None
+    said, told = ranks.call(step_without_a_follower)
+    assert "rank 1 of the learner" in said
+    assert "SIGKILL" in said
+    assert [str(lost) for lost in told] == [said], "whoever waits for groups hears of it as well"
+
+
+def test_no_rank_outlives_a_rank_0_that_is_killed(ranks: Ranks) -> None:
+    (pid,) = ranks.call(followers)
+    follower = psutil.Process(pid)
+    psutil.Process(ranks.call(own_pid)).kill()
+    follower.wait(GONE_WITHIN_S)
+
+
+def test_a_follower_leaves_signals_to_rank_0(ranks: Ranks) -> None:
+    (pid,) = ranks.call(followers)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    assert ranks.call(step) is None
+
+
+def test_nobody_but_this_machine_can_reach_the_ranks(ranks: Ranks) -> None:
+    addresses = ranks.call(listeners)
+    assert addresses
+    assert set(addresses) == {"127.0.0.1"}
+
+
+def test_two_teams_beside_each_other_do_not_collide(ranks: Ranks, run_file: RunConfig) -> None:
+    with Ranks(run_file) as others:
+        assert ranks.call(step) is None
+        assert others.call(step) is None
+        assert not set(ranks.call(followers)) & set(others.call(followers))

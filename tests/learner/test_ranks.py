@@ -1,0 +1,228 @@
+"""Several ranks make the step that one makes: over packings, micro-batches, algorithms, and ways to hold the weights.
+
+Each team of processes is started once for the module, with gloo on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from learner.algorithm.rollouts import StepRollouts
+from learner.feed.packing import PackedRow, Sample, pack
+from learner.ranks.shares import deal
+from learner.run import build_trainer
+from learner.trainer import DivergedError, StepFigures, Trainer
+from protocol.config import RunConfig
+from tests.kit import LEARNER, config
+from tests.kit.learner import sample, step_rollouts
+from tests.kit.model import tiny_model
+from tests.kit.ranks import Ranks
+
+BETA = 0.9
+# The gradient itself is compared: it is not clipped, and the weights stay as they are.
+STILL: dict[str, Any] = {"learning_rate": 1e-30, "betas": (BETA, 0.95), "max_grad_norm": 1e9}
+# What is known of all rows before the first one trains: by rollout, by the step's quantile, by the reference.
+SURVEYED: dict[str, Any] = {
+    "objective": "sequence_clip",
+    "normaliser": "rollouts",
+    "top_entropy_quantile": 0.6,
+    "entropy_coef": 0.01,
+    "kl_coef": 0.1,
+    "kl_in_reward": True,
+}
+# What goes over from one step to the next.
+MOVING: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "algorithm": "decoupled_ppo",
+    "proximal": "last_step",
+    "kl_coef": 0.1,
+    "reference_sync_steps": 2,
+}
+
+
+def run_file(folder: Path, ranks: int, tied: bool = False, **learner: Any) -> RunConfig:
+    path = folder / f"model-{tied}"
+    if not path.exists():
+        tiny_model(tie_word_embeddings=tied).save_pretrained(path)
+    return config(
+        LEARNER, model={"path": str(path)}, run={"dir": str(folder)}, learner={"ranks": ranks, **STILL, **learner}
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+class Pair:
+    """The same trainer twice: of several ranks, and of one."""
+
+    def __init__(self, several: Ranks, alone: Trainer) -> None:
+        self.several = several
+        self.alone = alone
+
+
+def pair(several: RunConfig) -> Iterator[Pair]:
+    one = several.model_copy(update={"learner": several.learner.model_copy(update={"ranks": 1})})
+    with Ranks(several) as ranks:
+        yield Pair(ranks, build_trainer(one, None))
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path) -> Iterator[Pair]:
+    yield from pair(run_file(folder, 3))
+
+
+@pytest.fixture(scope="module")
+def surveyed(folder: Path) -> Iterator[Pair]:
+    yield from pair(run_file(folder, 2, **SURVEYED))
+
+
+@pytest.fixture(scope="module")
+def sharded(folder: Path) -> Iterator[Pair]:
+    yield from pair(run_file(folder, 2, tied=True, shard_weights=True, **SURVEYED))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "sharded"])
+def moving(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    yield from pair(run_file(folder, 2, tied=True, shard_weights=request.param, **MOVING))
+
+
+def step(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> tuple[StepFigures, list[torch.Tensor]]:
+    """A step with an optimiser that has made none, and its gradient, of all weights."""
+    empty = trainer.state()
+    empty["optimiser"] = {**empty["optimiser"], "state": {}}
+    trainer.restore(empty)
+    figures = trainer.step(rows, rollouts)
+    state = trainer.state()["optimiser"]["state"]
+    return figures, [state[number]["exp_avg"] / (1 - BETA) for number in sorted(state)]
+
+
+def samples_of(lengths: list[int], per_rollout: int, seed: int) -> list[Sample]:
+    """Sequences of which `per_rollout` are of one rollout."""
+    found = [sample(length, 3, seed + i, rollout=i // per_rollout) for i, length in enumerate(lengths)]
+    for of in found:
+        of.weights[-1] = 1.0
+    return found
+
+
+steps = given(
+    lengths=st.lists(st.integers(6, 40), min_size=1, max_size=8),
+    per_rollout=st.integers(1, 3),
+    budget=st.integers(40, 120),
+    branches=st.booleans(),
+    evenly=st.booleans(),
+    seed=st.integers(0, 100),
+)
+few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def compare(pair: Pair, lengths: list[int], per_rollout: int, budget: int, branches: bool, evenly: bool, seed: int):
+    samples = samples_of(lengths, per_rollout, seed)
+    rollouts = step_rollouts(samples)
+    rows = pack(samples, budget, branches, ranks=2 if evenly else 1)
+    figures, gradient = pair.several.call(step, rows, rollouts)
+    expected, right = step(pair.alone, pack(samples, budget, branches), rollouts)
+    assert len(gradient) == len(right)
+    norm = torch.cat([of.flatten() for of in right]).norm()
+    apart = torch.cat([(a - b).flatten() for a, b in zip(gradient, right, strict=True)]).norm()
+    assert apart <= 1e-5 * max(1.0, norm), f"{float(apart):.3g} of {float(norm):.3g}"
+    told, known = (_flat(of) for of in (figures, expected))
+    assert told == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in known.items()}
+
+
+def _flat(figures: StepFigures) -> dict[str, Any]:
+    plain = asdict(figures)
+    del plain["train_s"]
+    return {**plain.pop("objective"), **plain}
+
+
+@few
+@steps
+def test_three_ranks_have_the_gradient_of_one(three: Pair, **given: Any) -> None:
+    compare(three, **given)
+
+
+@few
+@steps
+def test_two_ranks_know_of_all_rows_what_one_knows(surveyed: Pair, **given: Any) -> None:
+    compare(surveyed, **given)
+
+
+@few
+@steps
+def test_two_ranks_that_share_the_weights_out_have_the_gradient_of_one(sharded: Pair, **given: Any) -> None:
+    compare(sharded, **given)
+
+
+def steps_and_weights(trainer: Trainer, batches: list[tuple[list[PackedRow], StepRollouts]]) -> dict[str, Any]:
+    for rows, rollouts in batches:
+        trainer.step(rows, rollouts)
+    return {name: weight.clone() for name, weight in trainer.weights()}
+
+
+def test_several_steps_make_the_weights_that_one_rank_makes(moving: Pair) -> None:
+    """Through the weights before the last step, and a reference that follows."""
+    batches = []
+    for seed in range(4):
+        samples = samples_of([30, 20, 25, 35, 12, 18], 2, 10 * seed)
+        batches.append((pack(samples, 64), step_rollouts(samples)))
+    found, right = moving.several.call(steps_and_weights, batches), steps_and_weights(moving.alone, batches)
+    assert list(found) == list(right)
+    for name, weight in right.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def diverge(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> str:
+    try:
+        trainer.step(rows, rollouts)
+    except DivergedError as error:
+        return str(error)
+    return "it did not"
+
+
+def test_a_step_that_diverges_is_refused_by_all_and_the_next_one_is_made(three: Pair) -> None:
+    samples = samples_of([20, 30, 25, 12], 1, 0)
+    rollouts = step_rollouts(samples)
+    rows = pack(samples, 40)
+    rows[-1].behaviour.fill_(float("nan"))
+    assert "no weight was changed" in three.several.call(diverge, rows, rollouts)
+    compare(three, [20, 30, 25, 12], 1, 40, True, False, 0)
+
+
+def test_rows_are_dealt_evenly_and_padding_fills_up() -> None:
+    samples = samples_of([40] * 5, 1, 0)
+    hands = deal(pack(samples, 40), 3)
+    assert [len(hand) for hand in hands] == [2, 2, 2]
+    assert [sum(not row.is_padding for row in hand) for hand in hands] == [2, 2, 1]
+    assert not hands[0][0].is_padding
+    (one,) = pack(samples[:1], 40)
+    assert [[row.is_padding for row in hand] for hand in deal([one], 3)] == [[False], [True], [True]]
+
+
+def test_a_step_is_packed_into_as_many_rows_as_ranks_share_evenly() -> None:
+    samples = [
+        sample(
+            30,
+            5,
+            i,
+            rollout=i,
+        )
+        for i in range(8)
+    ]
+    for number, of in enumerate(samples):
+        object.__setattr__(of, "group", number)
+    assert len(pack(samples, 1000)) == 1
+    for ranks in (2, 3, 4):
+        rows = pack(samples, 1000, ranks=ranks)
+        assert len(rows) == ranks
+        assert max(row.cost for row in rows) <= 1.6 * min(row.cost for row in rows)
+    assert len(pack(samples[:1], 1000, ranks=4)) == 1, "there is no more to share"

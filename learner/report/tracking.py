@@ -35,20 +35,21 @@ class Tracking:
         self._lock = threading.Lock()
         self._memory = Memory()
         self._trackers: list[Background] = []
-        self._sent = 0
+        self._sent: dict[str, int] = {}
         if not names:
             return
         # The run's first session names it anew: what a folder of this name was before is another run.
         found = Memory.of(config.run_dir) if step else Memory()
-        self._sent = max(found.seen, newest) if step else 0
-        self._memory = new_ids(Memory(found.ids, self._sent), names)
+        seen = max(found.seen, newest) if step else 0
+        self._memory = new_ids(Memory(found.ids, seen, found.known), names)
+        self._sent = {name: seen for name in found.known if name not in REPLACES_STEPS}
         self._keep()
         settings = told_settings(config)
         for name in names:
             start = start_of(config, name, step, self._memory)
             tracker = Background(name, self._starter(name, start), warn)
             self._trackers.append(tracker)
-            if not start.resumed:
+            if name not in found.known:
                 tracker.put(lambda made: made.store_init_configuration(dict(settings)))
 
     def step(self, step: int, line: Mapping[str, Any], samples: Sequence[RolloutView]) -> None:
@@ -57,7 +58,7 @@ class Tracking:
         shown = samples if every and step % every == 0 else ()
         figures = {name: value for name, value in numbers(line).items() if name != "step"}  # that is the axis
         for tracker in self._trackers:
-            if step > self._sent or tracker.name in REPLACES_STEPS:
+            if step > self._sent.get(tracker.name, 0):
                 tracker.put(_sends(figures, shown, step))
 
     def late(self, step: int, figures: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,33 @@ def test_a_resumed_session_names_the_run_of_the_first(
 def test_accelerate_s_class_takes_what_we_give_it(tracker: str, tmp_path: Path) -> None:
     given = ARGUMENTS[tracker](start_of(run_of(tmp_path), tracker, 3, Memory({tracker: "x"})))
     inspect.signature(LOGGER_TYPE_TO_CLASS[tracker].__init__).bind(None, **given)
+
+
+def test_a_tracker_that_is_new_to_a_resumed_run_gets_its_settings_and_all_steps_from_there(
+    tmp_path: Path, stands: Callable[[str], list[Stand]]
+) -> None:
+    old, new = stands("wandb"), stands("aim")
+    session(run_of(tmp_path, "wandb"), 0, 1, 2, 3)
+    session(run_of(tmp_path, "wandb", "aim"), 2, 3, 4, newest=3)
+    assert [stand.steps for stand in old] == [[1, 2, 3], [4]]
+    assert [stand.steps for stand in new] == [[3, 4]]
+    assert new[0].calls[1][0] == "settings"
+
+
+def test_what_the_curve_imports_is_whole_before_a_tracker_gets_a_step(
+    tmp_path: Path, stands: Callable[[str], list[Stand]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the example trackio lost a whole step to a half-imported matplotlib, which another thread was importing."""
+    loaded: list[bool] = []
+    stands("wandb")
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+
+    def note(self: Stand) -> None:
+        loaded.append(hasattr(sys.modules.get("matplotlib.figure"), "Figure"))
+
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["wandb"], "start", note)
+    session(run_of(tmp_path, "wandb"), 0, 1)
+    assert loaded == [True]
 
 
 def test_every_tracker_has_a_name_a_package_and_a_start() -> None:

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ REPLACES_STEPS = ("tensorboard",)
 
 
 class Memory(msgspec.Struct):
-    """What a run keeps of its trackers. ids: of the run, by tracker; seen: the newest step that any session made."""
+    """What a run keeps of its trackers. ids: of the run, by tracker; seen: the newest step that any session made;
+    known: trackers that were there in one of them."""
 
     ids: dict[str, str] = {}
     seen: int = 0
+    known: list[str] = []
 
     @classmethod
     def of(cls, run_dir: Path) -> Memory:
@@ -152,14 +155,17 @@ _THEIR_IDS: Mapping[str, Callable[[Any], str]] = {
 
 
 def new_ids(memory: Memory, trackers: list[str]) -> Memory:
-    """With an id for each tracker that wants one of ours and has none."""
+    """With these trackers, and an id for each that wants one of ours and has none."""
     made = {name: secrets.token_hex(_OUR_IDS[name]) for name in trackers if name in _OUR_IDS}
-    return Memory({**made, **memory.ids}, memory.seen)
+    return Memory({**made, **memory.ids}, memory.seen, list(dict.fromkeys([*memory.known, *trackers])))
 
 
 def started(tracker: str, start: Start) -> GeneralTracker:
     """A tracker that takes steps; raises what it raises."""
     PartialState()  # accelerate's trackers ask for it; of a learner it is there
+    # Trackers look whether it is loaded and take its Figure, which is not there while the curve's thread imports it:
+    # trackio then drops all figures of the step.
+    import_module("matplotlib.figure")
     made = LOGGER_TYPE_TO_CLASS[tracker](**{**ARGUMENTS[tracker](start), **start.options})
     made.start()
     if tracker == "comet_ml":

@@ -55,7 +55,13 @@ def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = (
                 f"learner.ranks = {ranks}, and the launcher started WORLD_SIZE = {launched} of them: leave "
                 f"learner.ranks out, or start {ranks}"
             )
-        rank = int(_first(environment, RANK) or 0)
+        found = _first(environment, RANK)
+        if found is None:
+            raise ConfigError(
+                f"WORLD_SIZE = {launched}, and no RANK says which of them this process is: start them with torchrun or "
+                f"accelerate launch, or unset WORLD_SIZE and set learner.ranks = {launched}"
+            )
+        rank = int(found)
         return Place(rank, launched, int(_first(environment, LOCAL_RANK) or rank), launched > 1)
     # On a CPU accelerate starts one process, whatever it is asked for, and says so through the port alone.
     asked = _asked_of_accelerate(parents)

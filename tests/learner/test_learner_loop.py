@@ -329,7 +329,9 @@ def test_the_probe_is_scored_by_the_weights_that_are_published(model_path: Path,
     assert (publisher.probes[0].logprobs != last.logprobs).any()
 
 
-def test_several_ranks_are_refused(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_nobody_has_numbered_are_refused(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE = 2"):
         run(config_for(model_path, tmp_path))

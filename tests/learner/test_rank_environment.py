@@ -46,6 +46,7 @@ def test_accelerate_starts_one_process_on_a_cpu_and_the_learner_the_others(flag:
     ("environment", "ranks", "parents", "told"),
     [
         ({"WORLD_SIZE": "4", "RANK": "0"}, 2, [], "learner.ranks = 2, and the launcher started WORLD_SIZE = 4"),
+        ({"WORLD_SIZE": "2"}, 1, [], "WORLD_SIZE = 2, and no RANK says"),
         (ON_CPU, 3, ACCELERATE, "learner.ranks = 3, and accelerate launch was given --num_processes 2"),
         (ON_CPU, 1, ["accelerate", "launch", "--config_file", "a.yaml"], "set learner.ranks"),
     ],

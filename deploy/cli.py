@@ -154,31 +154,6 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
         raise RunFailed(str(error)) from error
 
 
-@app.command(
-    **reading(
-        *(*RUN, "run.seed", "model", "learner", "queue.max_staleness", "queue.overage"),
-        *("rollout.temperature", "rollout.mask_truncated", "rollout.max_episode_tokens"),
-    ),
-)
-def replay(
-    context: typer.Context,
-    run_file: RunFilePath,
-    record: Annotated[
-        Path | None, typer.Argument(metavar="[RECORD]", help="folder or part of a record; default: the run's own")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="at most so many steps")] = None,
-    from_step: Annotated[
-        int | None, typer.Option("--from", min=0, help="begin after this step's checkpoint; 0: with the initial model")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="a new folder for the figures")] = None,
-) -> None:
-    """Train again what a run has trained, from its record alone; for bug reports."""
-    extras.require("slipstream replay", extras.LEARNER)
-    from deploy.replay import run
-
-    run(load(run_file, context.args, needs=["model"]), record, out, from_step, steps)
-
-
 @app.command(**reading("vllm", *MODEL, "model.dtype", "weight_sync.transport", "run.seed", *QUEUE))
 def vllm(
     context: typer.Context,
@@ -261,6 +236,31 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
     from deploy.ledger_view import print_ledger
 
     print_ledger(load(run_file, context.args))
+
+
+@app.command(
+    **reading(
+        *(*RUN, "run.seed", "model", "learner", "queue.max_staleness", "queue.overage"),
+        *("rollout.temperature", "rollout.mask_truncated", "rollout.max_episode_tokens"),
+    ),
+)
+def replay(
+    context: typer.Context,
+    run_file: RunFilePath,
+    record: Annotated[
+        Path | None, typer.Argument(metavar="[RECORD]", help="folder or part of a record; default: the run's own")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="at most so many steps")] = None,
+    from_step: Annotated[
+        int | None, typer.Option("--from", min=0, help="begin after this step's checkpoint; 0: with the initial model")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="a new folder for the figures")] = None,
+) -> None:
+    """Train again what a run has trained, from its record alone; for bug reports."""
+    extras.require("slipstream replay", extras.LEARNER)
+    from deploy.replay import run
+
+    run(load(run_file, context.args, needs=["model"]), record, out, from_step, steps)
 
 
 @app.command(**reading(), hidden=True)

@@ -235,4 +235,5 @@ def test_each_command_is_one_line_of_the_help(
         "status",
         "rollouts",
         "ledger",
+        "replay",
     ]

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def killed_at(touch: int, touches: Sequence[str], work: Callable[[], None]) -> b
             if event in touches and count == touch:
                 os._exit(KILLED)
 
-        def flushed(descriptor: int) -> None:
+        def flushed(descriptor: Any) -> None:
             touched("fsync")
             fsync(descriptor)
 
@@ -89,7 +90,7 @@ def test_killed_at_any_moment_it_leaves_a_whole_one_or_the_one_before(
         save(folder, trainer, model_path, 1, keep=2)
         if again:
             save(folder, trainer, model_path, 2, keep=2)
-        if not killed_at(touch, touches, lambda folder=folder: save(folder, trainer, model_path, 2)):
+        if not killed_at(touch, touches, partial(save, folder, trainer, model_path, 2)):
             break
         kills += 1
         check_whole(folder, (1, 2))

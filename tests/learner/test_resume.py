@@ -35,7 +35,9 @@ from weight_sync.publisher import Publisher
 Weights = dict[str, torch.Tensor]
 
 
-def settings(model_path: Path, tmp_path: Path, name: str = "test", queue: dict[str, Any] | None = None, **learner: Any):
+def settings(
+    model_path: Path, tmp_path: Path, name: str = "test", queue: dict[str, Any] | None = None, **learner: Any
+) -> RunConfig:
     """K is far above any age here, and the clip so wide that every step has a gradient."""
     wide = {"clip_low": 0.99, "clip_high": 100.0, "delta": "none"}
     plain = {"steps": 6, "learning_rate": 1e-2, "checkpoint_every": 3, "warmup_steps": 4, **wide}
@@ -144,7 +146,9 @@ def test_i1_where_groups_are_over_age_a_resume_trains_the_same_rows_each_once(mo
     check_i1(here)
 
 
-def poisoned(trainer_step: Callable[..., StepFigures], fails: Callable[[int], BaseException | None]):
+def poisoned(
+    trainer_step: Callable[..., StepFigures], fails: Callable[[int], BaseException | None]
+) -> Callable[..., StepFigures]:
     """A trainer's step that fails at the attempts for which `fails` gives an error."""
     count = 0
 

@@ -152,7 +152,7 @@ def test_i8_nothing_in_it_needs_unpickling(
     saved = checkpoint.save(
         tmp_path, CheckpointInfo(1, 1), trainer, Sources(ModelSection(path=str(model_path))), keep=1
     )
-    assert set(torch.load(saved.path / "trainer.pt", weights_only=True)) == {"optimiser", "schedule", "random"}
+    assert set(torch.load(saved.path / "trainer.pt", weights_only=True)) == {"optim", "optimiser", "schedule", "random"}
 
 
 def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[..., Policy]) -> None:

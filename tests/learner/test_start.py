@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from learner import start
+from learner.checkpoint import Checkpoint, CheckpointInfo
 from protocol import fingerprint
 from protocol.config import LearnerSection
+from protocol.messages import RunPosition
 from rollout_worker.chat import build_chat_format
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder
@@ -33,3 +35,20 @@ def test_the_algorithm_is_named_with_what_is_set_beside_it() -> None:
     assert start.algorithm(LearnerSection(algorithm="rloo", clip_low=0.2)) == "algorithm rloo"
     told = start.algorithm(LearnerSection(algorithm="rloo", advantage="grpo", entropy_coef=0.01))
     assert told == 'algorithm rloo, but with advantage = "grpo", entropy_coef = 0.01'
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "anew"),
+    [("adamw_torch_fused", "muon", True), ("adamw_torch_fused", "adamw_torch", False), (None, "adamw_torch", False)],
+)
+def test_an_optimiser_that_starts_anew_on_a_resume_is_named(
+    tmp_path: Path, before: str | None, now: str, anew: bool
+) -> None:
+    """`before`: None in checkpoints that were made when there was but one."""
+    here = config(learner={"optim": now, "learning_rate": 1e-3})
+    settings = {**start.settings(here), "learner.optim": before, "learner.learning_rate": "0.01"}
+    held = {name: value for name, value in settings.items() if value is not None}
+    made = Checkpoint(tmp_path, CheckpointInfo(2, 2, held))
+    said = "\n".join(start.introduction(here, made, RunPosition(2, 2, 4, 1, None, None, False)))
+    assert "learner.learning_rate = 0.001 (was 0.01)" in said
+    assert (f"learner.optim = {now} can make nothing of what {before} kept: it starts anew" in said) is anew

@@ -98,6 +98,17 @@ def test_what_is_refused(fields, param, words):
         raise error
 
 
+def test_an_evaluations_own_temperature_is_named_with_what_is_right_in_both():
+    with pytest.raises(
+        ApiError, match=r"0\.7 is not 0\.5, .*\(eval\.temperature\).*give endpoint\.temperature"
+    ) as caught:
+        read_parameters(
+            {"model": "policy", "messages": [USER], "temperature": 0.7, "top_p": 0.3}, "policy", ROLLOUT, 0.5
+        )
+    assert "rollout.temperature" not in str(caught.value)
+    assert "(rollout.top_p)" in str(caught.value)
+
+
 def test_all_that_is_wrong_is_told_at_once():
     error = refusal(temperature=0.1, seed=3, response_format={"type": "json_object"}, stop=7)
     assert set(error.params) == {"temperature", "seed", "response_format", "stop"}

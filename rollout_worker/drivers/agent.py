@@ -61,6 +61,7 @@ class Agents:
                         read_result,
                         self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
                         user_code.Kind.AGENT,
+                        deadline.paused(),
                         endpoint=endpoint,
                         **self.agent.arguments(plan.row.columns),
                     )

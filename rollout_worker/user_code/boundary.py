@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from functools import partial
 from types import TracebackType
@@ -90,6 +91,10 @@ class UserCode:
         """Calls that were given up and have not come back."""
         return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
 
+    def most_at_once(self, kind: Kind) -> int:
+        """Sync calls of one kind that have a thread."""
+        return self._threads[kind].limit
+
     async def __aenter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in _TIMERS:
@@ -116,17 +121,19 @@ class UserCode:
         plain: Callable[[Any], Any],
         timeout_s: float,
         kind: Kind = Kind.TOOL,
+        waiting: AbstractContextManager[None] | None = None,
         /,
         **arguments: Any,
     ) -> Any:
-        """`plain(function(**arguments))`, awaited where it is awaitable. Raises `UserCodeError` if either raises
-        anything, or it is not done in time; `NotCalled`, where too many of its kind hang."""
+        """`plain(function(**arguments))`, awaited where it is awaitable; `waiting` is entered while it waits for a
+        thread. Raises `UserCodeError` if either raises anything, or it is not done in time; `NotCalled`, where too many
+        of its kind hang."""
         threads = self._threads[kind]
         start = partial(_started, function, arguments)
         if is_async(function):
             result = await self._loops.run(function, start, plain, timeout_s)
         else:
-            result = await threads.run(function, partial(_done, start, plain), timeout_s)
+            result = await threads.run(function, partial(_done, start, plain), timeout_s, waiting)
             if isinstance(result, Held):
                 left_s = max(0.0, timeout_s - (time.monotonic() - result.began))
                 result = await self._loops.run(function, result.take, plain, left_s, told_s=timeout_s)

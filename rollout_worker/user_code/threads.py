@@ -87,17 +87,19 @@ class _Start:
 class Threads:
     """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `came_back`: those that
     have; `longest_s`: the longest time-out. `on_hung` is called at each new hung one, `on_full` with the text where a
-    call has waited for a thread as long as its time-out. `after_cancel_s`: what a call may still take whose caller has
-    gone, None for all of its time-out. Any event loop may call, one at a time."""
+    call has waited for a thread as long as its time-out; `remedy`: what to do where calls hang. `after_cancel_s`: what a
+    call may still take whose caller has gone, None for all of its time-out. Any event loop may call, one at a time."""
 
     def __init__(
         self,
         limit: int,
         on_hung: Callable[[], None] = lambda: None,
         on_full: Callable[[str], None] = lambda text: None,
+        remedy: str = "mend what hangs",
         after_cancel_s: float | None = None,
     ) -> None:
         self.limit = limit
+        self.remedy = remedy
         self.came_back = 0
         self.longest_s = 0.0
         self._most_hung = HUNG_PER_THREAD * limit
@@ -222,8 +224,7 @@ class Threads:
 
     def _refusal(self, function: Callable[..., Any]) -> NotCalled:
         return NotCalled(
-            f"not called: {self.hanging()}, and no more threads are given; mend what hangs, or set "
-            f'worker.tool_isolation = "process"',
+            f"not called: {self.hanging()}, and no more threads are given: {self.remedy}",
             reasons.TIMEOUT,
             defined_at(function),
         )

@@ -63,7 +63,7 @@ class GroupRunner:
             plan = Plan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
             outcomes = await self.driver.run(plan)
             reservation.give_all()
-            episodes = self._counted([self._checked(outcome) for outcome in outcomes], fewest)
+            episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], fewest)
             if self.keep_messages:
                 self._keep_messages(episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, fewest), fewest)
@@ -123,16 +123,20 @@ class GroupRunner:
             raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
         return proven
 
-    def _counted(self, outcomes: list[Episode | EpisodeFailed], fewest: int) -> list[Episode]:
-        """The episodes that did not fail, with all counted. Raises `TicketFailed` if too few are left."""
+    def _counted(self, ticket: Ticket, outcomes: list[Episode | EpisodeFailed], fewest: int) -> list[Episode]:
+        """The episodes that did not fail, with all counted, an evaluation's apart. Raises `TicketFailed` if too few are
+        left."""
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
-        self.counters.episodes_done += len(episodes)
-        self.counters.episodes_failed += len(failures)
-        for episode in episodes:
-            self.counters.tokens_sampled += episode.sampled_tokens
-            self.counters.tool_calls += episode.rollout.tool_calls
-            self.counters.tool_failures += episode.rollout.tool_failures
+        if ticket.kind == "train":
+            self.counters.episodes_done += len(episodes)
+            self.counters.episodes_failed += len(failures)
+            for episode in episodes:
+                self.counters.tokens_sampled += episode.sampled_tokens
+                self.counters.tool_calls += episode.rollout.tool_calls
+                self.counters.tool_failures += episode.rollout.tool_failures
+        else:
+            self.counters.eval_episodes += len(outcomes)
         for failure in failures:
             self.counters.failures[failure.reason] += 1
             text = f"an episode failed ({failure.reason}): {failure}"

@@ -87,8 +87,8 @@ class _Start:
 class Threads:
     """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `came_back`: those that
     have; `longest_s`: the longest time-out. `on_hung` is called at each new hung one, `on_full` with the text where a
-    call has waited for a thread as long as its time-out; `remedy`: what to do where calls hang. `after_cancel_s`: what a
-    call may still take whose caller has gone, None for all of its time-out. Any event loop may call, one at a time."""
+    call has waited for a thread as long as its time-out; `remedy`: what to do where calls hang. `after_cancel_s`: what
+    a call may still take whose caller has gone, None: all of its time-out. Any event loop may call, one at a time."""
 
     def __init__(
         self,

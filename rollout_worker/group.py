@@ -186,9 +186,11 @@ class GroupRunner:
             raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
         seconds = self.clock() - started
         rewarded = []
+        without: list[Episode] = []
         for episode, score in zip(episodes, scores, strict=True):
             if score.reward is None:
-                self.counters.failures[reasons.NO_REWARD] += 1
+                self.counters.failures[self._why_without(episode)] += 1
+                without.append(episode)
                 continue
             episode.rollout.reward, episode.rollout.reward_components = score.reward, score.components
             episode.rollout.timings["reward"] = seconds
@@ -196,16 +198,29 @@ class GroupRunner:
             episode.rollout.extra |= score.extra
             rewarded.append(episode)
         if len(rewarded) < fewest:
-            missing = len(episodes) - len(rewarded)
-            detail = f"every reward function gave None for {missing} of {len(episodes)} episodes"
-            if not self.rewards.names:
-                detail = (
-                    f"the agent returned no reward for {missing} of {len(episodes)} episodes, and the task has no "
-                    f'reward functions: return a number or {{"reward": ...}}, or give Task(rewards=[...])'
-                )
-            self.troubles.add("reward", reasons.NO_REWARD, f"{detail}; at row {row.number}")
-            raise TicketFailed(reasons.NO_REWARD, detail, retryable=True)
+            reason, detail = self._without_reward(without, len(episodes))
+            self.troubles.add("reward", reason, f"{detail}; at row {row.number}")
+            raise TicketFailed(reason, detail, retryable=True)
         return rewarded
+
+    def _why_without(self, episode: Episode) -> str:
+        """The reason for which it has no reward: its agent's time-out, where only the agent could have given one."""
+        late = episode.result is not None and episode.rollout.finish_reason == "timeout"
+        return reasons.TIMEOUT if late and not self.rewards.names else reasons.NO_REWARD
+
+    def _without_reward(self, without: list[Episode], of: int) -> tuple[str, str]:
+        """The commonest reason for which episodes have none, and the text."""
+        reason = Counter(map(self._why_without, without)).most_common(1)[0][0]
+        if self.rewards.names:
+            return reason, f"every reward function gave None for {len(without)} of {of} episodes"
+        ends = Counter(episode.result.ended for episode in without if episode.result is not None)
+        returned = ends.pop(None, 0)
+        told = [f"{count} of {of} agents {ended}" for ended, count in ends.items()]
+        if returned:
+            told.append(
+                f'the agent returned no reward for {returned} of {of} episodes: return a number or {{"reward": ...}}'
+            )
+        return reason, f"{'; '.join(told)}; the task has no reward functions, which Task(rewards=[...]) may give it"
 
 
 def _shut_off(why: Exception) -> TicketFailed:

@@ -48,12 +48,13 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class AgentResult:
     """What an agent returned, read: `given` as plain data, for reward functions; `reward`: its own, None if it gave
-    none; `metrics` and `extra` as a `Rollout` has them."""
+    none; `metrics` and `extra` as a `Rollout` has them; `ended`: what ended it before it returned, None if it did."""
 
     given: Any = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
+    ended: str | None = None
 
 
 class Agent:

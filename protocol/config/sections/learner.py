@@ -131,7 +131,7 @@ class LearnerSection(OptimiserSection):
     stall_timeout_s: Seconds = setting(
         3600.0,
         description="seconds without a group or a step, after which the learner gives up",
-        why="longer than the longest episode and its rewards",
+        why="longer than the longest episode and its rewards, in an environment too",
     )
 
     @field_validator("callbacks")

@@ -25,7 +25,8 @@ LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV
 OVERRIDDEN = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1",), "a step's gradient is that of learner.groups_per_step groups"),
     "ACCELERATE_MIXED_PRECISION": (("no",), "model.dtype and learner.weights_dtype say in which types it computes"),
-    "ACCELERATE_DYNAMO_BACKEND": (("NO",), "learner.compile says whether layers are compiled"),
+    "FSDP_OFFLOAD_PARAMS": (("false", "False"), "the learner's weights stay on the GPUs"),
+    "ACCELERATE_DYNAMO_BACKEND": (("NO", "no"), "learner.compile says whether layers are compiled"),
 }
 REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",

@@ -386,6 +386,8 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         ),
         (GRPOConfig(greater_is_better=False), "greater_is_better=False. is not supported"),
         (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch' is not supported"),
+        (GRPOConfig(fsdp="hybrid_shard auto_wrap"), "fsdp='hybrid_shard auto_wrap' is not supported.*write fsdp=True"),
+        (GRPOConfig(deepspeed="zero3.json"), "deepspeed='zero3.json'.*fsdp=True"),
         (GRPOConfig(warmup_steps=0.1), "max_steps is not given"),
         (GRPOConfig(model_init_kwargs={"quantization_config": 3}), "{'quantization_config': 3} is not"),
     ],
@@ -394,6 +396,13 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
 def test_a_field_that_cannot_be_kept_is_refused_with_its_remedy(config: _Config, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         translate(config, "org/model", None)
+
+
+@pytest.mark.parametrize("fsdp", [True, "full_shard", "full_shard auto_wrap", ["full_shard"]])
+def test_fsdp_shares_the_weights_out(fsdp: Any) -> None:
+    assert translate(GRPOConfig(fsdp=fsdp), "org/model", None).sections["learner"]["shard_weights"]
+    for none in (None, "", [], False):
+        assert "shard_weights" not in translate(GRPOConfig(fsdp=none), "org/model", None).sections["learner"]
 
 
 @pytest.mark.parametrize(

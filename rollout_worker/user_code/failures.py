@@ -14,6 +14,9 @@ from rollout_worker.user_code.texts import encodable, type_name
 # Of one error's text: an exception may hold a whole page.
 MAX_CHARACTERS = 2000
 
+# As asyncio says it of futures, and of locks, events and queues.
+_OF_ANOTHER_LOOP = ("different loop", "different event loop")
+
 
 class UserCodeError(Exception):
     """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
@@ -100,10 +103,10 @@ def _remedy(kind: str, text: str) -> str:
             'instead of an alarm, or, for a task of tools alone, worker.tool_isolation = "process", where they run in '
             "a main thread of their own"
         )
-    if kind == "RuntimeError" and "different loop" in text:
+    if kind == "RuntimeError" and any(words in text for words in _OF_ANOTHER_LOOP):
         return (
             "; async code moves to another event loop while one function blocks the usual one: see the trouble that "
-            "names it"
+            "names it, and make what belongs to a loop (a client, a session, a lock) in the call that uses it"
         )
     return ""
 

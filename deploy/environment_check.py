@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from deploy.prompt_check import Opened, Source
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat.base import PromptError
 from rollout_worker.task.environment import Environments, Stage
@@ -19,11 +20,11 @@ _ROWS = 1000
 _RESETS = 3
 
 
-async def look(config: RunConfig, task: Task, environments: Environments) -> tuple[list[int], list[str]]:
-    """The lengths in tokens of the prompts that a few resets gave, and what went wrong with others. Raises
-    `ConfigError` for a row that no environment can be found for, and where all resets of one fail."""
+async def look(config: RunConfig, task: Task, source: Source, environments: Environments) -> Opened:
+    """What a few resets with rows of `source` gave. Raises `ConfigError` for a row that no environment can be found
+    for, and where all resets of one fail."""
     assert task.environment is not None
-    rows = [(number, columns) for number, columns in task.rows.sample(_ROWS) if isinstance(columns, Mapping)]
+    rows = [(number, columns) for number, columns in source.sample(_ROWS) if isinstance(columns, Mapping)]
     tried: dict[str | None, list[tuple[int, Mapping[str, Any]]]] = {name: [] for name in environments.stages}
     for number, columns in rows:
         if fault := check_row(task.environment, columns):
@@ -33,20 +34,20 @@ async def look(config: RunConfig, task: Task, environments: Environments) -> tup
     faults: list[str] = []
     for name, stage in environments.stages.items():
         few = tried[name][:_RESETS]
-        if not few:
+        if not few and not source.evaluated:
             faults.append(f"no row that was looked at names the environment {name!r}: it is not used")
-        outcomes = await asyncio.gather(*(_reset(config, environments, stage, *row) for row in few))
+        outcomes = await asyncio.gather(*(_reset(config, source, environments, stage, *row) for row in few))
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if few and len(failed) == len(few):
             remedy = "mend it there, or raise worker.environment_timeout_s"
             raise ConfigError(f"Task(environment=...): {failed[0]}; {remedy}")
         faults += failed
         lengths += [outcome for outcome in outcomes if isinstance(outcome, int)]
-    return lengths, faults
+    return Opened(lambda row: environments.stage_of(row).chat, lengths, faults)
 
 
 async def _reset(
-    config: RunConfig, environments: Environments, stage: Stage, number: int, columns: Mapping[str, Any]
+    config: RunConfig, source: Source, environments: Environments, stage: Stage, number: int, columns: Mapping[str, Any]
 ) -> int | str:
     """The tokens of the prompt that it gives, or what went wrong."""
     arguments = environments.reset_columns(stage, columns)
@@ -59,9 +60,9 @@ async def _reset(
         return len(await stage.chat.prompt_ids(folded(columns["prompt"], said)))
     except UserCodeError as error:
         instance.lost = True
-        return f"{stage.face.cls}.reset fails on row {number}: {error}{_at(error)}"
+        return f"{stage.face.cls}.reset fails on row {number}{source.whose}: {error}{_at(error)}"
     except PromptError as error:
-        return f"what {stage.face.cls}.reset gives on row {number} cannot be rendered: {error}"
+        return f"what {stage.face.cls}.reset gives on row {number}{source.whose} cannot be rendered: {error}"
     finally:
         environments.pool.give_back(instance)
 

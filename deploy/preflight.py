@@ -7,6 +7,7 @@ import logging
 from deploy import epochs, extras, kv_cache, learner_check, model_check, run_directory, server_check
 from deploy.ports import check_port
 from deploy.vllm_server import on_cpu
+from deploy.warn import warn
 from protocol.config import ConfigError, RunConfig
 
 
@@ -49,7 +50,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
         )
     load_callbacks(config.learner.callbacks)
     if warning := check_evaluation(config, task.eval_dataset):
-        task_check.warn(warning)
+        warn(warning)
     epochs.in_steps(config, rows)
     model_check.check(config)
     if not config.vllm.servers and on_cpu():

@@ -89,13 +89,12 @@ class Evaluator:
                 raise
             self._progress.warn(f"there is no evaluation of step {step}: {refusal}")
 
-    def fresh(self) -> dict[str, float]:
-        """Figures of what has ended since this was called last, of the newest step if that is several; each is in the
-        journal."""
+    def fresh(self) -> list[dict[str, float]]:
+        """The figures of each that has ended since this was called last, by step; each is in the journal."""
         if self._journal is not None and self._open:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
         fresh, self._fresh = self._fresh, []
-        return figures(max(fresh, key=lambda evaluation: evaluation.step)) if fresh else {}
+        return [figures(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
 
     def wait(self) -> None:
         """Wait for those that are open. The queue ends each at its time-out at the latest."""

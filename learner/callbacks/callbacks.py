@@ -104,16 +104,18 @@ class Callbacks:
         self._call("on_step_end")
         state.log_history.append({**logs, "step": record.step})
         self._call("on_log", logs=dict(logs))
-        self.evaluated(record.evaluation)
+        self.evaluated(record.evaluations)
         control = self._control
         return Wish(control.should_training_stop, control.should_save, control.should_evaluate)
 
-    def evaluated(self, figures: Mapping[str, float]) -> None:
-        """An evaluation has ended; none, if there are no figures. They get transformers' names: eval_reward."""
-        if not self._callbacks or not figures:
-            return
-        metrics = {f"eval_{name.removeprefix('eval/')}": value for name, value in figures.items()}
-        self._call("on_evaluate", metrics=metrics)
+    def evaluated(self, ended: Sequence[Mapping[str, float]]) -> None:
+        """Evaluations have ended, whose figures these are, the oldest first. They get transformers' names:
+        eval_reward."""
+        for figures in ended if self._callbacks else ():
+            self._evaluated({f"eval_{name.removeprefix('eval/')}": value for name, value in figures.items()})
+
+    def _evaluated(self, metrics: Mapping[str, float]) -> None:
+        self._call("on_evaluate", metrics=dict(metrics))
         reward, best = metrics.get(self._args.metric_for_best_model), self._state.best_metric
         if reward is not None and (best is None or reward > best):
             self._state.best_metric, self._state.best_global_step = reward, int(metrics["eval_step"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,6 +12,10 @@ from learner.report.journal import Record
 from protocol.evaluations import Evaluation
 
 FILE_NAME = "evaluations.jsonl"
+# In a line of `metrics.jsonl`: the figures of those that ended by the same step and are not the newest, one mapping for
+# each, in the order of their steps.
+EARLIER = "eval/earlier"
+_STEP = "eval/step"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,16 @@ class EvaluationRecord(Record):
     def of(cls, line: dict[str, Any]) -> Self:
         evaluation = msgspec.convert(line, Evaluation)
         return cls(evaluation.step, evaluation)
+
+
+def beside(line: Mapping[str, Any], ended: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """A line of `metrics.jsonl` with the figures of evaluations that have `ended` besides those that it has: the newest
+    step's under their names, all others under `EARLIER`."""
+    other = {name: value for name, value in line.items() if not name.startswith("eval/")}
+    has = {name: value for name, value in line.items() if name not in other}
+    known = [*has.pop(EARLIER, ()), *([has] if has else ()), *ended]
+    *earlier, newest = sorted(known, key=lambda figures: figures[_STEP]) or [{}]
+    return {**other, **newest, **({EARLIER: earlier} if earlier else {})}
 
 
 def told(evaluation: Evaluation) -> str:
@@ -52,6 +67,7 @@ def told(evaluation: Evaluation) -> str:
     reward = "no reward" if evaluation.reward is None else f"reward {evaluation.reward:.3f}"
     text = f"evaluation of step {evaluation.step}: {reward} ({', '.join(parts)})"
     if evaluation.failed:
-        why = ", ".join(f"{reason} {count}" for reason, count in sorted(evaluation.failures.items()))
+        counts = sorted(evaluation.failures.items())
+        why = ", ".join(f"{reason.removeprefix('failed:')} {count}" for reason, count in counts)
         text += f"; failed: {why}"
     return text

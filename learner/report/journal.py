@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, get_type_hints
@@ -81,8 +81,9 @@ class Journal(Generic[R]):
         with self._path.open("ab") as file:
             file.write(_line(record))
 
-    def amend(self, figures: Mapping[str, Any]) -> None:
-        """Put figures into the newest line that came too late for it; where there is no line, nowhere."""
+    def amend(self, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+        """Write the newest line anew as `change` makes it, for figures that came too late for it; where there is no
+        line, nothing."""
         with self._path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - _MOST_LINE)
@@ -92,7 +93,8 @@ class Journal(Generic[R]):
                 return
             last = msgspec.json.decode(lines[-1])
             file.seek(size - len(lines[-1]))
-            file.write(msgspec.json.encode({**last, **figures}) + b"\n")
+            file.write(msgspec.json.encode(change(last)) + b"\n")
+            file.truncate()
 
 
 class _Versioned(msgspec.Struct):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from learner.feed.tally import Tally
+from learner.report.evaluations import beside
 from learner.report.journal import Record
 from learner.trainer import StepFigures
 from protocol.messages import LearnerReport
@@ -41,7 +42,8 @@ class StepRecord(Record):
     """An optimiser step, which made `version`. Its line has the names of TRL 1.16 where the meaning is the same.
 
     num_tokens: prompt and sampled tokens of all groups that arrived, from the start of the run to this step;
-    evaluation: figures of one that ended since the step before, if any; `eval/step` says which step it belongs to.
+    evaluations: figures of each that ended since the step before; `eval/step` says which step it belongs to. They are
+    for people, so they are not read back.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -52,7 +54,7 @@ class StepRecord(Record):
     }
     SPREAD: ClassVar[Sequence[str]] = (
         *("metrics", "tokens_by_staleness", "objective", "beside"),
-        *("task_metrics", "evaluation"),
+        "task_metrics",
     )
 
     version: int
@@ -60,7 +62,11 @@ class StepRecord(Record):
     figures: StepFigures
     times: StepTimes
     num_tokens: int = 0
-    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluations: Sequence[Mapping[str, float]] = ()
+
+    def flat(self) -> dict[str, Any]:
+        line = super().flat()
+        return beside(line, line.pop("evaluations"))
 
     def derived(self) -> dict[str, Any]:
         trained, step_s = self.tally.tokens_trained, self.times.step_s

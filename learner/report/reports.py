@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from learner.report import sampler_kl, summary
 from learner.report.curve import Curve, sparkline
-from learner.report.evaluations import EvaluationRecord
+from learner.report.evaluations import EvaluationRecord, beside
 from learner.report.journal import Journal, newest_step
 from learner.report.progress import Progress
 from learner.report.record import PublicationRecord, StepRecord
@@ -66,11 +66,12 @@ class Reports:
         for publication in ended:
             self._publications.append(PublicationRecord(publication.version - offset, publication))
 
-    def late(self, evaluation: dict[str, float]) -> None:
-        """Figures of an evaluation that ended after the last step, into the last step's line."""
-        if evaluation:
-            self._steps.amend(evaluation)
-            self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, evaluation)
+    def late(self, evaluations: Sequence[Mapping[str, float]]) -> None:
+        """Figures of evaluations that ended after the last step, into the last step's line."""
+        if evaluations:
+            self._steps.amend(lambda line: beside(line, evaluations))
+        for figures in evaluations:
+            self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, figures)
 
     def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
         """The whole run's figures and its curve, when it has made its last step."""

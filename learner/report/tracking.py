@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
+from learner.report.evaluations import EARLIER
 from learner.report.trackers import rollout_table
 from learner.report.trackers.background import Background
 from learner.report.trackers.installed import wanted
@@ -59,6 +60,8 @@ class Tracking:
         figures = {name: value for name, value in numbers(line).items() if name != "step"}  # that is the axis
         for tracker in self._trackers:
             if step > self._sent.get(tracker.name, 0):
+                for earlier in line.get(EARLIER, ()):  # first: of what has one step, some trackers keep the last
+                    tracker.put(_sends(numbers(earlier), (), step))
                 tracker.put(_sends(figures, shown, step))
 
     def late(self, step: int, figures: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ from protocol.config import ConfigError, RunConfig
 from rollout_worker.task.dataset import open_rows
 from rollout_worker.task.rows import Rows
 
+# What rewards, an agent, tools or environments find in rows, or do not.
+_OF_ROWS = r"^Task\((?!eval_)\w+=.*?\): (?=.*not a column of the data set|the prompts are|(the first )?row )"
 _OFF = "eval.every, eval.at_start and eval.at_end are off"
 
 
@@ -30,8 +32,10 @@ def open_eval_rows(source: Any, split: str | None, config: str | None, trained: 
 
 
 def named_eval(error: ConfigError) -> ConfigError:
-    """A fault of a data set, said of the eval_dataset."""
+    """A fault of a data set, said of the eval_dataset; also one between its rows and what the task makes of them, whose
+    text begins with that."""
     text = re.sub(r"\bTask\(dataset", "Task(eval_dataset", str(error))
+    text = re.sub(_OF_ROWS, "Task(eval_dataset=...): ", text).replace("of the data set", "of the eval_dataset")
     return ConfigError(re.sub(r"(?<!eval_)\bdataset_split", "eval_dataset_split", text))
 
 

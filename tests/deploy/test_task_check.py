@@ -234,12 +234,41 @@ def test_a_reset_that_fails_is_refused(run_file: Path, room: type, monkeypatch: 
         check(run_file, rooms())
 
 
-def test_an_observation_that_is_too_long_is_told(
-    run_file: Path, room: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_where_no_observation_fits_the_start_is_refused(
+    run_file: Path, room: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However short the rows' own prompts are: no episode sees one without what reset says."""
     monkeypatch.setattr(Room, "said", "Look. " * 1000)
-    check(run_file, rooms())
-    assert "3 of 7 prompts that were tried do not fit" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"task.path = .*: no prompt fits into the context"):
+        check(run_file, rooms())
+
+
+class Talkative(Room):
+    def reset(self, words: int, **columns: object) -> str:
+        return " Look." * words
+
+
+def test_some_observations_that_are_too_long_are_told(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": SHORT, "words": words} for words in (1, 1000, 1, 1)]
+    check(run_file, rooms(dataset=rows, environment=Talkative))
+    assert "1 of 3 prompts that environments gave do not fit and will be dropped" in capsys.readouterr().err
+    rows = [{"prompt": LONG if number == 3 else SHORT, "words": 1} for number in range(4)]
+    check(run_file, rooms(dataset=rows, environment=Talkative))
+    assert "1 of 4 prompts that were tried do not fit and will be dropped" in capsys.readouterr().err
+
+
+class Leaky(Room):
+    def close(self) -> None:
+        raise OSError("still open")
+
+
+def test_environments_that_cannot_be_closed_are_told_once(
+    run_file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    check(run_file, rooms(environment=Leaky))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("slipstream: warning: Leaky.close failed: OSError: still open")
+    assert caplog.records == []
 
 
 def test_a_row_that_names_no_environment_is_refused(run_file: Path, room: type) -> None:
@@ -308,3 +337,77 @@ def test_settings_of_tools_are_refused_where_an_agent_has_its_own(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         check(run_file, Task(dataset=[{"prompt": SHORT}], agent=agent), *overrides)
+
+
+def evaluating(run_file: Path, task: Task, *overrides: str) -> None:
+    check(run_file, task, "--eval.every", "5", *overrides)
+
+
+def with_evals(*prompts: object, **changes: object) -> Task:
+    given = {"dataset": [{"prompt": SHORT}] * 4, "rewards": [reward], **changes}
+    return Task(**given, eval_dataset=[{"prompt": prompt} for prompt in prompts])  # type: ignore[arg-type]
+
+
+def test_rows_of_evaluations_that_fit_are_passed_in_silence(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluating(run_file, with_evals(SHORT, SHORT))
+    assert capsys.readouterr().err == ""
+
+
+def test_where_no_prompt_of_the_eval_dataset_fits_the_start_is_refused(run_file: Path) -> None:
+    told = r"^Task\(eval_dataset=\.\.\.\): no prompt fits into the context"
+    with pytest.raises(ConfigError, match=told):
+        evaluating(run_file, with_evals(LONG, LONG))
+    with pytest.raises(ConfigError, match=told):
+        evaluating(run_file, with_evals(LONG, SHORT), "--eval.rows", "1")
+    check(run_file, with_evals(LONG))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "overrides", "told"),
+    [
+        ([SHORT, LONG], [], "1 of 2 prompts of the eval_dataset that were tried do not fit and will count as failed"),
+        ([SHORT], ["--eval.rows", "5"], "eval.rows = 5, and the eval_dataset has 1 rows: all of them are taken"),
+    ],
+)
+def test_what_is_lost_of_evaluations_is_told(
+    run_file: Path, prompts: list[object], overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluating(run_file, with_evals(*prompts), *overrides)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_rows_that_no_evaluation_takes_are_not_looked_at(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluating(run_file, with_evals(SHORT, LONG), "--eval.rows", "1")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_row_of_the_eval_dataset_that_names_no_environment_is_refused(run_file: Path, room: type) -> None:
+    def rows(*names: str) -> list[dict[str, object]]:
+        return [{"prompt": SHORT, "environment": name} for name in names]
+
+    task = rooms(dataset=rows("a"), eval_dataset=rows(*"aaac"), environment={"a": Room})
+    told = r"^Task\(eval_dataset=\.\.\.\): row 3 cannot be played: its column 'environment' is 'c'"
+    with pytest.raises(ConfigError, match=told):
+        evaluating(run_file, task)
+    evaluating(run_file, task, "--eval.rows", "3")
+
+
+class Exact(Room):
+    def reset(self, words: int) -> str:  # type: ignore[override]
+        return " Look." * words
+
+
+def test_a_column_that_reset_takes_and_the_eval_dataset_lacks_is_refused(run_file: Path, room: type) -> None:
+    task = rooms(dataset=[{"prompt": SHORT, "words": 1}], eval_dataset=[{"prompt": SHORT}], environment=Exact)
+    told = r"^Task\(eval_dataset=\.\.\.\): Exact.reset takes 'words', which is not a column of the eval_dataset"
+    with pytest.raises(ConfigError, match=told):
+        evaluating(run_file, task)
+
+
+def test_a_reset_that_fails_on_the_eval_dataset_says_so(run_file: Path, room: type) -> None:
+    task = rooms(
+        dataset=[{"prompt": SHORT, "words": 1}], eval_dataset=[{"prompt": SHORT, "words": "x"}], environment=Talkative
+    )
+    with pytest.raises(ConfigError, match=r"Talkative.reset fails on row 0 of the eval_dataset: TypeError"):
+        evaluating(run_file, task)

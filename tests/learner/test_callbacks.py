@@ -169,7 +169,7 @@ def test_transformers_early_stopping_follows_the_evaluations_reward(model_path: 
     callbacks.begin()
     stopped = []
     for step, reward in enumerate([0.5, 0.6, 0.6, 0.55, 0.7], start=1):
-        callbacks.evaluated({"eval/step": step, "eval/reward": reward})
+        callbacks.evaluated([{"eval/step": step, "eval/reward": reward}])
         stopped.append(callbacks.stopped)
     assert stopped == [False, False, False, True, True]
 
@@ -186,7 +186,7 @@ def test_evaluations_have_transformers_names(model_path: Path, tmp_path: Path) -
     settings = config_for(model_path, tmp_path)
     callbacks = Callbacks([diary], settings, build_trainer(settings, None), 0)
     record = step_record(1)
-    object.__setattr__(record, "evaluation", {"eval/step": 1, "eval/reward": 0.25, "eval/rewards/sum/mean": 0.5})
+    object.__setattr__(record, "evaluations", [{"eval/step": 1, "eval/reward": 0.25, "eval/rewards/sum/mean": 0.5}])
     callbacks.stepped(record)
     assert diary.given["on_evaluate"]["metrics"] == {"eval_step": 1, "eval_reward": 0.25, "eval_rewards/sum/mean": 0.5}
     assert (diary.state.best_metric, diary.state.best_global_step) == (0.25, 1)

@@ -14,7 +14,7 @@ from rich.console import Console
 from learner.blocking_client import BlockingQueueClient
 from learner.evaluations import Evaluator, journal_of
 from learner.report import curve, summary
-from learner.report.evaluations import EvaluationRecord, told
+from learner.report.evaluations import EARLIER, EvaluationRecord, beside, told
 from learner.report.journal import Journal
 from learner.report.progress import Progress, line
 from learner.report.record import StepRecord
@@ -107,9 +107,33 @@ def test_what_came_of_them_reaches_every_file(model_path: Path, tmp_path: Path) 
     metrics = lines(tmp_path / "test" / "metrics.jsonl")
     assert [row.get("eval/step") for row in metrics] == [0, None, 2, 4], "the last one came after the last line"
     assert (metrics[3]["eval/reward"], metrics[3]["step"], metrics[3]["eval/rewards/right/mean"]) == (0.4, 4, 0.4)
+    assert not any(EARLIER in row for row in metrics)
     written = msgspec.json.decode((tmp_path / "test" / "summary.json").read_bytes())
     figures = {name: written[name] for name in written if name.startswith("eval")}
     assert figures == {"evaluations": 3, "eval_reward_first": 0.0, "eval_reward_last": 0.4, "eval_reward_best": 0.4}
+
+
+@pytest.mark.parametrize("looks", [3, 8])
+def test_of_several_that_end_by_one_line_none_is_lost(model_path: Path, tmp_path: Path, looks: int) -> None:
+    """Whether they end while the run goes on or after its last step."""
+    train(evaluating(model_path, tmp_path, at_start=True), Queue(endless(), looks=looks))
+    metrics = lines(tmp_path / "test" / "metrics.jsonl")
+    steps = [[each["eval/step"] for each in [*row.get(EARLIER, []), row] if "eval/step" in each] for row in metrics]
+    assert [step for row in steps for step in row] == [0, 2, 4]
+    assert metrics[3]["eval/step"] == 4, "the newest stands under its names"
+    assert len(steps[3]) > 1, "the case is here"
+    (first, *_) = metrics[3][EARLIER]
+    assert first["eval/reward"] == first["eval/rewards/right/mean"] == first["eval/step"] / 10
+
+
+def test_a_line_with_several_evaluations_has_the_newest_under_their_names() -> None:
+    zero, two = {"eval/step": 0, "eval/reward": 0.0, "eval/best@4": 0.5}, {"eval/step": 2, "eval/reward": 0.25}
+    line = beside({"step": 3, "reward": 0.5}, [two, zero])
+    assert line == {"step": 3, "reward": 0.5, **two, EARLIER: [zero]}
+    four = {"eval/step": 4}
+    assert beside(line, [four]) == {"step": 3, "reward": 0.5, **four, EARLIER: [zero, two]}
+    assert beside(line, []) == line
+    assert beside({"step": 3}, []) == {"step": 3}
 
 
 def test_a_run_without_evaluations_asks_for_none_and_has_no_file_of_them(model_path: Path, tmp_path: Path) -> None:
@@ -214,7 +238,7 @@ def test_the_wait_at_the_end_is_bounded(tmp_path: Path) -> None:
         ),
         (
             {"done": 3, "failed": 1, "failures": {"failed:row": 1}},
-            "evaluation of step 5: reward 0.500 (3 of 4 rows, 9 tokens, versions 5 to 6, 2.0 s); failed: failed:row 1",
+            "evaluation of step 5: reward 0.500 (3 of 4 rows, 9 tokens, versions 5 to 6, 2.0 s); failed: row 1",
         ),
         (
             {"rows": None, "done": 0, "reward": None, "ended": "deadline", "waits_for": None, "versions": None},
@@ -250,11 +274,11 @@ def test_the_summary_takes_them_by_step() -> None:
 def test_figures_that_came_too_late_stand_in_the_newest_line_of_this_session_or_one_before(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path, StepRecord, 0)
-    journal.amend({"eval/reward": 1.0})
+    journal.amend(lambda line: {"eval/reward": 1.0})
     assert path.read_bytes() == b""
     for step in (1, 2):
         journal.append(step_record(step))
-    Journal(path, StepRecord, 2).amend({"eval/reward": 0.5})
+    Journal(path, StepRecord, 2).amend(lambda line: {**line, "eval/reward": 0.5})
     first, second = lines(path)
     assert ("eval/reward" in first, second["eval/reward"], second["wild"], second["step"]) == (False, 0.5, None, 2)
     assert [record.step for record in Journal(path, StepRecord, 2).records] == [1, 2]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from learner.report.evaluations import EARLIER
 from learner.report.trackers import installed, start
 from learner.report.trackers.background import Background
 from learner.report.trackers.installed import PACKAGES, wanted
@@ -248,6 +249,18 @@ def test_a_late_evaluation_goes_to_its_step(tmp_path: Path, stands: Callable[[st
     tracking.late(4, {"eval/reward": 0.5})
     tracking.close()
     assert made[0].calls[-2] == (4, {"eval/reward": 0.5})
+
+
+def test_of_several_evaluations_in_a_line_each_is_sent_the_newest_last(
+    tmp_path: Path, stands: Callable[[str], list[Stand]]
+) -> None:
+    made = stands("wandb")
+    tracking = Tracking(run_of(tmp_path, "wandb"), 0, 0, pytest.fail)
+    earlier = [{"eval/step": 0, "eval/reward": 0.25}, {"eval/step": 2, "eval/reward": 0.5}]
+    tracking.step(5, {"step": 5, "eval/step": 4, "eval/reward": 0.75, EARLIER: earlier}, [])
+    tracking.close()
+    sent = [(call[0], call[1]["eval/step"]) for call in made[0].calls if len(call) == 2 and "eval/step" in call[1]]
+    assert sent == [(5, 0), (5, 2), (5, 4)]
 
 
 def test_what_is_no_finite_number_is_not_sent_and_reasons_stand_by_themselves() -> None:

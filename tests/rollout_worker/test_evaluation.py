@@ -198,3 +198,50 @@ async def test_the_fingerprint_knows_the_rows_where_evaluations_are_on() -> None
     off = await of(config(WORKER), eval_dataset="none.jsonl")
     assert (off.eval_rows, off.eval_data) == (None, None)
     assert (one.rollout["eval.rows"], off.rollout["eval.rows"]) == ("all", "none")
+
+
+def answers(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+async def agent(endpoint: Any, answer: int) -> float:
+    return 0.0
+
+
+class Room:
+    def reset(self, **columns: Any) -> None: ...
+    def get_reward(self) -> float:
+        return 0.0
+
+
+MESSAGES = [{"role": "user", "content": "Go."}]
+
+
+@pytest.mark.parametrize(
+    ("given", "row", "told"),
+    [
+        (
+            {"rewards": [answers]},
+            {},
+            "answers takes 'answer', which is not a column of the eval_dataset; the columns are",
+        ),
+        ({"agent": agent}, {}, "agent takes 'answer', which is not a column of the eval_dataset"),
+        (
+            {"rewards": [answers], "tools": [multiply]},
+            {"prompt": "Go.", "answer": 1},
+            "the prompts are text, and tools",
+        ),
+        (
+            {"environment": {"a": Room}},
+            {"environment": "b"},
+            "the first row cannot be played: its column 'environment'",
+        ),
+    ],
+)
+def test_what_the_task_does_not_find_in_the_eval_dataset_is_said_of_it(
+    given: dict[str, Any], row: dict[str, Any], told: str
+) -> None:
+    trained = [{"prompt": MESSAGES, "answer": 1, "environment": "a"}]
+    with pytest.raises(ConfigError) as refused:
+        Task(dataset=trained, eval_dataset=[{"prompt": MESSAGES, **row}], **given)
+    assert str(refused.value).startswith(f"Task(eval_dataset=...): {told}")

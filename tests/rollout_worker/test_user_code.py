@@ -184,7 +184,8 @@ async def test_i9_tools_that_hang_take_no_threads_from_rewards_and_the_data_set(
 
 @pytest.mark.parametrize(
     ("kind", "may_isolate", "advised"),
-    [(Kind.TOOL, True, True), (Kind.TOOL, False, False)] + [(kind, True, False) for kind in Kind if kind is not Kind.TOOL],
+    [(Kind.TOOL, True, True), (Kind.TOOL, False, False)]
+    + [(kind, True, False) for kind in Kind if kind is not Kind.TOOL],
 )
 async def test_where_calls_hang_isolation_is_advised_for_tools_that_can_have_it_alone(
     kind, may_isolate, advised, monkeypatch

@@ -16,15 +16,9 @@ from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.records import EvalRow, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
-<<<<<<< HEAD
-# A rollout of 1,024 segments, an answer in each, with all the figures and notes that are allowed has some 26,000
-# values; one of a thousand turns in one segment some 6,000. Twenty of the greatest fit, and most groups have far
-# smaller ones. At the bound notes take some 30 MB to decode, and empty lists some 10 MB, whatever a body's size.
-=======
 # A rollout of 1,024 segments, an answer in each, with all figures and notes that are allowed has some 26,000 values;
 # one of a thousand turns in one segment some 6,000. Twenty of the largest fit into a group. Whatever a body's size, at
 # the bound notes take some 30 MB to decode, and empty lists some 10 MB.
->>>>>>> m2
 _ITEMS_OF_A_ROLLOUT = 2**15
 _MOST_ITEMS = 2**19
 # In a real group every fourth or fifth value is a list or map. Each empty one costs several times what a number does.

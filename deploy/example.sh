@@ -36,6 +36,9 @@ source deploy/setup.sh
 slipstream_setup
 
 model=$example/models/seed-$seed
+if [ ! -e "$model" ]; then
+  echo "example: building the policy in $model: done once, in a few minutes, many where the machine is busy" >&2
+fi
 python "$example/build_model.py" --out "$model" --seed "$seed"
 if slipstream status "$example/run.toml" --model.path "$model" ${settings[@]+"${settings[@]}"} >/dev/null 2>&1; then
   echo "example: a run is going on already; stop it first, or wait for its end" >&2

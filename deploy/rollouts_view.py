@@ -21,6 +21,7 @@ from protocol.config import ConfigError
 from protocol.rollouts import RolloutView
 
 FILE_NAME = "rollouts.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 # How many the queue is asked for where the choice is made here.
 WINDOW = 100
 ROLE_WIDTH = 11
@@ -58,6 +59,11 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
         try:
             found, where = wanted.choose(asyncio.run(_ask(client, wanted))), client.url
         except QueueError as error:
+            if wanted.evals:
+                raise QueueError(
+                    f"{error}; rollouts of evaluations are kept by the queue alone, and gone when the run has ended: "
+                    f"their figures are in {run_dir / EVALUATIONS}"
+                ) from None
             raise QueueError(str(error) if ask else f"there is no rollout in {path} as yet, and {error}") from None
     if wanted.step is not None and not found:
         raise ConfigError(f"--step {wanted.step}: no rollout of that step is kept at {where}; leave --step out")

@@ -348,7 +348,12 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "`eval.every`",
             '`"steps"`: of the trainer\'s `eval_dataset`, beside the training; `"epoch"` is refused',
         ),
-        _worked("eval_steps", "T", "`eval.every`", "left out: `logging_steps`; below 1: a share of `max_steps`"),
+        _worked(
+            "eval_steps",
+            "T",
+            "`eval.every`",
+            "left out: `logging_steps`, or TRL's default of it, 10; below 1: a share of `max_steps`",
+        ),
         _worked("eval_on_start", "T", "`eval.at_start`"),
         _idle("per_device_eval_batch_size", "T", "rows of an evaluation are handed out one by one: `eval.share`"),
         _set("push_to_hub", "T", "hub.push_to_hub", "the model and its card, beside the training"),

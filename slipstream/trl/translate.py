@@ -21,6 +21,8 @@ Sections = dict[str, dict[str, Any]]
 # Of model_init_kwargs: what loads a model by transformers alone.
 _NO_MEANING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
 _DEFAULT_PORT = 8000
+# TRL's default of logging_steps, which are also those between evaluations where eval_steps is left out.
+_LOGGING_STEPS = 10
 # What to write for values that TRL has under another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
 
@@ -239,7 +241,12 @@ def _hub(config: _Config, sections: Sections, notes: list[str], context: int | N
 def _evaluation(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     strategy, at_start = config.field("eval_strategy") or "no", bool(config.field("eval_on_start"))
     strategy = _plain(strategy)
-    if strategy not in ("no", "steps"):
+    if strategy not in ("no", "steps", "epoch"):
+        raise ConfigError(
+            f"{type(config).__name__}(eval_strategy={strategy!r}) is not known; write eval_strategy='steps' with "
+            f"eval_steps, or 'no'"
+        )
+    if strategy == "epoch":
         raise ConfigError(
             f"{type(config).__name__}(eval_strategy={strategy!r}) is not supported: how many steps an epoch has is not "
             f"known before the data set is; write eval_strategy='steps' with eval_steps"
@@ -248,20 +255,39 @@ def _evaluation(config: _Config, sections: Sections, notes: list[str], context: 
         sections["eval"] |= {
             "every": _eval_steps(config) if strategy == "steps" else 0,
             "at_start": at_start,
-            "group_size": number(config, "num_generations_eval") or number(config, "num_generations"),
+            "group_size": _eval_generations(config),
         }
+
+
+def _eval_generations(config: _Config) -> int:
+    given: float | None = number(config, "num_generations_eval")
+    if given is None:
+        return int(number(config, "num_generations"))
+    if given < 1 or given != int(given):
+        raise ConfigError(
+            f"{type(config).__name__}(num_generations_eval={given:g}): must be a whole number of at least 1; leave it "
+            f"out for as many as num_generations"
+        )
+    return int(given)
 
 
 def _eval_steps(config: _Config) -> int:
     """Optimiser steps between evaluations; as in transformers those between logs, where no number is given."""
-    given: float = number(config, "eval_steps") or number(config, "logging_steps") or 1
+    name = "logging_steps" if number(config, "eval_steps") is None else "eval_steps"
+    found: float | None = number(config, name)
+    given = _LOGGING_STEPS if found is None else found
     steps: float | None = number(config, "max_steps")
+    if not (0 < given < 1 or (given >= 1 and given == int(given))):
+        raise ConfigError(
+            f"{type(config).__name__}({name}={given:g}) with eval_strategy='steps': must be a whole number of steps of "
+            f"at least 1, or a share of max_steps between 0 and 1; write eval_steps=20, or eval_strategy='no'"
+        )
     if given >= 1:
         return int(given)
     if steps is None or steps < 1:
         raise ConfigError(
-            f"{type(config).__name__}(eval_steps={given:g}) is a share of the steps, and how many they are is not "
-            f"known before the data set is; give a whole number, or max_steps"
+            f"{type(config).__name__}({name}={given:g}) is a share of the steps, and how many they are is not known "
+            f"before the data set is; give a whole number, or max_steps"
         )
     return max(1, math.ceil(given * steps))
 

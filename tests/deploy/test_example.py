@@ -99,3 +99,10 @@ def test_a_run_that_is_going_on_is_left_alone(checkout: Path) -> None:
     assert done.returncode == 2
     assert "going on already" in done.stderr
     assert (checkout / "runs" / "shop-run").is_dir()
+
+
+def test_a_policy_that_is_not_there_yet_is_told_before_it_is_built(checkout: Path) -> None:
+    told = "example: building the policy in examples/multiply/models/seed-0"
+    assert told in started(checkout, "example.sh", "multiply").stderr
+    (checkout / "examples" / "multiply" / "models" / "seed-0").mkdir(parents=True)
+    assert told not in started(checkout, "example.sh", "multiply").stderr

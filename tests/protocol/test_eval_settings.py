@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from protocol.config import EvalSection
+from protocol.config import ConfigError, EvalSection, load
 from protocol.evaluations import Evaluation, figures
 from tests.kit import config
 
@@ -36,12 +37,21 @@ def test_when_an_evaluation_is_due(settings: Any, due: list[int]) -> None:
         ({"rows": 32}, "eval.rows = 32 has no effect, as there is no evaluation: set eval.every"),
         ({"every": 5, "group_size": 0}, "greater than or equal to 1"),
         ({"every": -1}, "greater than or equal to 0"),
-        ({"every": 5, "rows": 0}, "rows"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: Any, told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         config(eval=settings)
+
+
+@pytest.mark.parametrize("rows", ["0", "-1", "2.5", "some"])
+def test_a_number_of_rows_that_cannot_be_is_told_once(tmp_path: Path, rows: str) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text('[run]\nname = "x"\n[model]\npath = "m"\n[task]\npath = "t.py:task"\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load(run_file, ["--eval.every", "5", "--eval.rows", rows])
+    (line,) = [line for line in str(error.value).splitlines() if "eval.rows" in line]
+    assert 'must be a whole number of at least 1, or "all"' in line
 
 
 def test_figures_have_the_names_of_trl_and_only_what_is_known() -> None:

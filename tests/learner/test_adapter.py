@@ -164,10 +164,14 @@ def test_weights_are_merged_one_at_a_time(model_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"compile": True}], ids=str)
 def test_layers_that_are_run_otherwise_give_the_same_step(model_path: Path, settings: dict[str, Any]) -> None:
-    usual = trained(adapted(model_path), kl_coef=0.1)
-    other = trained(adapted(model_path, learner=LearnerSection(**settings)), kl_coef=0.1)
+    """By plain gradients: AdamW would make whole steps of what rounding leaves of the first matrix's, which is 0 at
+    first."""
+    usual = trained(adapted(model_path), kl_coef=0.1, optim="sgd")
+    other = trained(adapted(model_path, learner=LearnerSection(**settings)), kl_coef=0.1, optim="sgd")
+    first = dict(adapted(model_path).named_weights())
     for (name, one), (_, same) in zip(usual.named_weights(), other.named_weights(), strict=True):
-        torch.testing.assert_close(one, same, atol=2e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(one, same, atol=1e-6, rtol=1e-5, msg=name)
+        assert torch.equal(one, first[name]) is not name.endswith("_proj.weight"), name
 
 
 def test_packing_cannot_change_the_step(model_path: Path) -> None:

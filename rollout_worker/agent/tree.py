@@ -100,8 +100,9 @@ class Tree:
         key, begins = tools, 0
         found: list[Answer] = []
         for number, each in enumerate(said, start=1):
-            if each.role == "assistant" and (again := self._said_again(key, each, found)):
-                key, found, begins = chained_answer(key, each), again, number
+            as_answer = chained_answer(key, each) if each.role == "assistant" and self._answers else None
+            if as_answer is not None and (again := self._said_again(as_answer, each, found)):
+                key, found, begins = as_answer, again, number
             else:
                 key = chained(key, each)
         # Of answers that say the same, one that no other goes on from.
@@ -128,11 +129,11 @@ class Tree:
         self._answers[chained_answer(key, given)].append(answer)
 
     def _said_again(self, key: bytes, said: Said, before: Sequence[Answer]) -> list[Answer]:
-        """The answers that a message may be, behind the conversation of `key`, in which `before` were the last. Its
+        """The answers that a message may be, which ends the conversation of `key`, in which `before` were the last. Its
         reasoning is as it was given, or left out."""
         return [
             answer
-            for answer in self._answers.get(chained_answer(key, said), ())
+            for answer in self._answers.get(key, ())
             if said.reasoning in (None, answer.reasoning) and (not before or answer.before in before)
         ]
 

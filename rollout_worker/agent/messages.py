@@ -104,7 +104,7 @@ class _Reader:
             content = refused if content is None and isinstance(refused, str) else content
             reasoning = message.get("reasoning_content", message.get("reasoning"))
             return Said(role, content, calls, reasoning=reasoning if isinstance(reasoning, str) else None)
-        if content is None:
+        if message.get("content") is None:
             self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
         if role != "tool":
             return Said(role, content)

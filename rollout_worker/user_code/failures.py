@@ -90,10 +90,20 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine or an async generator: functions, methods, partials, callable objects."""
+    called = _called(function)
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+
+
+def gives_items(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a generator, plain or async: of the same as `is_async`."""
+    called = _called(function)
+    return inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called)
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func
-    called = function if inspect.isroutine(function) else type(function).__call__
-    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+    return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _remedy(kind: str, text: str) -> str:

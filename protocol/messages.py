@@ -239,7 +239,8 @@ class WorkerReport(msgspec.Struct):
     `waited_s`: seconds that slots were idle because there were no tickets, where one second means all of the slots for
     a second; `full_s`: because no more were to be open; `elapsed_s`: seconds since its first request;
     `cpu_s`: CPU seconds of its process since then; `hung_calls`: calls of user code that were given up and have not
-    come back; `waiting_for_servers`: episodes that wait now for a vLLM server that may be asked. `fingerprint`: what
+    come back; `waiting_for_servers`: episodes that wait now for a vLLM server that may be asked; `eval_episodes`: of
+    evaluations, done or failed, which are in no other count but `failures`, of all kinds by reason. `fingerprint`: what
     the queue accepts or refuses the worker by;
     `troubles`: the first failure of each kind.
     """
@@ -267,6 +268,7 @@ class WorkerReport(msgspec.Struct):
     cpu_s: Seconds = 0.0
     hung_calls: Natural = 0
     waiting_for_servers: Natural = 0
+    eval_episodes: Natural = 0
     failures: dict[str, Natural] = {}
     fingerprint: Fingerprint | None = None
     troubles: list[Trouble] = []

@@ -62,7 +62,7 @@ class WorkerStatus(msgspec.Struct):
     """`wait_share`: part of its slots that was idle because there were no tickets, since its start; `full_share`:
     because no more episodes were to be open. The episodes' fields are those of `WorkerReport`; `hung_calls`: calls of
     user code that were given up and have not come back; `waiting_for_servers`: episodes that wait for a vLLM server
-    that may be asked."""
+    that may be asked; `cpu_ms_per_episode`: of all episodes, those of evaluations too."""
 
     worker_id: str
     host: str
@@ -87,6 +87,7 @@ class WorkerStatus(msgspec.Struct):
     episodes_in_tools: int = 0
     episodes_in_judgement: int = 0
     full_share: float = 0.0
+    eval_episodes: int = 0
 
 
 class Wait(msgspec.Struct):

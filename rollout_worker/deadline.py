@@ -1,4 +1,5 @@
-"""An episode's time-out, which stands still while it waits for a slot: it is not slow because the worker is."""
+"""An episode's time-out, which stands still while it waits for a slot, or an agent for its thread: it is not slow
+because the worker is."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ class Deadline:
     async def slot(self, capacity: Capacity, begun: bool) -> AsyncIterator[None]:
         """A slot for one turn; `begun`: the episode has sampled a turn before."""
         async with contextlib.AsyncExitStack() as held:
-            with self._paused():
+            with self.paused():
                 await held.enter_async_context(capacity.turn(begun))
             yield
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Time does not count inside. Only what is still inside in the loop's next round pauses it: what need not wait
         costs nothing. Several may be at once."""
         loop = asyncio.get_running_loop()

@@ -63,7 +63,7 @@ class GroupRunner:
             plan = Plan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
             outcomes = await self.driver.run(plan)
             reservation.give_all()
-            episodes = self._counted([self._checked(outcome) for outcome in outcomes], fewest)
+            episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], fewest)
             if self.keep_messages:
                 self._keep_messages(episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, fewest), fewest)
@@ -123,16 +123,20 @@ class GroupRunner:
             raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
         return proven
 
-    def _counted(self, outcomes: list[Episode | EpisodeFailed], fewest: int) -> list[Episode]:
-        """The episodes that did not fail, with all counted. Raises `TicketFailed` if too few are left."""
+    def _counted(self, ticket: Ticket, outcomes: list[Episode | EpisodeFailed], fewest: int) -> list[Episode]:
+        """The episodes that did not fail, with all counted, an evaluation's apart. Raises `TicketFailed` if too few are
+        left."""
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
-        self.counters.episodes_done += len(episodes)
-        self.counters.episodes_failed += len(failures)
-        for episode in episodes:
-            self.counters.tokens_sampled += episode.sampled_tokens
-            self.counters.tool_calls += episode.rollout.tool_calls
-            self.counters.tool_failures += episode.rollout.tool_failures
+        if ticket.kind == "train":
+            self.counters.episodes_done += len(episodes)
+            self.counters.episodes_failed += len(failures)
+            for episode in episodes:
+                self.counters.tokens_sampled += episode.sampled_tokens
+                self.counters.tool_calls += episode.rollout.tool_calls
+                self.counters.tool_failures += episode.rollout.tool_failures
+        else:
+            self.counters.eval_episodes += len(outcomes)
         for failure in failures:
             self.counters.failures[failure.reason] += 1
             text = f"an episode failed ({failure.reason}): {failure}"
@@ -182,9 +186,11 @@ class GroupRunner:
             raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
         seconds = self.clock() - started
         rewarded = []
+        without: list[Episode] = []
         for episode, score in zip(episodes, scores, strict=True):
             if score.reward is None:
-                self.counters.failures[reasons.NO_REWARD] += 1
+                self.counters.failures[self._why_without(episode)] += 1
+                without.append(episode)
                 continue
             episode.rollout.reward, episode.rollout.reward_components = score.reward, score.components
             episode.rollout.timings["reward"] = seconds
@@ -192,16 +198,29 @@ class GroupRunner:
             episode.rollout.extra |= score.extra
             rewarded.append(episode)
         if len(rewarded) < fewest:
-            missing = len(episodes) - len(rewarded)
-            detail = f"every reward function gave None for {missing} of {len(episodes)} episodes"
-            if not self.rewards.names:
-                detail = (
-                    f"the agent returned no reward for {missing} of {len(episodes)} episodes, and the task has no "
-                    f'reward functions: return a number or {{"reward": ...}}, or give Task(rewards=[...])'
-                )
-            self.troubles.add("reward", reasons.NO_REWARD, f"{detail}; at row {row.number}")
-            raise TicketFailed(reasons.NO_REWARD, detail, retryable=True)
+            reason, detail = self._without_reward(without, len(episodes))
+            self.troubles.add("reward", reason, f"{detail}; at row {row.number}")
+            raise TicketFailed(reason, detail, retryable=True)
         return rewarded
+
+    def _why_without(self, episode: Episode) -> str:
+        """The reason for which it has no reward: its agent's time-out, where only the agent could have given one."""
+        late = episode.result is not None and episode.rollout.finish_reason == "timeout"
+        return reasons.TIMEOUT if late and not self.rewards.names else reasons.NO_REWARD
+
+    def _without_reward(self, without: list[Episode], of: int) -> tuple[str, str]:
+        """The commonest reason for which episodes have none, and the text."""
+        reason = Counter(map(self._why_without, without)).most_common(1)[0][0]
+        if self.rewards.names:
+            return reason, f"every reward function gave None for {len(without)} of {of} episodes"
+        ends = Counter(episode.result.ended for episode in without if episode.result is not None)
+        returned = ends.pop(None, 0)
+        told = [f"{count} of {of} agents {ended}" for ended, count in ends.items()]
+        if returned:
+            told.append(
+                f'the agent returned no reward for {returned} of {of} episodes: return a number or {{"reward": ...}}'
+            )
+        return reason, f"{'; '.join(told)}; the task has no reward functions, which Task(rewards=[...]) may give it"
 
 
 def _shut_off(why: Exception) -> TicketFailed:

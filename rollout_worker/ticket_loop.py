@@ -32,12 +32,13 @@ from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
 from rollout_worker.task import Task
+from rollout_worker.task.agent import most_open
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.tickets import Queue, give_back, give_back_all
 from rollout_worker.troubles import Troubles
-from rollout_worker.user_code import UserCode, failure_of
+from rollout_worker.user_code import Kind, UserCode, failure_of
 from rollout_worker.user_code.texts import encodable
 
 logger = logging.getLogger(__name__)
@@ -81,10 +82,10 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             capacity=config.worker.episodes,
-            most_open=config.most_open,
             failures=failures,
         )
-        self.capacity = Capacity(config.worker.episodes, config.most_open, clock)
+        most = most_open(config, task.agent, code.most_at_once(Kind.AGENT))
+        self.capacity = Capacity(config.worker.episodes, most, clock)
         self._config = config
         self._task = task
         self._chat = chat
@@ -162,6 +163,7 @@ class Worker:
         return msgspec.structs.replace(
             self.counters,
             ticket_ids=list(self._running),
+            most_open=self.capacity.most_open,
             **self.capacity.figures(),
             requests_retried=self._sampler.retries,
             hung_calls=self._code.hung,

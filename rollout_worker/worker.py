@@ -70,6 +70,7 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
             isolated,
             environment_threads=config.worker.episodes,
             agents=config.worker.episodes,
+            may_isolate=task.may_isolate,
         ) as code,
         InferenceClient(config.worker.request_timeout_s, config.token) as client,
         open_tools(config, task.tools, task.mcp_servers, code) as tools,

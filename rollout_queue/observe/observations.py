@@ -204,7 +204,7 @@ class Observations:
     @property
     def worker_cpu_ms_per_episode(self) -> float | None:
         reports = [heard.report for heard in self._workers.values()]
-        episodes = sum(report.episodes_done for report in reports)
+        episodes = sum(map(_episodes, reports))
         return 1000 * sum(report.cpu_s for report in reports) / episodes if episodes else None
 
     def learner(self, run: RunState, now: float) -> LearnerStatus:
@@ -232,11 +232,17 @@ def _what_is_kept(report: WorkerReport) -> WorkerReport:
     return msgspec.structs.replace(report, ticket_ids=[], fingerprint=None, troubles=[], failures=failures)
 
 
+def _episodes(report: WorkerReport) -> int:
+    """Those that its CPU seconds were spent on."""
+    return report.episodes_done + report.eval_episodes
+
+
 def _worker_status(report: WorkerReport, seen_s_ago: float) -> WorkerStatus:
+    episodes = _episodes(report)
     return WorkerStatus(
         **{name: getattr(report, name) for name in _REPORTED},
         wait_share=min(1.0, report.waited_s / report.elapsed_s) if report.elapsed_s else 0.0,
         full_share=min(1.0, report.full_s / report.elapsed_s) if report.elapsed_s else 0.0,
-        cpu_ms_per_episode=1000 * report.cpu_s / report.episodes_done if report.episodes_done else None,
+        cpu_ms_per_episode=1000 * report.cpu_s / episodes if episodes else None,
         seen_s_ago=seen_s_ago,
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from jsonschema import SchemaError
 
 from protocol.config import ConfigError
@@ -36,10 +38,12 @@ class Proven:
     appends_users: bool
     _prompts: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
 
-    async def prompt_ids(self, conversation: Sequence[Message], key: bytes | None) -> list[int]:
-        """See `ChatFormat`; `key`: the conversation's digest, where others may begin alike. Raises `PromptError`."""
-        if key is None:
+    async def prompt_ids(self, conversation: Sequence[Message], comes_again: bool) -> list[int]:
+        """See `ChatFormat`; comes_again: the same may be asked for again, and is kept. Raises `PromptError`."""
+        if not comes_again:
             return await self.chat.prompt_ids(conversation)
+        # Of all that is rendered: the prompts are those of every episode of the worker.
+        key = hashlib.blake2b(msgspec.json.encode(conversation), digest_size=16).digest()
         found = self._prompts.get(key)
         if found is None:
             found = await self.chat.prompt_ids(conversation)

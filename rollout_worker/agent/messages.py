@@ -1,9 +1,8 @@
 """A request's messages: read, made comparable, and put as chat formats take them.
 
-Two messages are one where they say the same: clients drop fields that are null, add some, turn text into parts, trim
-what the assistant said, and write the JSON of arguments anew. What counts is role and text, of an assistant's message
-its text without white space around it and the ids, names and arguments of its calls, of a tool's the id that it
-answers.
+Two messages are one where the policy would read the same: role, text, reasoning, calls and the id that is answered are
+all alike. Fields that are null or never shown, and text as parts, make no difference. Of the policy's own answers
+clients write the JSON of arguments anew, and drop the reasoning: those are known again all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from rollout_worker.task.tools.reading import short
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Of an assistant's message, what templates do not write, and nothing here reads.
 _UNREAD = ("audio", "function_call")
+# What clients and servers call an assistant's reasoning; the first that is a text counts.
+_REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,6 @@ class Said:
     answers: str | None = None
     reasoning: str | None = None
 
-    @property
-    def key(self) -> list[Any]:
-        """Equal for messages that say the same."""
-        text = self.content or ""
-        if self.role == "assistant":
-            return [self.role, text.strip(), [[call.id, call.name, _same(call.arguments)] for call in self.calls]]
-        return [self.role, text, self.answers]
-
     def message(self) -> Message:
         """As a chat format takes it; a tool's is made by `tool_message`."""
         message: Message = {"role": self.role, "content": self.content or ""}
@@ -66,8 +59,16 @@ class Said:
 
 
 def chained(before: bytes, said: Said) -> bytes:
-    """The digest of a conversation, from that of all but its last message."""
-    return hashlib.blake2b(before + msgspec.json.encode(said.key), digest_size=16).digest()
+    """The digest of a conversation, from that of all but its last message. Equal where the policy reads the same."""
+    calls = [[call.id, call.name, call.arguments] for call in said.calls]
+    return _digest(before, [said.role, said.content or "", said.answers, said.reasoning, calls])
+
+
+def chained_answer(before: bytes, said: Said) -> bytes:
+    """Likewise, where the last message is an answer of the policy's: its arguments may be written anew, and its
+    reasoning is not looked at."""
+    calls = [[call.id, call.name, _same(call.arguments)] for call in said.calls]
+    return _digest(before, ["answer", said.content or "", calls])
 
 
 def read_messages(given: Sequence[Any]) -> list[Said]:
@@ -102,8 +103,8 @@ class _Reader:
             calls = tuple(self._calls(message.get("tool_calls"), f"{where}.tool_calls"))
             refused = message.get("refusal")
             content = refused if content is None and isinstance(refused, str) else content
-            reasoning = message.get("reasoning_content", message.get("reasoning"))
-            return Said(role, content, calls, reasoning=reasoning if isinstance(reasoning, str) else None)
+            reasoning = next((text for name in _REASONING if isinstance(text := message.get(name), str)), None)
+            return Said(role, content, calls, reasoning=reasoning)
         if content is None:
             self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
         if role != "tool":
@@ -165,6 +166,10 @@ class _Reader:
 
     def _wrong(self, where: str, text: str) -> None:
         self.faults.append(Fault(where, text))
+
+
+def _digest(before: bytes, what: list[Any]) -> bytes:
+    return hashlib.blake2b(before + msgspec.json.encode(what), digest_size=16).digest()
 
 
 def _same(arguments: str) -> Any:

@@ -130,9 +130,13 @@ def _check_distribution(
             continue
         if name == "top_k" and own == 0 and value == -1:  # vLLM's other name of all tokens
             continue
+        setting, remedy = f"rollout.{name}", "leave it out, or set it in the run file"
+        if name == "temperature":  # the only one that an evaluation may have of its own
+            setting = setting if own == rollout.temperature else "eval.temperature"
+            remedy = "leave it out, or give endpoint.temperature"
         text = (
-            f"{_short(value)} is not {own:g}, which this episode is sampled at (rollout.{name}), and {_CONSTRAINED}; "
-            f"leave it out, or set it in the run file"
+            f"{_short(value)} is not {own:g}, which this episode is sampled at ({setting}), and {_CONSTRAINED}; "
+            f"{remedy}"
         )
         faults.append(Fault(name, text, "unsupported_value"))
     if given.get("logit_bias"):

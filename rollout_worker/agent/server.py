@@ -1,7 +1,7 @@
 """The listener that agents' clients speak to: keys, bounds, and the routes of OpenAI's API that are answered.
 
-Before the key is checked nothing of a body is read. A connection that sends no request, or sends one too slowly, is
-closed; an answer whose client has gone is aborted.
+Before the key is checked nothing of a body is read, and none is ever unpacked. A connection that sends no request, or
+sends one too slowly, is closed; an answer whose client has gone is aborted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from protocol.config import LOOPBACK, ConfigError
 from rollout_worker.agent.errors import SERVER, ApiError, over
 from rollout_worker.agent.session import MODEL, Session
 from rollout_worker.task.agent import Endpoint
+from rollout_worker.user_code.texts import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ _MOST_CONNECTIONS = 8192
 # Keys of episodes that are over are known for a while: their agents are told so.
 _MOST_REMEMBERED = 8192
 _KEY = "sk-slipstream-"
+# The content coding that is none.
+_PLAIN = "identity"
 # No client should ask again: what could help was tried here.
 _FINAL = {"x-should-retry": "false"}
 
@@ -78,6 +81,7 @@ class AgentServer:
             lingering_time=_LINGER_S,
             shutdown_timeout=_CLOSE_S,
             handler_cancellation=True,
+            auto_decompress=False,  # on the loop, and of refused bodies too
             access_log=None,
         )
         await self._runner.setup()
@@ -174,6 +178,12 @@ class AgentServer:
         raise ApiError(401, text, "invalid_api_key")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        coding = request.headers.get(hdrs.CONTENT_ENCODING, _PLAIN)
+        if coding.strip().lower() not in ("", _PLAIN):
+            text = (
+                f"Content-Encoding: {encodable(coding)[:60]}: nothing is unpacked here; send the JSON without a coding"
+            )
+            raise ApiError(415, text, "unsupported_encoding")
         try:
             async with asyncio.timeout(_BODY_S):
                 body = await request.read()
@@ -208,7 +218,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 def _told(error: ApiError) -> web.Response:
     response = _json(error.body, error.status, _FINAL)
-    if error.status in (401, 408, 410, 413):
+    if error.status in (401, 408, 410, 413, 415):
         response.force_close()  # what is left of the body is not read
     return response
 

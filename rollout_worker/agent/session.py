@@ -207,7 +207,7 @@ class Session:
         conversation = [*(before.conversation() if before is not None else ()), *shown]
         try:
             # The episodes of a group begin alike; behind an answer of its own nothing is.
-            ids = await proven.prompt_ids(conversation, place.key if before is None else None)
+            ids = await proven.prompt_ids(conversation, comes_again=before is None)
         except PromptError as error:
             raise ApiError(400, f"messages: they cannot be rendered: {error}", "invalid_value", ["messages"]) from None
         return _Context(ids, None, shown)

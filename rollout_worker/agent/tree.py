@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rollout_worker.agent.messages import Said, chained
+from rollout_worker.agent.messages import Said, chained, chained_answer
 from rollout_worker.chat.base import Message, ParsedTurn
 from rollout_worker.inference.wire import Sampled
 from rollout_worker.segment import SegmentDraft
@@ -31,7 +31,8 @@ class GivenCall:
 @dataclass(eq=False, slots=True)
 class Answer:
     """One sampled turn: `draft.ids[start:end]`. before: the answer that it goes on from; shown: the messages since
-    then, as the policy saw them; message: the answer itself, likewise. claims: requests that go on from it now."""
+    then, as the policy saw them; message: the answer itself, likewise. calls, reasoning: as the agent was given them.
+    claims: requests that go on from it now."""
 
     before: Answer | None
     shown: list[Message]
@@ -41,6 +42,7 @@ class Answer:
     draft: SegmentDraft
     start: int
     end: int
+    reasoning: str | None = None
     claims: int = 0
 
     @property
@@ -95,17 +97,17 @@ class Tree:
 
     def place(self, tools: bytes, said: Sequence[Said]) -> Place:
         """Where a request with these messages stands; `tools`: the digest of its tools."""
-        key, found = tools, []
+        key, begins = tools, 0
+        found: list[Answer] = []
         for number, each in enumerate(said, start=1):
-            key = chained(key, each)
-            if each.role == "assistant" and key in self._answers:
-                found.append((number, key))
-        if not found:
-            return Place(None, said, key)
-        number, of_answer = found[-1]
+            as_answer = chained_answer(key, each) if each.role == "assistant" and self._answers else None
+            if as_answer is not None and (again := self._said_again(as_answer, each, found)):
+                key, found, begins = as_answer, again, number
+            else:
+                key = chained(key, each)
         # Of answers that say the same, one that no other goes on from.
-        before = min(self._answers[of_answer], key=lambda answer: (not answer.is_last, answer.claims))
-        return Place(before, said[number:], key)
+        before = min(found, key=lambda answer: (not answer.is_last, answer.claims), default=None)
+        return Place(before, said[begins:], key)
 
     def append(
         self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
@@ -123,8 +125,17 @@ class Tree:
 
     def remember(self, answer: Answer, key: bytes, given: Said, calls: tuple[GivenCall, ...]) -> None:
         """The answer as it is given out: `key` is that of the conversation before it."""
-        answer.calls = calls
-        self._answers[chained(key, given)].append(answer)
+        answer.calls, answer.reasoning = calls, given.reasoning
+        self._answers[chained_answer(key, given)].append(answer)
+
+    def _said_again(self, key: bytes, said: Said, before: Sequence[Answer]) -> list[Answer]:
+        """The answers that a message may be, which ends the conversation of `key`, in which `before` were the last. Its
+        reasoning is as it was given, or left out."""
+        return [
+            answer
+            for answer in self._answers.get(key, ())
+            if said.reasoning in (None, answer.reasoning) and (not before or answer.before in before)
+        ]
 
     def _begin(
         self,

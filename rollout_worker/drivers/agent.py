@@ -61,6 +61,7 @@ class Agents:
                         read_result,
                         self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
                         user_code.Kind.AGENT,
+                        deadline.paused(),
                         endpoint=endpoint,
                         **self.agent.arguments(plan.row.columns),
                     )
@@ -70,8 +71,11 @@ class Agents:
                 detail = f"the agent had no answer in {self.config.worker.episode_timeout_s:g} s"
                 raise EpisodeFailed(reasons.TIMEOUT, detail, retryable=True) from None
             finish_reason = "timeout"
+            limit = f"worker.episode_timeout_s = {self.config.worker.episode_timeout_s:g}"
+            result = AgentResult(ended=f"had not returned within {limit}: raise it, or have it return sooner")
         except user_code.UserCodeError as error:
             finish_reason = self._excused(session, error)
+            result = AgentResult(ended=f"raised at the limit {finish_reason}: catch that, and return what there is")
         finally:
             self._server.close(endpoint)
             episodes.sampler.pool.release([affinity])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from protocol.figures import is_counted
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker.task.rewards.base import RESULTS
 from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
-from rollout_worker.user_code.failures import name_of
+from rollout_worker.user_code.failures import is_async, name_of
 from rollout_worker.user_code.texts import encodable, type_name
+
+logger = logging.getLogger(__name__)
 
 # The parameter of an agent that is ours; all others are columns.
 ENDPOINT = "endpoint"
@@ -45,12 +48,13 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class AgentResult:
     """What an agent returned, read: `given` as plain data, for reward functions; `reward`: its own, None if it gave
-    none; `metrics` and `extra` as a `Rollout` has them."""
+    none; `metrics` and `extra` as a `Rollout` has them; `ended`: what ended it before it returned, None if it did."""
 
     given: Any = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
+    ended: str | None = None
 
 
 class Agent:
@@ -105,6 +109,22 @@ class Agent:
         if self._takes_all or self._parameters is None:
             return dict(columns)
         return {name: value for name, value in columns.items() if name in self._parameters}
+
+
+def most_open(config: RunConfig, agent: Callable[..., Any] | None, threads: int) -> int:
+    """How many episodes a worker may have open: a plain `def` agent has one of `threads` for as long as its episode
+    takes, and what is open beyond them would only grow old."""
+    if agent is None or is_async(agent) or config.most_open <= threads:
+        return config.most_open
+    if config.worker.open_episodes != "auto":
+        logger.warning(
+            "worker.open_episodes = %d: %s is a plain def, each call of which has a thread, so only %d episodes are "
+            "open; raise worker.user_threads, or write it as async def",
+            config.worker.open_episodes,
+            name_of(agent),
+            threads,
+        )
+    return threads
 
 
 def check_settings(config: RunConfig) -> None:

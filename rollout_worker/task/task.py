@@ -22,6 +22,7 @@ from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.rewards.base import OWN_REWARD
 from rollout_worker.task.rows import Place, Row, Rows
 from rollout_worker.task.tools import Tool, ToolBox
+from rollout_worker.task.tools.function import is_tool
 from rollout_worker.task.tools.mcp import check_addresses
 
 __all__ = ["Row", "Task", "end_import_at", "load_task"]
@@ -170,6 +171,11 @@ class Task:
         if self.agent is not None:
             return (OWN_REWARD,)
         return () if self.environment is None else None
+
+    @property
+    def may_isolate(self) -> bool:
+        """Whether worker.tool_isolation = "process" is taken with it: for tools alone, that are functions."""
+        return self.agent is None and self.environment is None and not any(map(is_tool, self.tools))
 
     def _checked_rewards(self) -> RewardFunctions:
         return RewardFunctions(self.rewards, self.reward_weights, own=self.own_rewards)

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from functools import partial
 from types import TracebackType
@@ -32,6 +33,9 @@ _TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 # What a sync agent has to end in, once its episode is over, before it counts as hung.
 _AGENT_ENDS_S = 5.0
 
+_ISOLATE = 'set worker.tool_isolation = "process", where a tool that hangs is killed'
+_OWN_TIME_OUT = "give what waits in it a time-out of its own"
+
 Alarm = Callable[[str, str, str | None], None]
 
 
@@ -51,7 +55,8 @@ class Kind(StrEnum):
 class UserCode:
     """Where user code runs. `threads`: the most sync calls of one kind at one time, and the most child processes;
     `environment_threads`: of environments, if there are to be more; `agents`: of agents, likewise; `isolated`: the task
-    file whose tools `call_isolated` runs; `look_s`: seconds between two looks at the loop of async code.
+    file whose tools `call_isolated` runs; `may_isolate`: whether the run file may ask for that; `look_s`: seconds
+    between two looks at the loop of async code.
 
     `alarm(key, text, where)` is told of what a person should mend: calls that do not come back, a blocked event loop;
     `shut_off(text)` of why code of one kind can run no more in this process. Use it as a context manager, on one event
@@ -65,23 +70,33 @@ class UserCode:
         look_s: float = 0.25,
         environment_threads: int = 0,
         agents: int = 0,
+        may_isolate: bool = True,
     ) -> None:
         self.threads = threads
         self.alarm: Alarm = lambda key, text, where: None
         self.shut_off: Callable[[str], None] = lambda text: None
         self._shut_off = ShutOff(lambda text: self.shut_off(text))
+        # Advised only where it is not refused, and for what it isolates.
+        self._of_tools = f"{_ISOLATE}, or {_OWN_TIME_OUT}" if may_isolate and isolated is None else _OWN_TIME_OUT
         most = dict.fromkeys(Kind, threads) | {Kind.ENVIRONMENT: max(threads, environment_threads)}
         self._threads = {
-            kind: Threads(most[kind], partial(self._a_thread_hangs, kind), self._no_thread_was_free) for kind in Kind
+            kind: Threads(
+                most[kind],
+                partial(self._a_thread_hangs, kind),
+                self._no_thread_was_free,
+                self._of_tools if kind is Kind.TOOL else _OWN_TIME_OUT,
+            )
+            for kind in Kind
         }
         # An agent works for as long as its episode takes, and its time-out is its caller's.
         self._threads[Kind.AGENT] = Threads(
             max(threads, agents),
             partial(self._a_thread_hangs, Kind.AGENT),
             self._no_thread_was_free,
+            _OWN_TIME_OUT,
             after_cancel_s=_AGENT_ENDS_S,
         )
-        self._loops = Loops(threads, self._async_code_hangs, self._a_loop_is_blocked, look_s)
+        self._loops = Loops(threads, self._async_code_hangs, self._a_loop_is_blocked, look_s, self._of_tools)
         self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated, self._no_thread_was_free)
 
@@ -89,6 +104,10 @@ class UserCode:
     def hung(self) -> int:
         """Calls that were given up and have not come back."""
         return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
+
+    def most_at_once(self, kind: Kind) -> int:
+        """Sync calls of one kind that have a thread."""
+        return self._threads[kind].limit
 
     async def __aenter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -116,17 +135,19 @@ class UserCode:
         plain: Callable[[Any], Any],
         timeout_s: float,
         kind: Kind = Kind.TOOL,
+        waiting: AbstractContextManager[None] | None = None,
         /,
         **arguments: Any,
     ) -> Any:
-        """`plain(function(**arguments))`, awaited where it is awaitable. Raises `UserCodeError` if either raises
-        anything, or it is not done in time; `NotCalled`, where too many of its kind hang."""
+        """`plain(function(**arguments))`, awaited where it is awaitable; `waiting` is entered while it waits for a
+        thread. Raises `UserCodeError` if either raises anything, or it is not done in time; `NotCalled`, where too many
+        of its kind hang."""
         threads = self._threads[kind]
         start = partial(_started, function, arguments)
         if is_async(function):
             result = await self._loops.run(function, start, plain, timeout_s)
         else:
-            result = await threads.run(function, partial(_done, start, plain), timeout_s)
+            result = await threads.run(function, partial(_done, start, plain), timeout_s, waiting)
             if isinstance(result, Held):
                 left_s = max(0.0, timeout_s - (time.monotonic() - result.began))
                 result = await self._loops.run(function, result.take, plain, left_s, told_s=timeout_s)
@@ -143,20 +164,19 @@ class UserCode:
         return await self._processes.call(tool, arguments, timeout_s)
 
     def _a_thread_hangs(self, kind: Kind) -> None:
-        self._tell_of_hung(kind, self._threads[kind].hung, self._threads[kind].limit)
-        self._shut_off.look(self._threads[kind])
+        threads = self._threads[kind]
+        self._tell_of_hung(kind, threads.hung, threads.limit, threads.remedy)
+        self._shut_off.look(threads)
 
     def _async_code_hangs(self) -> None:
-        self._tell_of_hung("async code", self._loops.all_hung, self.threads)
+        self._tell_of_hung("async code", self._loops.all_hung, self.threads, self._loops.remedy)
 
-    def _tell_of_hung(self, whose: str, hung: int, threads: int) -> None:
+    def _tell_of_hung(self, whose: str, hung: int, threads: int, remedy: str) -> None:
         """At the first, when as many hang as there are threads, and when no more threads are given."""
         stages = {1: "", threads: "", HUNG_PER_THREAD * threads: "; no more threads are given"}
         if (more := stages.get(hung)) is not None:
             calls = f"1 call of {whose} has" if hung == 1 else f"{hung} calls of {whose} have"
-            text = f"{calls} not come back after the time-out{more}: give what waits a time-out of its own"
-            if whose not in (Kind.ENVIRONMENT, Kind.CLOSE):  # they cannot be in another process
-                text += ', or set worker.tool_isolation = "process"'
+            text = f"{calls} not come back after the time-out{more}: {remedy}"
             self.alarm(f"hung {whose} {hung}", text, None)
 
     def _no_thread_was_free(self, text: str) -> None:
@@ -169,8 +189,8 @@ class UserCode:
 
     def _a_timer_went_off(self, number: int) -> None:
         text = (
-            f"user code set a timer that sent {signal.Signals(number).name} to the whole worker, which ignored it: use "
-            f'worker.tool_timeout_s instead, or worker.tool_isolation = "process", where signals work in tools'
+            f"user code set a timer that sent {signal.Signals(number).name} to the whole worker, which ignored it, as "
+            f"signals work in none of its threads: {self._of_tools}"
         )
         self.alarm("timer", text, None)
 

@@ -96,8 +96,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 def _remedy(kind: str, text: str) -> str:
     if kind == "ValueError" and "signal only works in main thread" in text:
         return (
-            "; user code runs in threads, where signals cannot be handled: set worker.tool_timeout_s instead of an "
-            'alarm, or worker.tool_isolation = "process", where tools run in a main thread of their own'
+            "; user code runs in threads, where signals cannot be handled: use a time-out of the run file's [worker] "
+            'instead of an alarm, or, for a task of tools alone, worker.tool_isolation = "process", where they run in '
+            "a main thread of their own"
         )
     if kind == "RuntimeError" and "different loop" in text:
         return (

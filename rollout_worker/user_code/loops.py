@@ -28,12 +28,13 @@ class Loops:
     `came_back`: calls that have ended, hung or not; `longest_s`: the longest time-out. `on_hung` is called at each new
     hung one, and at each job that hangs in a thread. `on_blocked` gets the name of a function that blocks its loop, and
     the file:line that it is at. `look_s`: seconds between two looks at a loop; `LOOKS` of them without a sign of life,
-    and it is blocked; as long after its cancellation, a coroutine is hung."""
+    and it is blocked; as long after its cancellation, a coroutine is hung. `remedy`: what to do where calls hang."""
 
     threads: int = 64
     on_hung: Callable[[], None] = lambda: None
     on_blocked: Callable[[str, str | None], None] = lambda name, where: None
     look_s: float = 0.25
+    remedy: str = "mend what hangs"
     hung: int = 0
     came_back: int = 0
     longest_s: float = 0.0

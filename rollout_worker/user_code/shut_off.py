@@ -14,17 +14,13 @@ from typing import Protocol
 TIMEOUTS = 4
 AT_LEAST_S = 60.0
 
-_REMEDY = (
-    'set worker.tool_isolation = "process", where a tool that hangs is killed, or give what waits in it a time-out of '
-    "its own"
-)
-
 
 class Source(Protocol):
     """Where calls hang. `full`: so many that no more are begun; `came_back`: how many that hung ever did; `longest_s`:
-    the longest time-out; `hanging`: which functions, and where."""
+    the longest time-out; `hanging`: which functions, and where; `remedy`: what to do about it."""
 
     longest_s: float
+    remedy: str
 
     @property
     def full(self) -> bool: ...
@@ -63,5 +59,5 @@ class ShutOff:
             return
         self._told(
             f"user code is shut off: {source.hanging()}; none has come back for {seconds:g} s, and no more are begun: "
-            f"{_REMEDY}"
+            f"{source.remedy}"
         )

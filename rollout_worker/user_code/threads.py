@@ -15,6 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -31,7 +32,7 @@ _Jobs: TypeAlias = "SimpleQueue[_Call | None]"
 @dataclass(slots=True, eq=False)
 class _Call:
     """`step` is what the thread does; it is dropped there, so that what it holds is not freed on the loop. `came_back`
-    is called on the loop afterwards."""
+    is called on the loop afterwards. begun: set once its wait for a thread is over, None if it had none."""
 
     came_back: Callable[[_Jobs, _Call], None]
     loop: asyncio.AbstractEventLoop
@@ -40,6 +41,7 @@ class _Call:
     step: Callable[[], Any] | None
     timeout_s: float
     asked_at: float
+    begun: asyncio.Event | None = None
     waited_s: float = 0.0
     thread: int | None = None
     timer: asyncio.TimerHandle | None = None
@@ -85,17 +87,19 @@ class _Start:
 class Threads:
     """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `came_back`: those that
     have; `longest_s`: the longest time-out. `on_hung` is called at each new hung one, `on_full` with the text where a
-    call has waited for a thread as long as its time-out. `after_cancel_s`: what a call may still take whose caller has
-    gone, None for all of its time-out. Any event loop may call, one at a time."""
+    call has waited for a thread as long as its time-out; `remedy`: what to do where calls hang. `after_cancel_s`: what
+    a call may still take whose caller has gone, None: all of its time-out. Any event loop may call, one at a time."""
 
     def __init__(
         self,
         limit: int,
         on_hung: Callable[[], None] = lambda: None,
         on_full: Callable[[str], None] = lambda text: None,
+        remedy: str = "mend what hangs",
         after_cancel_s: float | None = None,
     ) -> None:
         self.limit = limit
+        self.remedy = remedy
         self.came_back = 0
         self.longest_s = 0.0
         self._most_hung = HUNG_PER_THREAD * limit
@@ -127,9 +131,15 @@ class Threads:
         place = f" ({where})" if where else ""
         return f"{self.hung} calls have not come back, {len(those)} of them of {name}{place}"
 
-    async def run(self, function: Callable[..., Any], step: Callable[[], Any], timeout_s: float) -> Any:
+    async def run(
+        self,
+        function: Callable[..., Any],
+        step: Callable[[], Any],
+        timeout_s: float,
+        waiting: AbstractContextManager[None] | None = None,
+    ) -> Any:
         """What `step()` gives, in a thread; `function` is the user's, for the errors. Its time-out counts from when it
-        has a thread. Raises `UserCodeError`."""
+        has a thread; `waiting` is entered while it waits for one. Raises `UserCodeError`."""
         loop = asyncio.get_running_loop()
         call = _Call(self._came_back, loop, loop.create_future(), function, step, timeout_s, loop.time())
         self.longest_s = max(self.longest_s, timeout_s)
@@ -139,10 +149,15 @@ class Threads:
             self._begin(call)
         else:
             call.timer = loop.call_later(timeout_s, self._waits_long, call)
+            call.begun = asyncio.Event()
             self._waiting.append(call)
         try:
+            if call.begun is not None:
+                with waiting or nullcontext():
+                    await call.begun.wait()
             return await call.future
         except asyncio.CancelledError:
+            call.future.cancel()
             self._cancelled(call)
             raise
 
@@ -200,6 +215,8 @@ class Threads:
             if call.future.done():  # who asked for it is gone
                 continue
             call.waited_s = call.loop.time() - call.asked_at
+            if call.begun is not None:
+                call.begun.set()
             if self.full:
                 call.settle(self._refusal(call.function))
             else:
@@ -207,8 +224,7 @@ class Threads:
 
     def _refusal(self, function: Callable[..., Any]) -> NotCalled:
         return NotCalled(
-            f"not called: {self.hanging()}, and no more threads are given; mend what hangs, or set "
-            f'worker.tool_isolation = "process"',
+            f"not called: {self.hanging()}, and no more threads are given: {self.remedy}",
             reasons.TIMEOUT,
             defined_at(function),
         )

@@ -497,7 +497,15 @@ async def test_worker_figures() -> None:
     async with running() as (queue, client):
         for name, capacity, waited in (("a", 3, 5.0), ("b", 1, 1.0)):
             report = WorkerReport(
-                name, [], capacity=capacity, episodes_done=10, waited_s=waited, elapsed_s=10.0, cpu_s=0.02, host="h"
+                name,
+                [],
+                capacity=capacity,
+                episodes_done=8,
+                eval_episodes=2,
+                waited_s=waited,
+                elapsed_s=10.0,
+                cpu_s=0.02,
+                host="h",
             )
             report.episodes_in_flight, report.episodes_generating, report.episodes_waiting = 9, 3, 1
             report.episodes_in_tools, report.episodes_in_judgement, report.full_s = 2, 1, capacity
@@ -507,6 +515,7 @@ async def test_worker_figures() -> None:
         assert [(w.worker_id, w.wait_share, w.seen_s_ago) for w in status.workers] == [("a", 0.5, 5.0), ("b", 0.1, 5.0)]
         assert status.worker_wait_share == pytest.approx(0.4)
         assert status.worker_cpu_ms_per_episode == pytest.approx(2.0)
+        assert [(w.episodes_done, w.eval_episodes, w.cpu_ms_per_episode) for w in status.workers] == [(8, 2, 2.0)] * 2
         assert [w.full_share for w in status.workers] == [0.3, 0.1]
         lines = (await client._call("GET", routes.METRICS)).decode().splitlines()
         at = {"generating": 6, "waiting": 2, "in_tools": 4, "in_judgement": 2, "over": 4}

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from protocol.config import ConfigError, RunConfig
-from protocol.messages import Ticket
+from protocol.messages import Ticket, WorkerReport
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.task import Task
 from rollout_worker.task.evaluation import check_evaluation, count_eval_rows
@@ -66,6 +67,23 @@ async def test_training_beside_it_keeps_its_own_rows_and_temperature() -> None:
     by_kind = {group.ticket_id: group for group in queue.groups}
     assert "Multiply 90 by 90." in TOKENIZER.decode(by_kind["t0"].rollouts[0].segments[0].token_ids)
     assert {request["sampling_params"]["temperature"] for request in server.requests} == {0.0, 1.0}
+
+
+async def test_its_episodes_are_in_none_of_the_trainings_counts() -> None:
+    def of_one(evaluations: int) -> WorkerReport:
+        counters = runs[evaluations].worker.report()
+        return msgspec.structs.replace(counters, elapsed_s=0.0, cpu_s=0.0, waited_s=0.0, full_s=0.0, eval_episodes=0)
+
+    runs = {}
+    for evaluations in (0, 4):
+        queue = StandInQueue([*eval_tickets(*range(evaluations), group_size=3), *tickets_for(2, version=7)])
+        runs[evaluations] = await roll(task(eval_dataset=EVALS), fake(), queue=queue)
+        assert queue.failures == {}
+    assert [run.worker.counters.eval_episodes for run in runs.values()] == [0, 12]
+    alone, beside = of_one(0), of_one(4)
+    assert alone == beside
+    assert (alone.episodes_done, alone.tool_calls, alone.episodes_failed) == (4, 4, 0)
+    assert alone.tokens_sampled > 0
 
 
 async def test_one_episode_that_is_left_of_a_group_is_enough() -> None:

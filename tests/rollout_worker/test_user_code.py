@@ -171,6 +171,31 @@ async def test_i9_tools_that_hang_take_no_threads_from_rewards_and_the_data_set(
         release.set()
 
 
+@pytest.mark.parametrize(
+    ("kind", "may_isolate", "advised"),
+    [(Kind.TOOL, True, True), (Kind.TOOL, False, False)] + [(kind, True, False) for kind in set(Kind) - {Kind.TOOL}],
+)
+async def test_where_calls_hang_isolation_is_advised_for_tools_that_can_have_it_alone(
+    kind, may_isolate, advised, monkeypatch
+):
+    """With an environment or an agent, the setting is refused."""
+    release, clock, told = threading.Event(), Clock(monkeypatch), []
+    async with UserCode(threads=1, agents=1, may_isolate=may_isolate) as code:
+        code.shut_off = told.append
+        alarms = Alarms(code)
+        for _ in range(threads.HUNG_PER_THREAD):
+            with pytest.raises(UserCodeError):
+                await code.call(lambda: release.wait(), bool, 0.01, kind)
+        with pytest.raises(NotCalled, match=r"no more threads are given: .*a time-out of its own") as refused:
+            await code.call(lambda: release.wait(), bool, 0.01, kind)
+        clock.jump(61.0)
+        await until(lambda: told)
+        release.set()
+    assert len(alarms) == 2
+    for text in [str(refused.value), *told, *(text for _, text, _ in alarms)]:
+        assert ("worker.tool_isolation" in text) == advised, text
+
+
 async def test_i9_code_that_hangs_for_good_is_told_once_with_the_place_and_the_remedy(monkeypatch):
     release, clock = threading.Event(), Clock(monkeypatch)
     told = []
@@ -306,7 +331,7 @@ async def test_i9_calls_that_wait_for_a_thread_get_none_where_too_many_hang():
 async def test_i9_signal_handlers_are_explained():
     async with UserCode() as code:
         with pytest.raises(
-            UserCodeError, match=r'ValueError: signal only works.*tool_timeout_s.*tool_isolation = "proc'
+            UserCodeError, match=r'ValueError: signal only works.*\[worker\].*tools alone.*tool_isolation = "proc'
         ):
             await call(code, signal.signal, signalnum=signal.SIGALRM, handler=as_it_is)
 

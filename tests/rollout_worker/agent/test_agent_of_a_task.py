@@ -7,8 +7,9 @@ import pytest
 
 from protocol.config import ConfigError
 from rollout_worker.task.agent import Agent, read_result
+from rollout_worker.task.tools.function import FunctionTool
 from tests.kit.agent import agent_task
-from tests.kit.worker import accuracy, multiply, row
+from tests.kit.worker import accuracy, multiply, row, task
 
 
 def fits(endpoint, prompt):
@@ -49,6 +50,13 @@ def by_position(endpoint, prompt, /):
 def test_a_task_that_cannot_work_says_why(changes, message):
     with pytest.raises(ConfigError, match=message):
         agent_task(**{"agent": fits, **changes})
+
+
+def test_where_tools_cannot_be_isolated_it_is_known():
+    assert task().may_isolate
+    assert not agent_task(fits).may_isolate
+    assert not task(tools=[], rewards=[accuracy], environment=lambda: None).may_isolate
+    assert not task(tools=[FunctionTool(multiply)]).may_isolate
 
 
 def test_rewards_may_be_left_out_or_ask_for_what_agents_return():

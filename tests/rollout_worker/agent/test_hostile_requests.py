@@ -3,9 +3,12 @@
 import asyncio
 import json
 import logging
+import zlib
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
+from aiohttp.http_parser import DeflateBuffer
 
 from protocol.config import ConfigError
 from rollout_worker.agent import server as agent_server
@@ -116,6 +119,40 @@ async def test_i8_without_the_key_nothing_of_a_body_is_read():
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 401")
         assert b"invalid_api_key" in answer
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "GZip "])
+@pytest.mark.parametrize(("key", "status"), [("wrong", 401), ("over", 410), ("good", 415)])
+async def test_i8_nothing_is_ever_unpacked(key, status, coding, monkeypatch):
+    """Where a body is refused, what is left of it would be unpacked on the event loop of the worker."""
+    unpacked = []
+    monkeypatch.setattr(DeflateBuffer, "feed_data", lambda self, *given: unpacked.append(given) or b"")
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = packer.compress(bytes(10 << 20)) + packer.flush()
+    ended = []
+
+    async def agent(endpoint):
+        keys = {"wrong": "sk-slipstream-0-0", "over": ended[0] if ended else None, "good": endpoint.api_key}
+        async with client_of(endpoint) as client, aiohttp.ClientSession() as session:
+            if key == "over" and len(ended) < 2:
+                ended.append(endpoint.api_key)
+            else:
+                headers = {"Authorization": f"Bearer {keys[key]}", "Content-Encoding": coding}
+                url = endpoint.base_url + "/chat/completions"
+                async with session.post(url, data=bomb, headers=headers) as response:
+                    answers.append((response.status, json.loads(await response.text())))
+            assert (await client.ask()).status == 200
+        return 1.0
+
+    answers = []
+    # One group after the other: the keys of the first are over.
+    config = kit.config(kit.WORKER, worker={"episodes": 2, "open_episodes": 2})
+    await roll(agent_task(agent), fake(TALKATIVE), config=config, tickets=2)
+    assert answers
+    assert {answer for answer, _ in answers} == {status}
+    if status == 415:
+        assert "send the JSON without a coding" in answers[0][1]["error"]["message"]
+    assert unpacked == []
 
 
 async def test_i8_a_connection_that_asks_nothing_or_too_slowly_is_closed(monkeypatch):

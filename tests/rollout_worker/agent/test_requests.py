@@ -4,7 +4,7 @@ import pytest
 
 from rollout_worker.agent import parameters
 from rollout_worker.agent.errors import ApiError
-from rollout_worker.agent.messages import chained, read_messages
+from rollout_worker.agent.messages import chained, chained_answer, read_messages
 from rollout_worker.agent.parameters import read_parameters
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER
@@ -98,6 +98,17 @@ def test_what_is_refused(fields, param, words):
         raise error
 
 
+def test_an_evaluations_own_temperature_is_named_with_what_is_right_in_both():
+    with pytest.raises(
+        ApiError, match=r"0\.7 is not 0\.5, .*\(eval\.temperature\).*give endpoint\.temperature"
+    ) as caught:
+        read_parameters(
+            {"model": "policy", "messages": [USER], "temperature": 0.7, "top_p": 0.3}, "policy", ROLLOUT, 0.5
+        )
+    assert "rollout.temperature" not in str(caught.value)
+    assert "(rollout.top_p)" in str(caught.value)
+
+
 def test_all_that_is_wrong_is_told_at_once():
     error = refusal(temperature=0.1, seed=3, response_format={"type": "json_object"}, stop=7)
     assert set(error.params) == {"temperature", "seed", "response_format", "stop"}
@@ -111,10 +122,10 @@ def test_another_model_is_not_found(model):
     assert (error.status, error.code) == (404, "model_not_found")
 
 
-def said(*messages):
+def said(*messages, chain=chained):
     digest = b""
     for each in read_messages([*messages, USER]):
-        digest = chained(digest, each)
+        digest = chain(digest, each)
     return digest
 
 
@@ -122,19 +133,17 @@ def said(*messages):
     ("one", "other"),
     [
         ({"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "x"}),
-        ({"role": "assistant", "content": " hi\n"}, {"role": "assistant", "content": "hi", "refusal": None}),
         (
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {
-                "role": "assistant",
-                "content": "",
-                "audio": None,
-                "tool_calls": [{**CALL, "function": {"name": "multiply", "arguments": '{"b":2,"a":1}'}, "index": 0}],
-            },
+            {"role": "assistant", "content": "hi", "tool_calls": None},
+            {"role": "assistant", "content": "hi", "refusal": None},
         ),
         (
-            {"role": "assistant", "content": "so", "reasoning_content": "why", "tool_calls": None},
-            {"role": "assistant", "content": "so"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "assistant", "content": "", "audio": None, "tool_calls": [{**CALL, "index": 0}]},
+        ),
+        (
+            {"role": "assistant", "content": "so", "reasoning_content": "why"},
+            {"role": "assistant", "content": "so", "reasoning_content": None, "reasoning": "why"},
         ),
     ],
 )
@@ -145,9 +154,28 @@ def test_messages_that_say_the_same_are_one(one, other):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        (
+            {"role": "assistant", "tool_calls": [CALL]},
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "multiply", "arguments": '{"b":2,"a":1}'}}],
+            },
+        ),
+        ({"role": "assistant", "content": "so", "reasoning_content": "why"}, {"role": "assistant", "content": "so"}),
+    ],
+)
+def test_what_clients_do_to_an_answer_is_known_again_and_is_another_message_anywhere_else(one, other):
+    assert said(one, chain=chained_answer) == said(other, chain=chained_answer)
+    assert said(one) != said(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
         ({"role": "user", "content": "hi"}, {"role": "user", "content": "hi "}),
         ({"role": "user", "content": "hi"}, {"role": "system", "content": "hi"}),
         ({"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "ho"}),
+        ({"role": "assistant", "content": " hi\n"}, {"role": "assistant", "content": "hi"}),
         (
             {"role": "assistant", "tool_calls": [CALL]},
             {"role": "assistant", "tool_calls": [{**CALL, "id": "c2"}]},
@@ -160,6 +188,7 @@ def test_messages_that_say_the_same_are_one(one, other):
 )
 def test_messages_that_say_something_else_are_not(one, other):
     assert said(one) != said(other)
+    assert said(one, chain=chained_answer) != said(other, chain=chained_answer) or one["role"] != "assistant"
 
 
 @pytest.mark.parametrize(

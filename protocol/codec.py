@@ -27,9 +27,11 @@ class DecodeError(ValueError):
 
 
 class Shape(NamedTuple):
-    """Of msgpack: `items`, its values and keys in all; `depth`, its containers within one another."""
+    """Of msgpack: `items`, its values and keys in all; `containers`, the lists and maps among them; `depth`, its
+    containers within one another."""
 
     items: int
+    containers: int
     depth: int
 
 
@@ -117,16 +119,16 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise _refusal(kind, error) from error
 
 
-def shape(data: bytes, most_items: int, deepest: int) -> Shape:
-    """The shape of msgpack `data`, read without building anything, and no further than one beyond a bound.
+def shape(data: bytes, most: Shape) -> Shape:
+    """The shape of msgpack `data`, read without building anything, and no further than one beyond a bound of `most`.
 
     Raises `DecodeError` if `data` ends before its values do. Whether they are the message that is expected, and whether
     more bytes follow, is the decoder's to say.
     """
-    position = items = depth = 0
+    position = items = containers = depth = 0
     left = [1]  # values still to come: of the whole, and of each container that is open
     try:
-        while left and items <= most_items and depth <= deepest:
+        while left and items <= most.items and containers <= most.containers and depth <= most.depth:
             if not left[-1]:
                 left.pop()
                 continue
@@ -139,6 +141,7 @@ def shape(data: bytes, most_items: int, deepest: int) -> Shape:
                 length = int.from_bytes(data[position : position + width])
                 position += width
             if each:
+                containers += 1
                 left.append(length * each)
                 depth = max(depth, len(left) - 1)
             else:
@@ -147,7 +150,7 @@ def shape(data: bytes, most_items: int, deepest: int) -> Shape:
                 raise IndexError
     except IndexError:
         raise DecodeError(f"not msgpack: it ends within a value, after {len(data)} bytes") from None
-    return Shape(items, depth)
+    return Shape(items, containers, depth)
 
 
 def encode_json(message: Any) -> bytes:

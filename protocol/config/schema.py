@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from protocol.config import algorithm, chat, sampling
+from protocol.config import algorithm, chat, patience, sampling
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
@@ -85,8 +85,7 @@ class RunConfig(Section):
     @property
     def ticket_max_age_s(self) -> float:
         """`queue.ticket_max_age_s` with its "auto" worked out."""
-        age, worker = self.queue.ticket_max_age_s, self.worker
-        return 2 * (worker.episode_timeout_s + worker.reward_timeout_s) if age == "auto" else age
+        return patience.ticket_max_age_s(self.queue, self.worker)
 
     @property
     def most_open(self) -> int:
@@ -137,12 +136,7 @@ class RunConfig(Section):
                 f"queue.capacity_groups = {queue.capacity_groups} is less than learner.groups_per_step = "
                 f"{learner.groups_per_step}: a step could never be filled; raise queue.capacity_groups"
             )
-        if self.ticket_max_age_s < self.worker.episode_timeout_s:
-            raise ValueError(
-                f"queue.ticket_max_age_s = {self.ticket_max_age_s:g} is less than worker.episode_timeout_s = "
-                f"{self.worker.episode_timeout_s:g}: the longest episodes would lose their ticket before they end; "
-                f"raise queue.ticket_max_age_s or lower worker.episode_timeout_s"
-            )
+        patience.check(queue, self.worker, learner)
         if queue.depth != "auto" and queue.depth * learner.groups_per_step < 1:
             raise ValueError(f"queue.depth = {queue.depth} allows no group at all; raise it to 1 or write 'auto'")
         if self.weight_sync.every > queue.max_staleness + 1:
@@ -180,14 +174,6 @@ class RunConfig(Section):
                 f"learner.token_budget = {learner.token_budget} is less than vllm.max_model_len = "
                 f"{self.vllm.max_model_len}: the longest episodes would fit no micro-batch; raise "
                 f"learner.token_budget"
-            )
-        group_s = self.worker.episode_timeout_s + self.worker.reward_timeout_s
-        if learner.stall_timeout_s <= group_s:
-            raise ValueError(
-                f"learner.stall_timeout_s = {learner.stall_timeout_s:g} is not more than worker.episode_timeout_s = "
-                f"{self.worker.episode_timeout_s:g} and worker.reward_timeout_s = {self.worker.reward_timeout_s:g} "
-                f"together: the learner would give up while a group may still come; raise learner.stall_timeout_s "
-                f"above {group_s:g}, or lower the other two"
             )
         launched = {} if self.vllm.servers else {"vllm.host": self.vllm.host}
         listeners = {

@@ -16,10 +16,13 @@ from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.records import EvalRow, TicketRecord
 from rollout_queue.ledger.refusal import Refusal
 
-# Far above any real group: a rollout of a thousand turns has some 6,000. A list or map of the greatest bound takes some
-# 20 MB, whatever a body's size.
-_ITEMS_OF_A_ROLLOUT = 8192
-_MOST_ITEMS = 2**18
+# A rollout of 1,024 segments, an answer in each, with all figures and notes that are allowed has some 26,000 values;
+# one of a thousand turns in one segment some 6,000. Twenty of the largest fit into a group. Whatever a body's size, at
+# the bound notes take some 30 MB to decode, and empty lists some 10 MB.
+_ITEMS_OF_A_ROLLOUT = 2**15
+_MOST_ITEMS = 2**19
+# In a real group every fourth or fifth value is a list or map. Each empty one costs several times what a number does.
+_ITEMS_OF_A_CONTAINER = 4
 _DEEPEST = 32
 _MOST_SERVERS = 1024
 _MOST_SEGMENTS = 1024
@@ -66,11 +69,15 @@ def decode(body: bytes, group_size: int) -> Group:
     """
     most = min(_MOST_ITEMS, _ITEMS_OF_A_ROLLOUT * group_size)
     try:
-        shape = codec.shape(body, most, _DEEPEST)
+        shape = codec.shape(body, codec.Shape(most, most // _ITEMS_OF_A_CONTAINER, _DEEPEST))
         if shape.depth > _DEEPEST:
             raise Refusal(reasons.TOO_DEEP, f"the group nests deeper than the {_DEEPEST} levels that are allowed")
-        if shape.items > most:
-            raise Refusal(reasons.TOO_MANY, f"the group holds more than the {most} values that are allowed: shorten it")
+        if shape.items > most or shape.containers > most // _ITEMS_OF_A_CONTAINER:
+            raise Refusal(
+                reasons.TOO_MANY,
+                f"the group holds more than the {most} values that are allowed, or more than "
+                f"{most // _ITEMS_OF_A_CONTAINER} lists and maps: let its episodes have fewer segments, turns or notes",
+            )
         stamp = codec.decode(body, _Stamp)
         if stamp.schema_version != SCHEMA_VERSION:
             raise Refusal(

@@ -20,13 +20,17 @@ from rollout_worker.user_code.failures import is_async
 class Followed:
     """One call of `run`, to be handed to `UserCode.call` as `self.function`. `named`: the user's own function behind
     it, for the errors, and async where `run` gives what must be awaited. `began`: whether it was ever called; `back`:
-    set, on the event loop that made this, when it is not at work, nor ever will be. Call `let_go` when nobody waits
-    for it any longer: a call that has not begun by then never does."""
+    set, on the event loop that made this, when it is not at work, nor ever will be. `came` gets what it gave, where it
+    ran and before `back` is set, also where nobody waits for that. Call `let_go` when nobody waits for it any longer: a
+    call that has not begun by then never does."""
 
-    def __init__(self, run: Callable[..., Any], named: Callable[..., Any]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], named: Callable[..., Any], came: Callable[[Any], None] = lambda gave: None
+    ) -> None:
         self.back = asyncio.Event()
         self.began = False
         self._run = run
+        self._came = came
         self._loop = asyncio.get_running_loop()
         # Taken by the call that begins, or by `let_go`.
         self._only: list[None] = [None]
@@ -45,7 +49,10 @@ class Followed:
             try:
                 result = self._run(**arguments)
                 waits = inspect.isawaitable(result) or inspect.isasyncgen(result)
-                return _Followed(result, self._tell) if waits else result
+                if waits:
+                    return _Followed(result, self._came, self._tell)
+                self._came(result)
+                return result
             finally:
                 if not waits:
                     self._tell()
@@ -57,7 +64,9 @@ class Followed:
         async def followed(**arguments: Any) -> Any:
             self._begin()
             try:
-                return await _final(self._run(**arguments))
+                result = await _final(self._run(**arguments))
+                self._came(result)
+                return result
             finally:
                 self._tell()
 
@@ -74,15 +83,18 @@ class Followed:
 
 
 class _Followed(Awaited):
-    """What a call gave that has to be awaited. `tell` is called when it has ended."""
+    """What a call gave that has to be awaited. `came` gets what that gives; `tell` is called when it has ended."""
 
-    def __init__(self, result: Any, tell: Callable[[], None]) -> None:
+    def __init__(self, result: Any, came: Callable[[Any], None], tell: Callable[[], None]) -> None:
         self._result = result
+        self._came = came
         self._tell = tell
 
     def __await__(self) -> Generator[Any, Any, Any]:
         try:
-            return (yield from _final(self._result).__await__())
+            result = yield from _final(self._result).__await__()
+            self._came(result)
+            return result
         finally:
             self._tell()
 

@@ -755,8 +755,8 @@ def test_hole_7_a_ticket_that_is_renewed_for_ever_is_issued_again() -> None:
 
 
 def test_hole_7_a_tickets_greatest_age_follows_the_episodes_unless_it_is_given() -> None:
-    plain = config(worker={"episode_timeout_s": 100.0, "reward_timeout_s": 20.0})
-    assert plain.ticket_max_age_s == 240.0
+    plain = config(worker={"episode_timeout_s": 100.0, "reward_timeout_s": 20.0, "environment_timeout_s": 30.0})
+    assert plain.ticket_max_age_s == 300.0
     with pytest.raises(
         ValueError, match=r"the longest episodes would lose their ticket .* raise queue\.ticket_max_age_s"
     ):

@@ -189,6 +189,46 @@ def test_hole_7_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
     assert peak < 200_000
 
 
+@pytest.mark.parametrize("size", [2, 16])
+def test_a_group_may_hold_all_that_its_rollouts_may(size: int) -> None:
+    """As many segments, figures and notes in every one as `check` allows: an episode may have opened so many."""
+    names = [f"name {number}" for number in range(256)]
+    full = Rollout(
+        [segment(PATTERN)] * validation._MOST_SEGMENTS,
+        1.0,
+        finish_reason="stop",
+        reward_components=dict.fromkeys(names, 1.0),
+        metrics=dict.fromkeys(names, 1.0),
+        timings=dict.fromkeys(names, 1.0),
+        extra=dict.fromkeys(names, "text"),
+    )
+    sound = group(TICKET)
+    in_group(rollouts=[full] * size, reward_weights=dict.fromkeys(names, 1.0), server_names=names)(sound)
+    body = codec.encode(sound)
+    validation.check(validation.decode(body, size), RECORD, msgspec.structs.replace(RULES, group_size=size))
+
+
+@pytest.mark.parametrize(
+    ("size", "values"),
+    [
+        (2, [[]] * 2**15),
+        (1024, [[]] * 2**18),
+        (2, [0] * 2**17),
+        (1024, [0] * 2**20),
+        (1024, {f"{number:x}": "" for number in range(2**19)}),
+    ],
+)
+def test_hole_7_the_widest_group_is_refused_before_it_is_decoded(
+    size: int, values: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its group size."""
+    body = codec.encode({"rollouts": [{"segments": [{"token_ids": values}]}]})
+    monkeypatch.delattr(codec, "decode")
+    with pytest.raises(Refusal, match=r"more than the .* values that are allowed") as refusal:
+        validation.decode(body, size)
+    assert refusal.value.reason == "too_many"
+
+
 # What a field that nobody knows may hold: deep, wide, of every type of msgpack.
 anything = st.recursive(
     st.none()

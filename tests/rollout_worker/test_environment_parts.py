@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from rollout_worker.task.tools import ToolBox
 from rollout_worker.user_code import UserCode, UserCodeError
 from tests.kit.renderer_cases import CASES as RENDERERS
 from tests.kit.template_cases import CASES as TEMPLATES
-from tests.kit.worker import chat_format, multiply, row, task
+from tests.kit.worker import chat_format, multiply, row, task, until
 
 USER = {"role": "user", "content": "Ask."}
 
@@ -253,6 +255,99 @@ async def test_i9_a_close_that_fails_is_told_and_ends_nothing():
     ((text, where),) = told
     assert "Stubborn.close failed: SystemExit(no)" in text
     assert where is not None
+
+
+class Gate:
+    """A factory's work: `begun` once it is at it; it goes on when `opened` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.opened = threading.Event(), threading.Event()
+        self.made: list[Any] = []
+        self.closed: list[Any] = []
+
+    def environment(self) -> Any:
+        gate = self
+
+        class Slow(Bare):
+            def __init__(self) -> None:
+                gate.made.append(self)
+
+            def close(self) -> None:
+                gate.closed.append(self)
+
+        return Slow()
+
+    def in_a_thread(self) -> Any:
+        self.begun.set()
+        self.opened.wait(30)
+        return self.environment()
+
+    async def on_a_loop(self) -> Any:
+        """It ends in its own time, and not when it is cancelled."""
+        self.begun.set()
+        while not self.opened.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+        return self.environment()
+
+    def later(self) -> Any:
+        return self.on_a_loop()
+
+
+@pytest.mark.parametrize("how", ["in_a_thread", "on_a_loop", "later"])
+@pytest.mark.parametrize("timeout_s", [5.0, 0.01])
+async def test_i9_what_is_still_being_made_when_the_pool_closes_is_waited_for_and_closed(how, timeout_s):
+    """Its episode was cancelled, or its time-out is over."""
+    gate = Gate()
+    async with UserCode() as code:
+        pool = Pool({None: getattr(gate, how)}, code, timeout_s)
+        taking = asyncio.create_task(pool.take(None))
+        await until(gate.begun.is_set)
+        if timeout_s == 5.0:
+            taking.cancel()
+        with pytest.raises((asyncio.CancelledError, UserCodeError)):
+            await taking
+        closing = asyncio.create_task(pool.close())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        gate.opened.set()
+        await closing
+        assert pool.alive == 0
+    assert len(gate.made) == 1
+    assert gate.closed == gate.made
+
+
+async def test_the_pool_waits_for_what_is_being_made_for_a_bounded_time(monkeypatch, caplog):
+    monkeypatch.setattr("rollout_worker.task.environment.pool.CLOSE_S", 0.01)
+    gate = Gate()
+    async with UserCode() as code:
+        pool = Pool({None: gate.in_a_thread}, code, 0.01)
+        with pytest.raises(UserCodeError):
+            await pool.take(None)
+        await pool.close()
+        assert "1 environments were still being made after 0.01 s" in caplog.text
+        gate.opened.set()
+
+
+async def test_what_was_made_too_late_and_fails_to_close_is_told_with_its_factory():
+    told = []
+
+    class Stubborn(Bare):
+        def close(self) -> None:
+            raise SystemExit("no")
+
+    gate = Gate()
+    gate.environment = Stubborn  # type: ignore[method-assign]
+    async with UserCode() as code:
+        pool = Pool({None: partial(gate.in_a_thread)}, code, 0.01)
+        pool.trouble = lambda key, text, where: told.append((text, where))
+        with pytest.raises(UserCodeError):
+            await pool.take(None)
+        gate.opened.set()
+        await pool.close()
+    ((text, where),) = told
+    assert "Gate.in_a_thread.close failed: SystemExit(no)" in text
+    assert where.startswith(__file__)
 
 
 async def test_a_factory_that_gives_something_else_is_told():

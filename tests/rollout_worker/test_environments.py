@@ -719,3 +719,27 @@ async def test_the_process_itself_opens_environments_and_an_isolated_one_is_refu
     )
     with pytest.raises(ConfigError, match="tool_isolation = process: an environment keeps its state from call to call"):
         await work(isolated, the_task, StandInQueue(), "w0", asyncio.Event())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"queue": {"ticket_max_age_s": 2000.0}, "worker": {"environment_timeout_s": 600.0}},
+            r"queue\.ticket_max_age_s = 2000 is less than 2 x worker\.environment_timeout_s = 1200, .* would lose "
+            r"their ticket .* to 3120 or more",
+        ),
+        (
+            {"worker": {"environment_timeout_s": 900.0}},
+            r"learner\.stall_timeout_s = 3600 is not more than 2 x worker\.environment_timeout_s = 1800, .* would give "
+            r"up while a group may still come; raise learner\.stall_timeout_s above 3840",
+        ),
+    ],
+)
+async def test_what_cannot_wait_for_a_slow_environment_is_refused_before_one_is_made(changes, told, tmp_path):
+    """The run file alone cannot tell: without environments it is sound."""
+    log, path = Log(), f"{__file__}:task"
+    settings = config(WORKER, model={"path": str(save_model_folder(tmp_path))}, task={"path": path}, **changes)
+    with pytest.raises(ConfigError, match=told):
+        await work(settings, played(counter(log)), StandInQueue(), "w0", asyncio.Event())
+    assert log.made == 0

@@ -164,6 +164,52 @@ async def test_sigterm_ends_a_worker_cleanly(tmp_path):
     assert [failure.reason for failure in queue.failures] == ["worker_stopped"]
 
 
+SLOWLY_MADE = """
+import time
+from pathlib import Path
+from rollout_worker.task import Task
+
+def count(name):
+    path = Path(name)
+    path.write_text(str(int(path.read_text()) + 1 if path.exists() else 1))
+
+class Box:
+    def __init__(self):
+        count("made")
+        if Path("made").read_text() == "2":
+            Path("making").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+
+    def reset(self):
+        pass
+
+    def get_reward(self):
+        return 1.0
+
+    def close(self):
+        count("closed")
+
+task = Task(dataset=[{"prompt": [{"role": "user", "content": "Hi."}]}], environment=Box)
+"""
+
+
+async def test_i9_sigterm_closes_an_environment_that_is_still_being_made(tmp_path):
+    values = folder_of_a_worker(tmp_path) | {"worker": {"user_threads": 1, "episodes": 1}}
+    (tmp_path / "task.py").write_text(SLOWLY_MADE)
+    server, queue = fake(faults=[Fault("hang")]), HttpQueue()
+    async with serving(server) as url, serving(queue) as queue_url:
+        queue.servers = serving_at(url, version=7)
+        async with worker(values, queue_url, tmp_path) as process:
+            await until(lambda: (tmp_path / "making").exists() or process.returncode is not None, timeout_s=60)
+            process.send_signal(signal.SIGTERM)
+            await until(lambda: queue.failures or process.returncode is not None)
+            (tmp_path / "go").touch()
+            _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 128 + signal.SIGTERM, errors.decode()
+    assert (tmp_path / "made").read_text() == (tmp_path / "closed").read_text() == "2"
+
+
 HOSTILE = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor

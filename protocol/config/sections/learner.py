@@ -93,7 +93,7 @@ class LearnerSection(AlgorithmSection):
     stall_timeout_s: Seconds = setting(
         3600.0,
         description="seconds without a group or a step, after which the learner gives up",
-        why="longer than the longest episode and its rewards",
+        why="longer than the longest episode and its rewards, in an environment too",
     )
 
     @field_validator("betas")

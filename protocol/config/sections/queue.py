@@ -64,8 +64,9 @@ class QueueSection(Section):
     ticket_max_age_s: Seconds | Literal["auto"] = setting(
         "auto",
         description="time-out of a ticket however often it is renewed, so that a worker that hangs cannot hold it for "
-        "ever; auto is 2 x (worker.episode_timeout_s + worker.reward_timeout_s)",
-        why="twice what an episode and its rewards may take",
+        "ever; auto is 2 x (worker.environment_timeout_s + worker.episode_timeout_s + worker.reward_timeout_s)",
+        why="all that a group may take, in an environment too, which is made and reset; and an episode may wait for a "
+        "slot",
     )
     ticket_attempts: Count = setting(
         3,

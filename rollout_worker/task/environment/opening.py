@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from protocol.config import ConfigError, RunConfig
+from protocol.config import ConfigError, RunConfig, patience
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.task.environment.choice import COLUMN, check_row, factories_of, given_as, no_reward
 from rollout_worker.task.environment.face import Face, tools_of
@@ -91,6 +91,10 @@ async def open_environments(
             "worker.tool_isolation = process: an environment keeps its state from call to call, and cannot be called "
             "in another process; set thread, and start what must not be trusted as a process from the environment"
         )
+    try:
+        patience.check(config.queue, config.worker, config.learner, environments=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s)
     try:
         stages = {name: await _stage(name, pool, tools, make_chat) for name in pool.factories}

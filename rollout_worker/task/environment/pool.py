@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any
 
-from rollout_worker.task.environment.face import Face, face_of
+from rollout_worker.task.environment.face import Face
 from rollout_worker.task.environment.instance import GRACE_S, Holder, Instance
-from rollout_worker.user_code import Kind, UserCode, UserCodeError, defined_at
+from rollout_worker.task.environment.making import Factory, Making
+from rollout_worker.user_code import Kind, UserCode, UserCodeError
 from rollout_worker.user_code.failures import is_async
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 # All that are left are closed in this time when a worker ends: less than a supervisor waits before it kills.
 CLOSE_S = 8.0
 
-Factory = Callable[..., Any]
 Trouble = Callable[[str, str, str | None], None]
 
 
@@ -45,6 +44,8 @@ class Pool:
         self._faces: dict[str | None, Face] = {}
         self._ends: set[asyncio.Task[None]] = set()
         self._settling: set[asyncio.Task[None]] = set()
+        # Those whose caller has gone.
+        self._given_up: list[Making] = []
 
     @property
     def idle(self) -> int:
@@ -76,7 +77,7 @@ class Pool:
             self._idle[instance.name].append(instance)
 
     async def close(self) -> None:
-        """Close every instance, those that are out too. Returns within `CLOSE_S`."""
+        """Close every instance, those that are out or still being made too. Returns within `CLOSE_S`."""
         for task in self._settling:
             task.cancel()
         for instance in [*self._out, *(each for kept in self._idle.values() for each in kept)]:
@@ -84,48 +85,40 @@ class Pool:
         self._out.clear()
         for kept in self._idle.values():
             kept.clear()
-        if self._ends:
-            _, late = await asyncio.wait(self._ends, timeout=CLOSE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                for making in self._given_up:
+                    await making.over.wait()
+                if self._ends:
+                    await asyncio.wait(self._ends)
+        if unmade := sum(not making.over.is_set() for making in self._given_up):
+            logger.warning("%d environments were still being made after %g s, and are not closed", unmade, CLOSE_S)
+        if late := set(self._ends):
             for task in late:
                 task.cancel()
-            if late:
-                logger.warning("%d environments were not closed within %g s", len(late), CLOSE_S)
-                await asyncio.wait(late)
+            logger.warning("%d environments were not closed within %g s", len(late), CLOSE_S)
+            await asyncio.wait(late)
 
     async def _made(self, name: str | None) -> Instance:
-        made: list[tuple[Any, Face]] = []
-        given_up: list[None] = []
-        loop = asyncio.get_running_loop()
-
-        def plain(found: Any) -> None:
-            """In a thread, also of a factory that was given up long ago."""
-            made.append((found, face_of(found)))
-            if given_up:
-                with contextlib.suppress(RuntimeError):  # the loop may be gone by now
-                    loop.call_soon_threadsafe(unwanted)
-
-        def unwanted() -> None:
-            if made:
-                self.alive += 1
-                self._discard(self._instance(name, *made.pop()))
-
+        making = Making(self.factories[name], self._unwanted)
         self.alive += 1
         try:
-            await self._code.call(_named(self.factories[name]), plain, self._timeout_s, Kind.ENVIRONMENT)
+            made, face = await making.made(self._code, self._timeout_s)
         except BaseException:
-            given_up.append(None)
             self.alive -= 1
-            unwanted()
+            if not making.over.is_set():
+                self._given_up = [each for each in self._given_up if not each.over.is_set()] + [making]
             raise
-        instance = self._instance(name, *made.pop())
-        if not self._faces.setdefault(name, instance.face).has(instance.face):
-            text = f"it gave a {instance.face.cls} with other methods than before; give instances of one class"
+        instance = Instance(name, made, face, self._code)
+        if not self._faces.setdefault(name, face).has(face):
+            text = f"it gave a {face.cls} with other methods than before; give instances of one class"
             self._discard(instance)
-            raise UserCodeError(text, "TypeError", defined_at(_named(self.factories[name])))
+            raise UserCodeError(text, "TypeError", making.where)
         return instance
 
-    def _instance(self, name: str | None, made: Any, face: Face) -> Instance:
-        return Instance(name, made, face, self._code)
+    def _unwanted(self, making: Making, holder: Holder) -> None:
+        self.alive += 1
+        _spawn(self._ended(making.name, making.closing, holder), self._ends)
 
     async def _settled(self, instance: Instance) -> None:
         """Given back while a call is at work on it, which was cancelled with its episode."""
@@ -134,14 +127,15 @@ class Pool:
         self.give_back(instance)
 
     def _discard(self, instance: Instance) -> None:
-        _spawn(self._ended(instance.face, instance.emptied()), self._ends)
+        face = instance.face
+        _spawn(self._ended(face.cls, _closing(face), instance.emptied()), self._ends)
 
-    async def _ended(self, face: Face, holder: Holder) -> None:
+    async def _ended(self, cls: str, closing: Callable[..., Any], holder: Holder) -> None:
         """Close it, where it has a `close`, and let go of it where it was used."""
         try:
-            await self._code.call(_closing(face), _none, self._timeout_s, Kind.CLOSE, holder=holder)
+            await self._code.call(closing, _none, self._timeout_s, Kind.CLOSE, holder=holder)
         except UserCodeError as error:
-            self.trouble(f"close {face.cls} {error.kind}", f"{face.cls}.close failed: {error}", error.where)
+            self.trouble(f"close {cls} {error.kind}", f"{cls}.close failed: {error}", error.where)
         finally:
             self.alive -= 1
 
@@ -150,19 +144,6 @@ def _spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> N
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
-
-
-def _named(factory: Factory) -> Factory:
-    """`factory`, so that an error names the constructor's file where it is a class."""
-    constructor = getattr(factory, "__init__", None)
-    if not (inspect.isclass(factory) and inspect.isfunction(constructor)):
-        return factory
-
-    @wraps(constructor)
-    def making() -> Any:
-        return factory()
-
-    return making
 
 
 def _closing(face: Face) -> Callable[..., Any]:

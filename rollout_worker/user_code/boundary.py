@@ -149,8 +149,11 @@ class UserCode:
         else:
             result = await threads.run(function, partial(_done, start, plain), timeout_s, waiting)
             if isinstance(result, Held):
-                left_s = max(0.0, timeout_s - (time.monotonic() - result.began))
-                result = await self._loops.run(function, result.take, plain, left_s, told_s=timeout_s)
+                held, left_s = result, max(0.0, timeout_s - (time.monotonic() - result.began))
+                try:
+                    result = await self._loops.run(function, held.take, plain, left_s, told_s=timeout_s)
+                finally:
+                    held.close()  # it may not have begun
         if isinstance(result, Held):
             # Its text may take as long as it likes, or never end.
             result = await threads.run(function, partial(_plain, result, plain), timeout_s)

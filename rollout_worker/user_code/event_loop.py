@@ -48,9 +48,12 @@ class Held:
     def take(self) -> Any:
         return self._values.pop()
 
+    def close(self) -> None:
+        with contextlib.suppress(IndexError):
+            close_unawaited(self._values.pop())
+
     def __del__(self) -> None:
-        for value in self._values:
-            close_unawaited(value)
+        self.close()
 
 
 def close_unawaited(value: Any) -> None:

@@ -36,7 +36,7 @@ class _Call:
 
     came_back: Callable[[_Jobs, _Call], None]
     loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
+    future: asyncio.Future[None]
     function: Callable[..., Any]
     step: Callable[[], Any] | None
     timeout_s: float
@@ -65,11 +65,12 @@ class _Call:
         if self.timer is not None:
             self.timer.cancel()
         if self.future.done():
+            self.outcome = None
             return
         if error is None and self.failed:
             error = self.outcome
         if error is None:
-            self.future.set_result(self.outcome)
+            self.future.set_result(None)
         else:
             error.waited_s = self.waited_s
             self.future.set_exception(error)
@@ -155,11 +156,14 @@ class Threads:
             if call.begun is not None:
                 with waiting or nullcontext():
                     await call.begun.wait()
-            return await call.future
+            await call.future
+            return call.outcome
         except asyncio.CancelledError:
             call.future.cancel()
             self._cancelled(call)
             raise
+        finally:
+            call.outcome = None  # else it would live as long as the frames of the error
 
     def close(self) -> None:
         """Let idle threads end; those at work end with their calls."""
@@ -197,10 +201,10 @@ class Threads:
         if call.given_up:
             self._hung.discard(call)
             self.came_back += 1
+            call.outcome = None
         else:
             self._working -= 1
             call.settle()
-        call.outcome = None  # else it would live as long as the frames of the caller's error
         if self.limit == 0:
             jobs.put(None)
             return

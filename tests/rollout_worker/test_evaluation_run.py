@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from protocol import fingerprint
 from protocol.client import QueueClient
@@ -125,14 +126,14 @@ async def test_f10_what_a_stopped_worker_held_goes_to_another() -> None:
     assert (found.ended, found.done, found.failed) == ("complete", 8, 0)
 
 
-async def test_f10_what_a_killed_worker_held_goes_to_another_once_it_expires() -> None:
+async def test_f10_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = False
     the_task = task(eval_dataset=EVALS, rewards=[gate(lambda: opened)])
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):
         await ask(client)
-        async with worker(CONFIG, the_task, client, "first") as killed:
+        async with worker(CONFIG, the_task, client, "first"):
             await until(lambda: len(queue.broker.evaluations.held_by("first")) == 4)
-            vars(killed)["_give_back_all"] = _nothing
+            monkeypatch.setattr("rollout_worker.ticket_loop.give_back_all", _nothing)
         assert len(queue.broker.evaluations.held_by("first")) == 4
         queue.time.now += 61.0
         await queue.broker.expire()
@@ -145,15 +146,17 @@ async def test_f10_what_a_killed_worker_held_goes_to_another_once_it_expires() -
 async def _nothing(*_: Any) -> None: ...
 
 
-async def test_the_queue_is_restarted_in_the_middle_and_the_worker_goes_on(tmp_path: Path) -> None:
+async def test_the_queue_is_restarted_in_the_middle_and_the_worker_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = False
     path, the_task = tmp_path / "queue.db", task(eval_dataset=EVALS, rewards=[gate(lambda: opened)])
     async with serving_vllm(fake(version=7)) as url, AsyncExitStack() as stack:
         async with standing(url, SqliteStore(path)) as (queue, client):
             await ask(client)
-            async with worker(CONFIG, the_task, client, "w") as running:
+            async with worker(CONFIG, the_task, client, "w"):
                 await until(lambda: len(queue.broker.evaluations.held_by("w")) == 4)
-                vars(running)["_give_back_all"] = _nothing
+                monkeypatch.setattr("rollout_worker.ticket_loop.give_back_all", _nothing)
         opened = True
         queue, client = await stack.enter_async_context(standing(url, SqliteStore(path), begin=False))
         assert len(queue.broker.evaluations.held_by("w")) == 4

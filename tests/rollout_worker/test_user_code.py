@@ -16,7 +16,7 @@ import time
 import pytest
 
 from protocol import reasons
-from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, threads
+from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, event_loop, threads
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"
@@ -402,6 +402,25 @@ async def test_i9_a_coroutine_that_comes_too_late_is_closed_and_not_dropped(way)
         await until(lambda: bool(given) and inspect.getcoroutinestate(given[0]) == inspect.CORO_CLOSED)
         async with asyncio.timeout(30.0):
             await followed.back.wait()
+
+
+async def test_i9_a_coroutine_whose_caller_goes_before_it_begins_is_closed(monkeypatch):
+    offered, given = [], []
+
+    async def later():
+        raise AssertionError("it is never begun")
+
+    def give():
+        given.append(later())
+        return given[0]
+
+    monkeypatch.setattr(event_loop.EventLoop, "begin", lambda loop, call: offered.append(call))
+    async with UserCode() as code:
+        calling = asyncio.create_task(call(code, give))
+        await until(lambda: bool(offered))
+        calling.cancel()
+        await asyncio.wait([calling])
+        assert inspect.getcoroutinestate(given[0]) == inspect.CORO_CLOSED
 
 
 async def test_i9_what_is_bound_to_a_loop_works_from_call_to_call():

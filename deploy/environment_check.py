@@ -20,8 +20,9 @@ _RESETS = 3
 
 
 async def look(config: RunConfig, task: Task, environments: Environments) -> tuple[list[int], list[str]]:
-    """The lengths in tokens of the prompts that a few resets gave, and what went wrong with others. Raises
-    `ConfigError` for a row that no environment can be found for, and where all resets of one fail."""
+    """The lengths in tokens of the prompts that a few resets gave, and what went wrong with others; what goes wrong
+    later, as environments are closed, is added to it. Raises `ConfigError` for a row that no environment can be found
+    for, and where all resets of one fail."""
     assert task.environment is not None
     rows = [(number, columns) for number, columns in task.rows.sample(_ROWS) if isinstance(columns, Mapping)]
     tried: dict[str | None, list[tuple[int, Mapping[str, Any]]]] = {name: [] for name in environments.stages}
@@ -31,6 +32,14 @@ async def look(config: RunConfig, task: Task, environments: Environments) -> tup
         tried[environments.stage_of(columns).name].append((number, columns))
     lengths: list[int] = []
     faults: list[str] = []
+    keys: set[str] = set()
+
+    def trouble(key: str, text: str, where: str | None) -> None:
+        if key not in keys:
+            keys.add(key)
+            faults.append(f"{text} ({where})" if where else text)
+
+    environments.pool.trouble = trouble
     for name, stage in environments.stages.items():
         few = tried[name][:_RESETS]
         if not few:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Seconds that a thread keeps the interpreter lock while others want it. Where many threads of user code are at work the
 # event loop waits for as many turns; with Python's usual 5 ms and 64 threads that is a third of a second.
 _SWITCH_S = 0.0005
+# Loggers of clients; `openai` brings httpx or httpx2 by its version.
+CLIENTS = ("httpx", "httpx2", "openai", "anthropic")
 
 
 def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None = None) -> int:
@@ -41,8 +43,7 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     """
     # A log line that cannot be written ends nothing: user code may close sys.stderr.
     logging.raiseExceptions = False
-    # It writes a line for each request of an agent's client.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    quiet_clients()
     task = load_task(config.task)
     _ = task.rows  # whatever is wrong with the data set ends the worker here
     check_evaluation(config, task.eval_dataset)
@@ -59,6 +60,12 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
         except SystemExit as error:
             logger.error("a task's code ended the worker by SystemExit(%r)", error.code)
             return 1
+
+
+def quiet_clients() -> None:
+    """HTTP clients, which agents and tools use, write a line for each request, and for each that they try again."""
+    for name in CLIENTS:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> WorkerReport:

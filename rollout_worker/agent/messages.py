@@ -105,7 +105,7 @@ class _Reader:
             content = refused if content is None and isinstance(refused, str) else content
             reasoning = next((text for name in _REASONING if isinstance(text := message.get(name), str)), None)
             return Said(role, content, calls, reasoning=reasoning)
-        if content is None:
+        if message.get("content") is None:
             self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
         if role != "tool":
             return Said(role, content)

@@ -202,7 +202,9 @@ class _Reader:
         texts = [value] if isinstance(value, str) else value
         fits: Callable[[Any], bool] = lambda text: isinstance(text, str) and 0 < len(text) <= _STOP_CHARACTERS  # noqa: E731
         if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(map(fits, texts)):
-            text = f"{_short(value)}; give a text, or at most {MOST_STOPS} of them, none of them empty"
+            text = (
+                f"{_short(value) or 'an empty text'}; give a text, or at most {MOST_STOPS} of them, none of them empty"
+            )
             self._faults.append(Fault("stop", text))
             return ()
         return tuple(texts)

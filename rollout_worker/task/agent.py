@@ -15,7 +15,7 @@ from protocol.figures import is_counted
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker.task.rewards.base import RESULTS
 from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
-from rollout_worker.user_code.failures import is_async, name_of
+from rollout_worker.user_code.failures import gives_items, is_async, name_of
 from rollout_worker.user_code.texts import encodable, type_name
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,11 @@ class Agent:
             )
         self.function = function
         self.name = name_of(function)
+        if gives_items(function):
+            raise ConfigError(
+                f"Task(agent=...): {self.name} yields, and an agent returns: nothing, its text, a number that is its "
+                f"reward, or a dict of numbers and texts; write return in place of yield"
+            )
         try:
             self._parameters: Mapping[str, inspect.Parameter] | None = inspect.signature(function).parameters
         except (TypeError, ValueError):  # a builtin without a signature

@@ -130,7 +130,11 @@ class Task:
     def rows(self) -> Rows:
         """The data set's rows, loaded when they are asked for first. Raises `ConfigError`, also for a first row that
         no run could use."""
-        data = [{}] if self.has_no_data and self.environment is not None else self.dataset
+        if self.has_no_data and self.environment is None:
+            raise ConfigError(
+                "Task(...) has no dataset; give dataset=[...], a row for each prompt, with a 'prompt' column"
+            )
+        data = [{}] if self.has_no_data else self.dataset
         return self._checked(open_rows(data, self.dataset_split, self.dataset_config, self.folder))
 
     @cached_property

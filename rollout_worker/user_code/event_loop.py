@@ -14,14 +14,19 @@ from typing import Any
 
 from rollout_worker.user_code.copies import ATOMS
 from rollout_worker.user_code.daemon_executor import DaemonExecutor
-from rollout_worker.user_code.failures import UserCodeError, defined_at, failure_in, place_in
+from rollout_worker.user_code.failures import (
+    UserCodeError,
+    defined_at,
+    failure_in,
+    file_of,
+    name_of,
+    place_in,
+)
 from rollout_worker.user_code.forks import end_if_copy
+from rollout_worker.user_code.steps import MOST_LOOKS, Sighting, blocks, code_in, cpu_clock, holds_up, sighting
 
 # Items of an async generator that are collected.
 MOST_ITEMS = 100_000
-# Looks at a loop without a sign of life, after which it counts as blocked. Looks, not seconds: a process that was
-# stopped for a while has blocked nothing.
-LOOKS = 8
 _CLOSE_S = 1.0
 
 
@@ -112,12 +117,24 @@ class AsyncCall:
             self.error = failure_in(self.function, error)
 
 
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """`name`: of what runs; `where`: the file:line that it is at; `function`: the one that was called, None for code in
+    a task that it began."""
+
+    name: str
+    where: str | None
+    function: Callable[..., Any] | None = None
+
+
 class EventLoop:
     """The loop and its thread. Methods are for the caller's thread. `executor`: for what the user's code runs in
-    threads."""
+    threads; `look_s`: seconds between two looks at it. `held_up`: whether what runs on it waits where it should
+    await; `blocked`: whether it does not let go at all."""
 
-    def __init__(self, executor: DaemonExecutor) -> None:
-        self.told = False
+    def __init__(self, executor: DaemonExecutor, look_s: float) -> None:
+        self.blocked = self.held_up = self.told = False
+        self._look_s = look_s
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(executor)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,23 +142,24 @@ class EventLoop:
         self._closing = False
         self._pid = os.getpid()
         # Each is written by one thread only.
-        self._asked = self._answered = self._looks = 0
+        self._asked = self._answered = 0
+        self._seen: list[Sighting] = []
+        self._clock: int | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True, name="async user code")
         self._thread.start()
 
-    @property
-    def blocked(self) -> bool:
-        """Whether something runs on it that does not let go."""
-        return self._looks >= LOOKS
-
     def look(self) -> None:
-        """Ask for a sign of life, and count how often none came."""
+        """Ask for a sign of life; where none has come, see what the loop is at."""
         if self._answered == self._asked:
-            self._looks, self.told = 0, False
+            self.blocked = self.held_up = self.told = False
+            self._seen.clear()
             self._asked += 1
             self._soon(self._answer, self._asked)
-        else:
-            self._looks += 1
+            return
+        self._seen.append(sighting(self._thread.ident, self._clock))
+        del self._seen[:-MOST_LOOKS]
+        self.blocked = self.blocked or blocks(self._seen, self._look_s)
+        self.held_up = self.held_up or holds_up(self._seen, self._look_s)
 
     def begin(self, call: AsyncCall) -> None:
         """Run it, unless another loop has begun it by then."""
@@ -151,13 +169,17 @@ class EventLoop:
         """Cancel the coroutine, as soon as the loop can."""
         self._soon(self._cancel, call)
 
-    def culprit(self) -> tuple[Callable[..., Any], str | None] | None:
-        """The function that runs at this moment, and the line of its file that it is at; None if none does."""
+    def culprit(self) -> Culprit | None:
+        """What runs at this moment; None if nothing of the user's does."""
         task = asyncio.current_task(self._loop)
-        call = None if task is None else self._calls.get(task)
-        if call is None:
+        if task is None:
             return None
-        return call.function, place_in(call.function, self._thread.ident)
+        call = self._calls.get(task)
+        if call is not None:
+            return Culprit(name_of(call.function), place_in(call.function, self._thread.ident), call.function)
+        files = {file_of(other.function) for other in list(self._calls.values())}
+        found = code_in(self._thread.ident, files)  # of a task that the user's code began
+        return None if found is None else Culprit(*found)
 
     def close(self) -> None:
         """Cancel what runs, and end; what blocks it ends with the process."""
@@ -171,6 +193,7 @@ class EventLoop:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._clock = cpu_clock(threading.get_ident())
         while not self._closing:
             # A SystemExit in a task that the user's code began ends run_forever, and so does its loop.stop().
             with contextlib.suppress(BaseException):

@@ -14,6 +14,9 @@ from rollout_worker.user_code.texts import encodable, type_name
 # Of one error's text: an exception may hold a whole page.
 MAX_CHARACTERS = 2000
 
+# As asyncio says it of futures, and of locks, events and queues.
+_OF_ANOTHER_LOOP = ("different loop", "different event loop")
+
 
 class UserCodeError(Exception):
     """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
@@ -87,10 +90,20 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine or an async generator: functions, methods, partials, callable objects."""
+    called = _called(function)
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+
+
+def gives_items(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a generator, plain or async: of the same as `is_async`."""
+    called = _called(function)
+    return inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called)
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func
-    called = function if inspect.isroutine(function) else type(function).__call__
-    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+    return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _remedy(kind: str, text: str) -> str:
@@ -100,10 +113,10 @@ def _remedy(kind: str, text: str) -> str:
             'instead of an alarm, or, for a task of tools alone, worker.tool_isolation = "process", where they run in '
             "a main thread of their own"
         )
-    if kind == "RuntimeError" and "different loop" in text:
+    if kind == "RuntimeError" and any(words in text for words in _OF_ANOTHER_LOOP):
         return (
             "; async code moves to another event loop while one function blocks the usual one: see the trouble that "
-            "names it"
+            "names it, and make what belongs to a loop (a client, a session, a lock) in the call that uses it"
         )
     return ""
 

@@ -2,7 +2,8 @@
 
 All async code shares one event loop, so that what is bound to a loop (a session, a lock) works from call to call. While
 a function blocks that loop, calls that have not begun go to a spare one, and an alarm names the function; once it lets
-go, the first loop is used again. Decisions are taken on the event loop of the caller.
+go, the first loop is used again. A loop that is only slow keeps its calls. Decisions are taken on the event loop of the
+caller.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from protocol import reasons
 from rollout_worker.user_code.daemon_executor import DaemonExecutor
-from rollout_worker.user_code.event_loop import LOOKS, AsyncCall, EventLoop
-from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at, name_of
+from rollout_worker.user_code.event_loop import AsyncCall, EventLoop
+from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at
+from rollout_worker.user_code.steps import LOOKS
 
 MOST_LOOPS = 4
 
@@ -27,8 +29,8 @@ class Loops:
     """`threads`: the most jobs of async code in threads at one time. `hung`: calls given up that have not come back;
     `came_back`: calls that have ended, hung or not; `longest_s`: the longest time-out. `on_hung` is called at each new
     hung one, and at each job that hangs in a thread. `on_blocked` gets the name of a function that blocks its loop, and
-    the file:line that it is at. `look_s`: seconds between two looks at a loop; `LOOKS` of them without a sign of life,
-    and it is blocked; as long after its cancellation, a coroutine is hung. `remedy`: what to do where calls hang."""
+    the file:line that it is at. `look_s`: seconds between two looks at a loop, which tell whether it is blocked (see
+    `steps`); `LOOKS` of them after its cancellation, a coroutine is hung. `remedy`: what to do where calls hang."""
 
     threads: int = 64
     on_hung: Callable[[], None] = lambda: None
@@ -59,7 +61,7 @@ class Loops:
     def hanging(self) -> str:
         """The functions that block the loops, and where."""
         culprits = [culprit for loop in self._loops if (culprit := loop.culprit()) is not None]
-        told = dict.fromkeys(f"{name_of(function)} ({where})" for function, where in culprits)
+        told = dict.fromkeys(f"{culprit.name} ({culprit.where})" for culprit in culprits)
         return f"all {MOST_LOOPS} event loops of async code are blocked, by {', '.join(told) or 'code that has ended'}"
 
     async def run(
@@ -111,7 +113,7 @@ class Loops:
         """The first loop that is not blocked; a new one where all are; None where there are enough."""
         found = next((loop for loop in self._loops if not loop.blocked), None)
         if found is None and len(self._loops) < MOST_LOOPS:
-            found = EventLoop(self._executor)
+            found = EventLoop(self._executor, self.look_s)
             self._loops.append(found)
         return found
 
@@ -126,8 +128,8 @@ class Loops:
     def _too_late(self, call: AsyncCall, timeout_s: float) -> None:
         text = f"no answer within {timeout_s:g} s"
         culprit = call.home.culprit() if call.home is not None and call.home.blocked else None
-        if culprit is not None and culprit[0] is not call.function:
-            text += f": {name_of(culprit[0])} blocked its event loop at {culprit[1]}"
+        if culprit is not None and culprit.function is not call.function:
+            text += f": {culprit.name} blocked its event loop at {culprit.where}"
         if not call.future.done():
             error = UserCodeError(text, reasons.TIMEOUT, defined_at(call.function))
             call.future.set_exception(error)
@@ -153,12 +155,13 @@ class Loops:
         """At each loop, while there are calls; a blocked one is told once."""
         self._watch = None
         for loop in list(self._loops):
+            could = not loop.blocked
             loop.look()
-            if loop.blocked and not loop.told:
+            if loop.held_up and not loop.told:
                 loop.told = True
                 if (culprit := loop.culprit()) is not None:
-                    function, where = culprit
-                    self.on_blocked(name_of(function), where)
+                    self.on_blocked(culprit.name, culprit.where)
+            if loop.blocked and could:
                 self._move_on()
         if self._in_flight:
             self._watch = caller.call_later(self.look_s, partial(self._look, caller))

@@ -242,6 +242,50 @@ def test_an_observation_that_is_too_long_is_told(
     assert "3 of 7 prompts that were tried do not fit" in capsys.readouterr().err
 
 
+def test_a_close_that_fails_is_told_once_and_as_a_warning(
+    run_file: Path,
+    room: type,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each instance's was a line of a log, with its time."""
+
+    def close(self: Room) -> None:
+        Room.closed += 1
+        raise OSError("no door")
+
+    monkeypatch.setattr(Room, "close", close)
+    check(run_file, rooms())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("slipstream: warning: Room.close failed: OSError: no door (")
+    assert "test_task_check.py:" in line
+    assert Room.closed > 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "told"),
+    [
+        (
+            "get_reward",
+            lambda self, completions: 1.0,
+            r"missing a required argument: 'completions'; .* get_reward\(self\)",
+        ),
+        ("respond", lambda self: None, r"Room.respond cannot be called: .*; write it as def respond\(self, messages\)"),
+        ("respond", lambda self, turns: None, r"def respond\(self, messages\)"),
+        ("close", lambda self, force: None, r"def close\(self\)"),
+    ],
+)
+def test_a_method_that_cannot_be_called_as_we_call_it_is_refused(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: object, told: str
+) -> None:
+    """It was found by running, in each episode."""
+    monkeypatch.setattr(Room, name, method, raising=False)
+    with pytest.raises(ConfigError, match=told):
+        check(run_file, rooms())
+
+
 def test_a_row_that_names_no_environment_is_refused(run_file: Path, room: type) -> None:
     rows = [{"prompt": SHORT, "environment": name} for name in ("a", "a", "c")]
     with pytest.raises(ConfigError, match="row 2 cannot be played: its column 'environment' is 'c', which is not one"):

@@ -1,13 +1,21 @@
 """docs/agents.md: its agent runs as it is written, and its table names every parameter."""
 
+import asyncio
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.config import TaskSection
+from protocol.messages import Group
 from rollout_worker.agent import parameters
-from rollout_worker.task import load_task
+from rollout_worker.task import Task, load_task
+from slipstream import Endpoint
+from tests.kit import WORKER, config
+from tests.kit.agent import agent_task
+from tests.kit.stand_in_queue import StandInQueue, tickets_for
 from tests.kit.worker import fake, roll
 
 pytest.importorskip("openai")
@@ -15,12 +23,46 @@ pytest.importorskip("openai")
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
 
 
-async def test_the_agent_of_the_page_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def of_the_page(tmp_path: Path) -> Task:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "task.py").write_text(code, encoding="utf-8")
-    run = await roll(load_task(TaskSection(path=f"{tmp_path}/task.py:task")), fake())
+    return load_task(TaskSection(path=f"{tmp_path}/task.py:task"))
+
+
+async def test_the_agent_of_the_page_runs(of_the_page: Task) -> None:
+    run = await roll(of_the_page, fake())
     assert run.queue.failures == {}
     assert [(rollout.reward, rollout.metrics["calls"]) for rollout in run.rollouts] == [(1.0, 1.0)] * 2
+
+
+async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(of_the_page: Task) -> None:
+    """Its client failed in each episode on another loop."""
+    as_written, moved = of_the_page.agent, threading.Event()
+    assert as_written is not None
+    homes: list[asyncio.AbstractEventLoop] = []
+
+    async def agent(endpoint: Endpoint, **columns: Any) -> Any:
+        homes.append(asyncio.get_running_loop())
+        if homes[-1] is not homes[0]:
+            moved.set()
+        return await as_written(endpoint, **columns)
+
+    queue = StandInQueue(tickets_for(4, 2))
+    original = queue.submit
+
+    async def submit(group: Group) -> Any:
+        homes[0].call_soon_threadsafe(moved.wait)
+        return await original(group)
+
+    queue.submit = submit  # type: ignore[method-assign]
+    one_group = config(WORKER, worker={"episodes": 2})
+    run = await roll(
+        agent_task(agent, dataset=of_the_page.dataset), fake(), config=one_group, queue=queue, look_s=0.005
+    )
+    assert run.queue.failures == {}
+    assert len(set(homes)) == 2
+    assert [rollout.reward for rollout in run.rollouts] == [1.0] * 8
 
 
 def test_the_table_names_every_parameter() -> None:

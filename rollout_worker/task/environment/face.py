@@ -15,6 +15,8 @@ from protocol.config import ConfigError
 from rollout_worker.task.environment.method_tool import MethodTool
 
 OURS = ("reset", "get_reward", "respond", "close")
+# What we give those whose arguments are always the same.
+_CALLED_WITH: Mapping[str, tuple[str, ...]] = {"get_reward": (), "respond": ("messages",), "close": ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,21 @@ def no_reset(given_as: str, cls: str) -> ConfigError:
 
 def tools_of(face: Face, instance: Any) -> list[MethodTool]:
     """The tools, for any instance of this face; `instance` is one, and is not kept. Raises `ConfigError`, also for a
-    class without `reset`."""
+    class without `reset`, and for methods that cannot be called as we call them."""
     if "reset" not in face.methods:
         raise no_reset("Task(environment=...)", face.cls)
+    for name, given in _CALLED_WITH.items():
+        if name in face.methods:
+            _check_call(face.cls, getattr(instance, name), name, given)
     return [MethodTool(face.cls, getattr(instance, name)) for name in face.tools]
+
+
+def _check_call(cls: str, method: Callable[..., Any], name: str, given: tuple[str, ...]) -> None:
+    """Raises `ConfigError` if it cannot be called with those arguments, by names."""
+    try:
+        inspect.signature(method).bind(**dict.fromkeys(given))
+    except TypeError as error:
+        raise ConfigError(
+            f"Task(environment=...): {cls}.{name} cannot be called: {error}; write it as "
+            f"def {name}({', '.join(('self', *given))})"
+        ) from None

@@ -64,10 +64,7 @@ class RewardFunctions:
             raise ConfigError(f"Task(rewards=...): the names {self.names} are not all different; rename one")
         numbers = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
         if len(numbers) != len(rewards) or not all(abs(weight) <= LARGEST_FIGURE for weight in numbers):
-            raise ConfigError(
-                f"Task(reward_weights={weights!r}): give one number for each of the {len(rewards)} rewards, of at "
-                f"most {LARGEST_FIGURE:g}"
-            )
+            raise ConfigError(_wrong_weights(weights, len(rewards), own))
         self._own = list(own or ())
         self._has_environments = own is None
         self.weights = dict(zip(self.names, numbers, strict=True)) | dict.fromkeys(self._own, 1.0)
@@ -167,6 +164,18 @@ def build_rewards(
         clock=clock,
         sleep=sleep,
         own=own,
+    )
+
+
+def _wrong_weights(weights: Any, rewards: int, own: Sequence[str] | None) -> str:
+    """`own`: as of `RewardFunctions`."""
+    whose = "an environment" if own is None else "the agent"
+    fixed = "" if own == () else f"; the reward that {whose} gives itself has the weight 1 and none here"
+    if not rewards:
+        return f"Task(reward_weights={weights!r}): there are no reward functions to weigh{fixed}; leave it out"
+    return (
+        f"Task(reward_weights={weights!r}): give one number for each of the {rewards} rewards=[...], of at most "
+        f"{LARGEST_FIGURE:g}{fixed}"
     )
 
 

@@ -1,11 +1,13 @@
 """What may be an agent, and what it may return."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 
 from protocol.config import ConfigError
+from rollout_worker.task import Task
 from rollout_worker.task.agent import Agent, read_result
 from rollout_worker.task.tools.function import FunctionTool
 from tests.kit.agent import agent_task
@@ -28,9 +30,21 @@ def by_position(endpoint, prompt, /):
     """Cannot be called by names."""
 
 
+async def yields(endpoint, prompt):
+    yield 1.0
+
+
+class Yields:
+    def __call__(self, endpoint, prompt):
+        yield 1.0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"agent": yields}, "yields yields, and an agent returns.* write return in place of yield"),
+        ({"agent": partial(yields)}, "yields yields, and an agent returns"),
+        ({"agent": Yields()}, "Yields yields, and an agent returns"),
         ({"agent": 3}, r"Task\(agent=3\): it cannot be called"),
         ({"agent": no_endpoint}, "no_endpoint takes no 'endpoint'"),
         ({"agent": unknown}, "takes 'anser', which is not a column of the data set; did you mean answer"),
@@ -43,7 +57,14 @@ def by_position(endpoint, prompt, /):
             r"tools=..., mcp_servers=...\): an agent runs its own loop",
         ),
         ({"environment": dict}, r"Task\(agent=..., environment=...\): an agent runs its own loop"),
-        ({"rewards": [], "reward_weights": [1.0]}, "one number for each of the 0 rewards"),
+        (
+            {"rewards": [], "reward_weights": [1.0]},
+            "no reward functions to weigh; the reward that the agent gives itself has the weight 1 and none here",
+        ),
+        (
+            {"rewards": [accuracy], "reward_weights": [1.0, 0.5]},
+            r"each of the 1 rewards=\[...\].*; the reward that the agent gives itself has the weight 1",
+        ),
         ({"rewards": [accuracy, lambda completions, agent_result, **rest: []]}, "takes 'agent_result', which is not"),
     ],
 )
@@ -57,6 +78,11 @@ def test_where_tools_cannot_be_isolated_it_is_known():
     assert not agent_task(fits).may_isolate
     assert not task(tools=[], rewards=[accuracy], environment=lambda: None).may_isolate
     assert not task(tools=[FunctionTool(multiply)]).may_isolate
+
+
+def test_an_agent_needs_a_dataset():
+    with pytest.raises(ConfigError, match=r"Task\(...\) has no dataset; give dataset="):
+        Task(agent=fits)
 
 
 def test_rewards_may_be_left_out_or_ask_for_what_agents_return():

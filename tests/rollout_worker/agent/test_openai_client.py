@@ -1,10 +1,13 @@
 """The official `openai` client against the endpoint, unchanged."""
 
 import asyncio
+import contextlib
 import json
+import logging
 
 import pytest
 
+from rollout_worker import worker
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, results_of
 from tests.kit.fake_vllm.policies import in_turn, scripted
@@ -271,3 +274,27 @@ async def test_a_limit_is_told_as_openai_tells_it_and_fails_no_episode():
     assert [rollout.finish_reason for rollout in run.rollouts] == ["context"] * 2
     assert all(len(of.token_ids) <= 128 for rollout in run.rollouts for of in rollout.segments)
     assert END_OF_TURN in run.rollouts[0].segments[0].token_ids
+
+
+async def test_a_client_writes_no_line_for_each_request(caplog):
+    """14,198 of a worker's 14,930 lines."""
+    loggers = [logging.getLogger(name) for name in worker.CLIENTS]
+    levels = [logger.level for logger in loggers]
+
+    async def agent(endpoint, prompt):
+        async with of(endpoint) as client:
+            await client.chat.completions.create(model=endpoint.model, messages=prompt)
+        async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none", max_retries=1) as nobody:
+            with contextlib.suppress(openai.APIConnectionError):
+                await nobody.chat.completions.create(model=endpoint.model, messages=prompt)
+
+    caplog.set_level(logging.INFO)
+    try:
+        worker.quiet_clients()
+        run = await roll(agent_task(agent, rewards=[accuracy]), fake())
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    assert run.queue.failures == {}
+    ours = ("rollout_worker", "protocol", "aiohttp")  # aiohttp: the stand-in for vLLM
+    assert not [record.getMessage() for record in caplog.records if record.name.split(".")[0] not in ours]

@@ -74,6 +74,7 @@ def test_what_passes(fields):
         ({"n": 1000}, "n", "at most 16"),
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"stop": [3]}, "stop", "give a text"),
+        ({"stop": ""}, "stop", "stop: an empty text; give a text"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
         ({"messages": []}, "messages", "at least one"),
@@ -114,6 +115,14 @@ def test_all_that_is_wrong_is_told_at_once():
     assert set(error.params) == {"temperature", "seed", "response_format", "stop"}
     assert set(error.body["error"]) == {"message", "type", "param", "code", "params"}
     assert error.body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("content", [3, [3], [{"type": "image_url"}], None])
+def test_a_content_that_is_no_text_is_named_once(content):
+    with pytest.raises(ApiError) as caught:
+        read_messages([{"role": "user", "content": content}])
+    (param,) = caught.value.params
+    assert param.startswith("messages[0].content")
 
 
 @pytest.mark.parametrize("model", ["gpt-5", 3, None, ["policy"]])

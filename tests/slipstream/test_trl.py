@@ -496,7 +496,7 @@ class Tokenizer:
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": GRPOConfig(num_iterations=2)}, "num_iterations=2"),
-        ({"train_dataset": None}, "is empty"),
+        ({"train_dataset": None}, "has no dataset; give dataset="),
         ({"reward_funcs": None}, "at least one reward"),
     ],
 )

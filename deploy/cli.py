@@ -127,6 +127,7 @@ def worker(
             "model",
             "task",
             "learner",
+            "lora",
             "eval",
             "tracking",
             "hub",

@@ -35,7 +35,7 @@ from protocol.record import Place, RecordedStep, RecordError
 
 METRICS, SUMMARY = "metrics.jsonl", "replay.json"
 # Of a step's figures, those that two computations of it must agree on.
-COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not in ("train_s", "objective"))
+COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not in ("train_s", *StepRecord.SPREAD))
 
 
 @dataclass(frozen=True)

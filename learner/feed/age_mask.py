@@ -86,7 +86,7 @@ def loss_weights(
         masked={reason: count for reason, count in masked.items() if count},
         staleness_sum=int(ages.sum()),
         staleness_max=int(ages.max(initial=0)),
-        tokens_by_staleness=np.bincount(ages, minlength=1),
+        tokens_by_staleness=np.bincount(np.maximum(ages, 0), minlength=1),
     )
 
 

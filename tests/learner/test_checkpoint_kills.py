@@ -71,7 +71,7 @@ def check_whole(folder: Path, steps: tuple[int, ...]) -> None:
     found = checkpoint.latest(folder)
     assert found is not None
     assert found.info.step in steps
-    assert set(torch.load(found.path / "trainer.pt", weights_only=True)) == {"optimiser", "schedule", "random"}
+    assert set(torch.load(found.path / "trainer.pt", weights_only=True)) == {"optim", "optimiser", "schedule", "random"}
     AutoModelForCausalLM.from_pretrained(found.model_path)
 
 

@@ -23,6 +23,7 @@ from learner.run import build_trainer
 from learner.start import starting_point
 from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
+from protocol import checkpoints as places
 from protocol.client import QueueClient
 from protocol.config import RunConfig
 from tests.kit import LEARNER, config
@@ -135,7 +136,7 @@ def test_checkpoints_are_those_of_one_rank(several: Any, alone: Any) -> None:
     close(*states)
     weights = [AutoModelForCausalLM.from_pretrained(of.model_path).state_dict() for of in (ours, theirs)]
     close(dict(weights[0]), dict(weights[1]))
-    assert not list(checkpoints.folder(settings.run_dir).glob(".*")), "nothing is left unfinished"
+    assert not list(places.folder(settings.run_dir).glob(".*")), "nothing is left unfinished"
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])

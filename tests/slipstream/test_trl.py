@@ -739,6 +739,7 @@ def test_the_newest_model_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     pushing = GRPOTrainer("org/model", accuracy, args, ROWS)
     model = tmp_path / "sums" / "checkpoints" / "step-000004" / "model"
     model.mkdir(parents=True)
+    (model.parent / "state.json").write_text("{}")
     assert pushing.push_to_hub("done") == "commit"
     assert sent == [
         "t",

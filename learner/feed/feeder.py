@@ -1,8 +1,9 @@
 """Keeps batches ready ahead of the step: leases, renews, drops and packs, on the blocking client's loop.
 
 A batch is judged at the version that will train on it, which is known when it is leased: each step makes exactly one
-version. A drop is acknowledged at once, because that returns its permit to the workers (F14). Right before its step the
-queue is asked again: a group that a server sampled which has failed its proof meanwhile is not trained (I5).
+version. None is leased so far ahead that whatever can be sampled now is too old for it. A drop is acknowledged at once,
+because that returns its permit to the workers (F14). Right before its step the queue is asked again: a group that a
+server sampled which has failed its proof meanwhile is not trained (I5).
 
 A batch that is left out makes no version: the next one, which was judged for the version after, takes its place and is
 judged anew, and so do all that follow. Leasing other groups for the step instead could wait for ever, since those that
@@ -111,6 +112,7 @@ class Feeder:
         self._leases.discard(batch.lease_id)
         position = self._client.call(lambda queue: queue.ack(batch.lease_id, ack))
         self._step += 1
+        self._client.loop.call_soon_threadsafe(self._moved.set)
         if position.version != batch.version + 1:
             raise QueueError(
                 f"the queue is at version {position.version} after step {batch.step}, the learner at "
@@ -144,10 +146,10 @@ class Feeder:
             self._ready.put(group.exceptions[0])
 
     async def _produce(self) -> None:
-        start = self._start
+        start, max_staleness = self._start, self._config.queue.max_staleness
         for number in itertools.count(start.step + 1):
             await self._permits.acquire()
-            while (step := number - self._lead) > start.total_steps:
+            while (step := number - self._lead) > min(start.total_steps, self._step + max_staleness):
                 self._moved.clear()
                 await self._moved.wait()
             draft = Draft(self._config, step, self._version_at(step), f"{start.session}-{number}")

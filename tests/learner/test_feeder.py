@@ -98,13 +98,27 @@ def test_prefetch_leases_the_next_step_while_this_one_trains_and_no_more() -> No
 
 
 def test_i2_a_prefetched_batch_is_judged_at_the_version_that_trains_it() -> None:
-    """Both steps' groups are sampled at version 0 and leased before the first step: the second is too old for K = 0."""
+    """The groups of two steps are sampled at version 0, before the first of them: the second's are too old for K = 0."""
     old = [group(f"old{i}", [0, 1]) for i in range(4)]
     queue = FakeQueue(in_turn(*old, group("new0", [0, 1], (None, 1)), group("new1", [0, 1], (None, 1))))
     with feeding(queue, queue={"max_staleness": 0}) as feeder:
-        assert feeder.next_batch().ticket_ids == ["old0", "old1"]
+        batch = feeder.next_batch()
+        assert batch.ticket_ids == ["old0", "old1"]
+        feeder.trained(batch, REPORT)
         assert feeder.next_batch().ticket_ids == ["new0", "new1"]
-    assert queue.dropped == {"old2": "overage", "old3": "overage"}
+
+
+def test_nothing_is_leased_for_a_step_for_which_whatever_can_be_sampled_now_is_too_old() -> None:
+    """With K = 1, two steps may be held: a third would drop whatever comes until the first is trained."""
+    numbers = itertools.count()
+    queue = FakeQueue(lambda n, version: [group(f"t{next(numbers)}", [0, 1], (None, version)) for _ in range(n)])
+    with feeding(queue, steps=6, learner={"prefetch_steps": 4}, queue={"max_staleness": 1}) as feeder:
+        for _ in range(6):
+            feeder.trained(feeder.next_batch(), REPORT)
+    for step in range(3, 7):
+        leased = next(i for i, entry in enumerate(queue.log) if entry[:2] == ("lease", f"1-{step}"))
+        assert ("ack", step - 2) in queue.log[:leased]
+    assert not queue.dropped
 
 
 def test_f14_groups_without_variance_are_given_up_at_once_and_replaced() -> None:

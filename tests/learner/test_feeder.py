@@ -98,7 +98,7 @@ def test_prefetch_leases_the_next_step_while_this_one_trains_and_no_more() -> No
 
 
 def test_i2_a_prefetched_batch_is_judged_at_the_version_that_trains_it() -> None:
-    """The groups of two steps are sampled at version 0, before the first of them: the second's are too old for K = 0."""
+    """The groups of two steps are sampled at version 0, before the first: the second's are too old for K = 0."""
     old = [group(f"old{i}", [0, 1]) for i in range(4)]
     queue = FakeQueue(in_turn(*old, group("new0", [0, 1], (None, 1)), group("new1", [0, 1], (None, 1))))
     with feeding(queue, queue={"max_staleness": 0}) as feeder:

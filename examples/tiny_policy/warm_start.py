@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tiny_policy.demonstration import Demonstration
 from tiny_policy.policy import Example, build_model, build_tokenizer, encode
 from tiny_policy.recipe import Recipe
+from tiny_policy.told import Told
 
 
 def token_losses(model: Qwen3ForCausalLM, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,21 +75,19 @@ def warm_start(recipe: Recipe, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedT
         return [encode(demonstration(rng), tokenizer, tools) for _ in range(size)]
 
     judges = batch(recipe.correct, held_out, 128)
-    columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns) as progress:
-        bar = progress.add_task("clean demonstrations", total=100)
+    with Told() as told:
 
         def good_enough(step: int) -> bool:
             if step % 10:
                 return False
             rate = success_rate(model, judges)
             done = min(max(rate / recipe.solves, step / recipe.clean_steps), 1)
-            progress.update(bar, completed=done * 80, description=f"clean, solves {rate:4.0%}")
+            told.update(done * 80, f"clean, solves {rate:4.0%}")
             return rate >= recipe.solves
 
         def show(step: int) -> bool:
             done = (step + 1) / recipe.flawed_steps
-            progress.update(bar, completed=80 + 20 * done, description="flawed demonstrations")
+            told.update(80 + 20 * done, "flawed demonstrations")
             return False
 
         train(
@@ -108,5 +106,5 @@ def warm_start(recipe: Recipe, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedT
             lambda step: 1e-3 * min(1.0, (steps - step) / (steps - flat)),
             show,
         )
-        progress.update(bar, description=f"done, solves {success_rate(model, judges):.0%}")
+        told.update(100, f"done, solves {success_rate(model, judges):.0%}")
     return model, tokenizer

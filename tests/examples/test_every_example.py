@@ -141,3 +141,20 @@ def test_correct_demonstrations_earn_everything_and_flawed_ones_nothing(example:
     flawed = sys.modules["demonstrations"].FLAWED_SHARE
     deviation = (flawed * (1 - flawed) / len(mixed)) ** 0.5
     assert 1 - sum(mixed) / len(mixed) == pytest.approx(flawed, abs=4 * deviation)
+
+
+def test_without_a_terminal_a_warm_start_says_in_lines_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with modules_of("multiply") as load:
+        module = load("tiny_policy.told")
+        now = [0.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+        with module.Told() as told:
+            for percent in range(0, 101, 5):
+                now[0] += 4.0
+                told.update(percent, "clean")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "warm start: 10 %, clean, 12 s"
+    assert lines[-1] == "warm start: 100 %, clean, 84 s"
+    assert len(lines) == 7

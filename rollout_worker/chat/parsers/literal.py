@@ -18,11 +18,8 @@ _WORD = re.compile(r"[A-Za-z]{4,5}(?!\w)")
 _NUMBER = re.compile(r"-?\d{1,400}(?:(\.\d{0,400})?([eE][+-]?\d{1,4})?)(?![\w.])")
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
-# A quote inside a string that a template did not escape: the string's own end has one of these after it.
-_ENDS = {
-    quote: re.compile(rf"(?:[^{quote}\\]|\\.|{quote}(?!\s*(?:[,:)\]}}]|$)))*+{quote}", re.DOTALL)
-    for quote in ("'", '"')
-}
+# What is escaped in a string, and the quote that ends it; one that stands in it unescaped has none of these after it.
+_MARKS = {quote: re.compile(rf"\\.|{quote}(?=\s*(?:[,:)\]}}]|$))", re.DOTALL) for quote in ("'", '"')}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +94,12 @@ def _word_or_number(text: str, at: int) -> tuple[Any, int]:
 
 
 def _string(text: str, at: int) -> tuple[str, int]:
-    quoted = _ENDS[text[at]].match(text, at + 1)
-    if quoted is None:
+    marks = _MARKS[text[at]].finditer(text, at + 1)
+    end = next((mark.start() for mark in marks if mark[0][0] == text[at]), None)
+    if end is None:
         raise Unreadable(f"a string that begins with {text[at]} is not closed", len(text))
-    inside = quoted[0][:-1]
-    return (encodable(_ESCAPE.sub(_unescaped, inside)) if "\\" in inside else inside), quoted.end()
+    inside = text[at + 1 : end]
+    return (encodable(_ESCAPE.sub(_unescaped, inside)) if "\\" in inside else inside), end + 1
 
 
 def _unescaped(escape: re.Match[str]) -> str:

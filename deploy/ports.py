@@ -27,7 +27,11 @@ def check_port(host: str, port: int, setting: str, run_file: Path) -> None:
                     f"{setting} = {port}: another process listens on {host}:{port}{_described(port, run_file)}; stop "
                     f"it or choose another port"
                 ) from None
-            raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {error.strerror}") from None
+            of_host = setting.replace("port", "host")
+            raise ConfigError(
+                f"{of_host} = {host}, {setting} = {port}: cannot listen there: {error.strerror or error}; name an "
+                f"address of this machine, and a port that this user may have"
+            ) from None
 
 
 def looks_like(command: list[str], run_file: Path) -> str | None:

@@ -48,6 +48,8 @@ def check(config: RunConfig, resume: bool) -> int | None:
             f"learner.epochs = {config.learner.epochs:g}: the task has no data set, as its environment says what there "
             f"is to do, so there is nothing to count; give learner.steps instead (TRL's max_steps)"
         )
+    if task.agent is not None:
+        check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
     load_callbacks(config.learner.callbacks)
     if warning := check_evaluation(config, task.eval_dataset):
         warn(warning)

@@ -213,7 +213,12 @@ class RunConfig(Section):
         return self
 
     def _check_ports(self) -> None:
-        vllm, queue = self.vllm, self.queue
+        vllm, queue, worker = self.vllm, self.queue, self.worker
+        if worker.agent_port and worker.count > 1:
+            raise ValueError(
+                f"worker.agent_port = {worker.agent_port} with worker.count = {worker.count}: only one worker could "
+                f"listen there; leave it at 0, for any that is free, or start the workers one by one with a port each"
+            )
         if vllm.servers:
             return
         last = vllm.port + vllm.count - 1

@@ -50,6 +50,12 @@ def check_evaluation(config: RunConfig, eval_dataset: Any) -> str | None:
         )
     if not settings.is_on and eval_dataset is not None:
         return f"Task(eval_dataset=...) is never read, since {_OFF}: set one of them, or leave the data set out"
+    steps = config.learner.steps
+    if config.learner.epochs is None and settings.every and settings.every > steps:
+        return (
+            f"eval.every = {settings.every} is beyond the last step, learner.steps = {steps}: no evaluation is made in "
+            f"between; lower eval.every, or set eval.at_end"
+        )
     return None
 
 

@@ -91,6 +91,11 @@ class Task:
         ToolBox(self.tools)
         if not is_lazy(self.dataset):
             _ = self.rows
+        if self.eval_dataset_split is not None and self.eval_dataset is None:
+            raise ConfigError(
+                f"Task(eval_dataset_split={self.eval_dataset_split!r}) without an eval_dataset: give it too; it may be "
+                f"the dataset itself, of which this is another part"
+            )
         if self.eval_dataset is not None and not is_lazy(self.eval_dataset):
             _ = self.eval_rows
 

@@ -73,6 +73,34 @@ def test_a_taken_port_is_told_with_its_holder(run_file: Path, tmp_path: Path) ->
     assert told.endswith("stop it or choose another port")
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_is_not_this_machine_s_is_told_by_its_setting(host: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"worker.agent_host = {host}, worker.agent_port = 0: cannot listen there: .*"
+    ):
+        check_port(host, 0, "worker.agent_port", tmp_path / "run.toml")
+
+
+AGENT = """
+from rollout_worker.task import Task
+
+async def agent(endpoint, prompt):
+    return 1.0
+
+task = Task(dataset=[{"prompt": "1 + 1?"}], rewards=[lambda completions, **_: [1.0 for _ in completions]], agent=agent)
+"""
+
+
+def test_the_agents_endpoint_must_be_free_before_anything_starts(run_file: Path) -> None:
+    (run_file.parent / "task.py").write_text(AGENT, encoding="utf-8")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"worker.agent_port = {port}: another process listens"):
+            preflight.check(load(run_file, ["--worker.agent_port", str(port)]), resume=False)
+
+
 def test_a_holder_that_cannot_be_seen_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is another user's."""
 

@@ -309,6 +309,7 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
         ("learner.token_budget = 4095", "learner.token_budget = 4095 is less than vllm.max_model_len = 4096: the"),
         ("queue.capacity_bytes = 2048", "is more than queue.capacity_bytes = 2048: the largest groups would never fit"),
         ("queue.port = 8100", "queue.port = 8100 is one of the ports 8100 to 8100 of the vLLM servers"),
+        ("worker = {agent_port = 9000, count = 2}", "worker.agent_port = 9000 with worker.count = 2: only one worker"),
         ("vllm = {port = 65530, count = 8}", "vllm.port = 65530 with vllm.count = 8 needs ports up to 65537"),
     ],
 )

@@ -157,6 +157,11 @@ def test_the_training_data_set_itself_is_no_eval_dataset() -> None:
         _ = made.eval_rows
 
 
+def test_a_split_of_no_eval_dataset_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval_dataset_split='test'\) without an eval_dataset: give it too"):
+        Task(dataset=EVALS, rewards=[accuracy], tools=[multiply], eval_dataset_split="test")
+
+
 @pytest.mark.parametrize(
     ("sections", "given", "told"),
     [
@@ -174,6 +179,8 @@ def test_an_eval_dataset_that_is_never_read_is_told() -> None:
         check_evaluation(config(WORKER), EVALS)
     )
     assert check_evaluation(config(WORKER, **ON), EVALS) is None
+    late = config(WORKER, eval={"every": 50}, learner={"steps": 20})
+    assert "eval.every = 50 is beyond the last step, learner.steps = 20" in str(check_evaluation(late, EVALS))
     assert check_evaluation(config(WORKER), None) is None
 
 

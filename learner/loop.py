@@ -7,8 +7,10 @@ they wait until it is acknowledged. Leases are given back, and a checkpoint is w
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from learner import evaluations, start
@@ -27,7 +29,7 @@ from learner.report.troubles import Troubles
 from learner.skipping import Attempts
 from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
-from protocol.client import RunFinished
+from protocol.client import QueueError, RunFinished
 from protocol.config import RunConfig
 from weight_sync.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 # What trackers may have to send the last steps, when the run does not come to its end.
 ENDED_CLOSE_S = 10.0
+TOLD_WITHIN_S = 5.0
 
 
 class Loop:
@@ -72,6 +75,7 @@ class Loop:
         with progress.phase("waiting for the queue"):
             self._position = client.call(lambda queue: queue.begin_session(begin))
         self._publisher.session = self._position.session
+        self._trainer.team.on_silent(self._rank_is_silent)
         self._reports = Reports(config, begin.step, progress)
         journal = evaluations.journal_of(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)
@@ -115,6 +119,14 @@ class Loop:
         self._models.saved(checkpoint.model_path, Results(checkpoint.info.step, self._reports.rewards, known))
         self._callbacks.saved()
 
+    def _rank_is_silent(self, who: str | None) -> None:
+        """On a thread: the main one may be in a collective with that rank."""
+        what = who and f"a sign of life of {who}"
+        with suppress(QueueError, TimeoutError):  # it is said here, too
+            self._client.call(
+                lambda queue: asyncio.wait_for(queue.waiting(self._position.session, what), TOLD_WITHIN_S)
+            )
+
     def _run_session(self) -> None:
         what = f"publishing version {self._position.version} to the vLLM servers"
         with self._progress.phase(what), self._client.waiting(self._position.session, f"loading: {what}"):
@@ -124,7 +136,8 @@ class Loop:
         self._evaluator.ask_if_due(self._position.step, self._published)
         pin = self._trainer.device.type == "cuda"
         with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
-            self._publisher.on_failure = self._trainer.team.on_lost = feeder.fail
+            self._publisher.on_failure = feeder.fail
+            self._trainer.team.on_lost(feeder.fail)
             self._train(feeder)
         with self._progress.phase(f"publishing version {self._position.version}"):
             if self._published != self._position.version:

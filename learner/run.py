@@ -84,7 +84,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                     "learner.shard_weights = true does nothing with one rank: set learner.ranks, or leave it out"
                 )
             with progress.phase(f"loading the model {config.model.path}"):
-                team = ranks.enter_context(joining.leading(config, place))
+                team = ranks.enter_context(joining.leading(config, place, stop, progress.warn))
                 trainer = build_trainer(config, checkpoint, team)
             policy = trainer.policy
             if policy.adapter is not None:
@@ -112,6 +112,12 @@ def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team |
     """With the weights of `checkpoint`, or the model's own; on all ranks but the first these are only loaded for their
     shapes."""
     set_seed(config.run.seed)
+    team = team or Team()
+    with team.waiting():
+        return _built(config, checkpoint, team)
+
+
+def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Trainer:
     learner, adapted = config.learner, config.lora.r > 0
     if checkpoint is not None:
         checkpoints.check_kind(checkpoint, adapted)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,8 +20,6 @@ import learner
 STDERR = 2
 # From the end of rank 0's work: long enough to read one command.
 ENDS_WITHIN_S = 10.0
-# Rank 0 may hang in a collective with one that has gone: gloo tells at once, NCCL does not.
-GIVES_UP_AFTER_S = 60.0
 
 
 class Children:
@@ -39,23 +38,31 @@ class Children:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
+        deadline = time.monotonic() + ENDS_WITHIN_S
         for process in self._processes:
             try:
-                process.wait(ENDS_WITHIN_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def kill(self, rank: int) -> None:
+        """End one that does not answer: then the connections to it break, and nobody waits for it."""
+        self._processes[rank - 1].kill()
+
+    def kill_all(self) -> None:
+        """Right before this process ends: one that is stopped does not read that its pipe has closed."""
+        for process in self._processes:
+            process.kill()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         if self._closing.is_set():
             return
         how = f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        why = f"rank {rank} of the learner (process {process.pid}) ended with {how}: the learner's log says why"
-        self._on_lost(why)
-        if not self._closing.wait(GIVES_UP_AFTER_S):
-            print(f"learner: {why}; rank 0 waits for it in vain and ends", file=sys.stderr, flush=True)
-            os._exit(1)
+        self._on_lost(
+            f"rank {rank} of the learner (process {process.pid}) ended with {how}: the learner's log says why"
+        )
 
 
 def _start(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 
+from learner.ranks.alarm import RankLost
 from learner.ranks.environment import place
-from learner.ranks.team import RankLost
 from learner.run import follow
 from protocol.config import ConfigError
 
@@ -27,7 +27,8 @@ def main() -> int:
 
 def _end_with_rank_0() -> None:
     """Rank 0 writes nothing to our standard input, which closes as it ends, in whatever way."""
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: a thread that holds its lock makes Python abort as it ends, and the exit code is lost.
+    os.read(sys.stdin.fileno(), 1)
     os._exit(0)
 
 

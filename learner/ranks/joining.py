@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -17,17 +17,18 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
 from learner.ranks import environment
+from learner.ranks.alarm import COME_WITHIN_S
 from learner.ranks.children import Children
 from learner.ranks.environment import Place
 from learner.ranks.team import COLLECTIVE_TIMEOUT, Team
+from learner.stopping import Stop
 from protocol.config import ConfigError, RunConfig
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
 
 LOOPBACK = "127.0.0.1"
-# For all ranks to load their libraries and come.
-COME_WITHIN = timedelta(minutes=10)
+COME_WITHIN = timedelta(seconds=COME_WITHIN_S)
 
 
 def here(config: RunConfig) -> Place:
@@ -44,8 +45,11 @@ def here(config: RunConfig) -> Place:
 
 
 @contextmanager
-def leading(config: RunConfig, place: Place) -> Iterator[Team]:
-    """On rank 0: the team, once all have come; at the end the others are told to end."""
+def leading(
+    config: RunConfig, place: Place, stop: Stop | None = None, say: Callable[[str], None] | None = None
+) -> Iterator[Team]:
+    """On rank 0: the team, once all have come; at the end the others are told to end. stop: who asks for the end; say:
+    shows a line."""
     sharded = config.learner.shard_weights or environment.is_sharded(os.environ)
     # From here on, who loads models or wraps them must not act on it.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -53,13 +57,21 @@ def leading(config: RunConfig, place: Place) -> Iterator[Team]:
         yield Team()
         return
     store = _launchers_store() if place.launched else _own_store(place.count)
-    team = Team(0, place.count, store, sharded)
-    with nullcontext() if place.launched else _followers(place.count, store.port, team):
-        _begin(store, place)
-        team.spread({"config": config.model_dump_json(), "sharded": sharded})
-        yield team
-        team.end()
-        part()
+    team = Team(0, place.count, store, sharded, config.learner.rank_timeout_s)
+    if stop is not None:
+        team.guard(stop)
+    if say is not None and team.alarm is not None:
+        team.alarm.say = say
+    try:
+        with nullcontext() if place.launched else _followers(place.count, store.port, team):
+            with team.waiting():
+                _begin(store, place)
+                team.spread({"config": config.model_dump_json(), "sharded": sharded})
+            yield team
+            team.end()
+            part()
+    finally:
+        team.close()
 
 
 @contextmanager
@@ -69,7 +81,9 @@ def _followers(count: int, port: int, team: Team) -> Iterator[None]:
     os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
     threads = _threads(count)
     torch.set_num_threads(threads)
-    children = Children(count, shared | {"OMP_NUM_THREADS": str(threads)}, team.lost)
+    assert team.alarm is not None
+    children = Children(count, shared | {"OMP_NUM_THREADS": str(threads)}, team.alarm.lost)
+    team.alarm.kill, team.alarm.kill_all = children.kill, children.kill_all
     try:
         yield
     finally:
@@ -80,11 +94,14 @@ def following(place: Place) -> tuple[Team, RunConfig]:
     """On the others: the team, and rank 0's run file."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     store = _launchers_store()
-    _begin(store, place)
     team = Team(place.rank, place.count, store)
+    _begin(store, place)
     told = team.spread()
     team.sharded = told["sharded"]
-    return team, RunConfig.model_validate_json(told["config"])
+    config = RunConfig.model_validate_json(told["config"])
+    if team.alarm is not None:
+        team.alarm.timeout_s = config.learner.rank_timeout_s
+    return team, config
 
 
 def part() -> None:

@@ -2,15 +2,11 @@
 
 Rank 0 tells the others by a store what to do next, and they wait there for as long as it takes: no collective is open
 while rank 0 waits for groups. What it tells, all do together. Whoever has gone is noticed: the store and the
-collectives lose their connections, and a rank 0 that gives no sign of life for `DEAD_AFTER_S` is taken to be dead.
+collectives lose their connections, and one that gives no sign of life is taken to be dead (`learner.ranks.alarm`).
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,32 +16,31 @@ import msgspec
 import torch
 import torch.distributed
 
-from learner.failures import LearnerFailed
 from learner.ranks import wire
+from learner.ranks.alarm import RANK_TIMEOUT_S, Alarm, RankLost
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
 
 # Of one collective: the farthest that a rank may be behind another.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-BEAT_EVERY_S = 5.0
-DEAD_AFTER_S = 120.0
-NOTICED_WITHIN_S = 3.0
 # For a command: rank 0 may wait for groups for learner.stall_timeout_s, a week at most. poll(2) takes 24 days at most.
 FOR_EVER = timedelta(days=20)
 END = "end"
 
 
-class RankLost(LearnerFailed):
-    """A rank has gone, and with it the step."""
-
-
 class Parted(OSError):
-    """Rank 0 left the others in the middle of what they did together: they can do nothing together any more."""
+    """The ranks can do nothing together any more: rank 0 left the others in the middle of something, or the run is to
+    end, and one of them has gone."""
 
 
 class Guard(Protocol):
     """Holds signals back, as `learner.stopping.Stop` does."""
+
+    last: Callable[[], str | None]
+
+    @property
+    def asked(self) -> bool: ...
 
     @property
     def signalled(self) -> bool: ...
@@ -67,26 +62,26 @@ class Command(msgspec.Struct):
 class Team:
     """The ranks. Without a store there is one only, and everything is what it is given.
 
-    sharded: whether each rank holds a part of the weights. on_lost: called, on a thread, with what is known of a rank
-    that has gone.
+    sharded: whether each rank holds a part of the weights. timeout_s: `learner.rank_timeout_s`.
     """
 
-    def __init__(self, rank: int = 0, count: int = 1, store: Any = None, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        count: int = 1,
+        store: Any = None,
+        sharded: bool = False,
+        timeout_s: float = RANK_TIMEOUT_S,
+    ) -> None:
         self.rank = rank
         self.count = count
         self.sharded = sharded and count > 1
-        self.on_lost: Callable[[RankLost], None] = lambda error: None
-        self._lost: str | None = None
-        self._gone = threading.Event()
         self._store = store and dist.PrefixStore("slipstream", store)
+        self.alarm = Alarm(rank, count, self._store.clone(), timeout_s) if store is not None else None
         self._turn = 0
         self._parted = False
-        self._ended = threading.Event()
         self._names: tuple[list[str], list[str]] | None = None
         self._guard: Guard | None = None
-        if store is not None:
-            work = self._beat if self.leads else self._listen
-            threading.Thread(target=work, args=(self._store.clone(),), name="ranks", daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -95,13 +90,45 @@ class Team:
     def guard(self, guard: Guard) -> None:
         """What ranks that hold parts of the weights do together is not left half-way: signals wait until it is done.
         Where each has all of them, rank 0 can go on alone."""
-        self._guard = guard if self.sharded else None
+        self._guard = guard
+        if self.alarm is not None:
+            self.alarm.signalled = lambda: guard.asked
+            guard.last = self.alarm.last
 
-    def lost(self, why: str) -> None:
-        """A rank has gone; may be called on any thread."""
-        self._lost = why
-        self._gone.set()
-        self.on_lost(RankLost(why))
+    def on_lost(self, heard: Callable[[RankLost], None]) -> None:
+        """`heard` is called, on a thread, with what is known of a rank that has gone."""
+        if self.alarm is not None:
+            self.alarm.on_lost = heard
+
+    def on_silent(self, heard: Callable[[str | None], None]) -> None:
+        """`heard` is called, on a thread, with the names of ranks that give no sign of life, and with None when all do
+        again."""
+        if self.alarm is not None:
+            self.alarm.on_silent = heard
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """On rank 0: around what its main thread does with the others. Raises `RankLost` for what failed because one of
+        them has gone."""
+        if self.alarm is None or not self.leads:
+            yield
+            return
+        self.alarm.waits()
+        try:
+            if self.alarm.why is not None:
+                raise self._lost(self.alarm.why)
+            yield
+        except RuntimeError as error:
+            broke = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            if broke and (why := self.alarm.cause()):
+                raise self._lost(why) from error
+            raise
+        finally:
+            self.alarm.is_free()
+
+    def _lost(self, why: str) -> RankLost | Parted:
+        # After a signal the run ends because of that, and a checkpoint that needs this rank cannot be written.
+        return Parted(why) if self._guard is not None and self._guard.signalled else RankLost(why)
 
     @contextmanager
     def together(self, name: str, change: bool = False) -> Iterator[None]:
@@ -114,19 +141,17 @@ class Team:
             return
         if self._parted:
             raise Parted(f"the other {self.count - 1} ranks were left half-way through a step")
-        if self._lost:
-            raise RankLost(self._lost)
         # After a signal, what is left to do is not held back by it.
-        guard = None if self._guard is None or self._guard.signalled else self._guard
+        guard = self._guard if self.sharded and self._guard is not None and not self._guard.signalled else None
         if guard is not None:
             guard.hold(guard.left_s / 2)
-        self._tell(name)
         try:
-            yield
-        except Exception as error:
-            # A connection that breaks may be noticed before the end of the process is.
-            if (type(error) is RuntimeError or isinstance(error, dist.DistError)) and self._gone.wait(NOTICED_WITHIN_S):
-                raise RankLost(self._lost) from error
+            with self.waiting():
+                self._tell(name)
+                yield
+        except Exception:
+            if guard is not None:
+                guard.release()
             raise
         except BaseException:  # a signal
             self._parted = True
@@ -136,10 +161,14 @@ class Team:
 
     def end(self) -> None:
         """On rank 0: there is nothing left to do."""
-        if self.count > 1:
-            self._ended.set()
+        if self.alarm is not None:
             with suppress(RuntimeError):  # the store is on a machine that has gone
                 self._tell(END)
+
+    def close(self) -> None:
+        """Whatever the others do, this rank looks at them no longer."""
+        if self.alarm is not None:
+            self.alarm.end()
 
     def next_command(self) -> Command:
         """On the others: wait for it. Raises `RankLost` if rank 0 has gone."""
@@ -151,7 +180,7 @@ class Team:
         except RuntimeError as error:
             raise RankLost(f"rank 0 has gone ({str(error).partition(chr(10))[0]})") from error
         if command.name == END:
-            self._ended.set()
+            self.close()
         return command
 
     def spread(self, value: Any = None) -> Any:
@@ -223,29 +252,6 @@ class Team:
             self._store.delete_key(f"command/{self._turn - 2}")
         self._store.set(f"command/{self._turn}", msgspec.json.encode(Command(name)).decode())
         self._turn += 1
-
-    def _beat(self, store: Any) -> None:
-        while not self._ended.wait(BEAT_EVERY_S):
-            try:
-                store.add("beat", 1)
-            except RuntimeError:  # the store has gone: the main thread meets it, too
-                return
-
-    def _listen(self, store: Any) -> None:
-        """End the process if rank 0 has gone: the main thread may be waiting for it in a collective, for long."""
-        beat, since = 0, time.monotonic()
-        while not self._ended.wait(BEAT_EVERY_S):
-            try:
-                beats = store.add("beat", 0)
-            except RuntimeError:  # the main thread meets it, too
-                return
-            if beats != beat:
-                beat, since = beats, time.monotonic()
-            elif time.monotonic() - since > DEAD_AFTER_S:
-                print(
-                    f"learner: rank {self.rank}: rank 0 is silent for {DEAD_AFTER_S:g} s", file=sys.stderr, flush=True
-                )
-                os._exit(1)
 
 
 def _bytes(count: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from learner.feed.packing import pack
-from learner.ranks.team import RankLost
+from learner.ranks.alarm import RankLost
 from learner.trainer import Trainer
 from protocol.config import RunConfig
 from tests.kit import LEARNER, config
@@ -61,7 +61,7 @@ def step(trainer: Trainer) -> str | None:
 
 def step_without_a_follower(trainer: Trainer) -> tuple[str | None, list[Any]]:
     told: list[Any] = []
-    trainer.team.on_lost = told.append
+    trainer.team.on_lost(told.append)
     (pid,) = followers(trainer)
     psutil.Process(pid).send_signal(signal.SIGKILL)
     return step(trainer), told

@@ -94,6 +94,13 @@ class LearnerSection(OptimiserSection):
         description="each rank holds a part of weights, gradients and optimiser state (FSDP2), and not all of them",
         why="a model that fits one GPU trains faster whole; for one that does not, with ranks above 1",
     )
+    rank_timeout_s: float = setting(
+        120.0,
+        ge=10,
+        le=7 * 24 * 3600,
+        description="seconds without a sign of life after which a rank is taken to be dead, and the run ends",
+        why="longer than a machine that swaps stands still",
+    )
     prefetch_steps: CountOrZero = setting(
         1,
         description="steps whose groups are leased ahead",

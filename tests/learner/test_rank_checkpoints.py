@@ -6,10 +6,12 @@ from __future__ import annotations
 import io
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -56,9 +58,19 @@ def run_file(folder: Path, name: str, **learner: Any) -> RunConfig:
     return config(LEARNER, model={"path": str(path)}, run=run, learner={**LEARNS, **learner})
 
 
-def train(trainer: Trainer, config: RunConfig, resume: bool = False, stop_in: int | None = None) -> dict[str, Any]:
-    """The loop with a queue in memory; stop_in: a signal comes while this step computes. What the publisher was given,
-    by version, what the queue was told of checkpoints, and the exit code."""
+def hang_and_stop() -> None:
+    """The other ranks stand still, and a signal comes when the main thread waits for them in a collective."""
+    for child in psutil.Process().children():
+        if "learner.ranks.follower" in child.cmdline():
+            child.suspend()
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+
+
+def train(
+    trainer: Trainer, config: RunConfig, resume: bool = False, stop_in: int | None = None, hangs: bool = False
+) -> dict[str, Any]:
+    """The loop with a queue in memory; stop_in: a signal comes while this step computes; hangs: and the other ranks
+    stand still. What the publisher was given, by version, what the queue was told of checkpoints, and the exit code."""
     queue = FakeQueue(endless(), version=0)
     publisher = FakePublisher(queue)
     progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
@@ -69,13 +81,13 @@ def train(trainer: Trainer, config: RunConfig, resume: bool = False, stop_in: in
     def backward(loss: torch.Tensor) -> None:
         scheduled(loss)
         if stop_in == steps[0] + 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            hang_and_stop() if hangs else os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.accelerator.backward = backward
     trainer.optimiser.optimizer.register_step_post_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
     code = 0
     try:
-        with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
+        with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(100.0) as stop:
             Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
     except Stopped as stopped:
         code = int(str(stopped.code))
@@ -161,3 +173,14 @@ def test_ranks_go_on_after_a_signal_where_one_rank_stood_and_the_other_way_round
     assert ours.info.step == theirs.info.step == 4
     weights = [AutoModelForCausalLM.from_pretrained(of.model_path).state_dict() for of in (ours, theirs)]
     close(dict(weights[0]), dict(weights[1]))
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+def test_a_signal_ends_the_run_though_a_rank_hangs_and_what_one_rank_holds_is_written(
+    folder: Path, shard: bool
+) -> None:
+    settings = run_file(folder, f"hangs-{shard}", ranks=2, shard_weights=shard)
+    with Ranks(settings) as ranks:
+        stopped = ranks.call(train, settings, False, 4, True)
+    assert stopped["code"] == 143
+    assert stopped["checkpointed"] == ([2] if shard else [2, 3])

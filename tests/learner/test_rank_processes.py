@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,27 @@ from tests.kit.model import save_tiny_model
 from tests.kit.ranks import Ranks
 
 GONE_WITHIN_S = 60.0
+SILENT_S = 15.0
+# As the follower is run, but for what it does.
+FAILS = """
+import sys
+from learner.ranks import follower
+from protocol.config import ConfigError
+
+def follow(here):
+    raise ConfigError("model.path = nowhere")
+
+follower.follow = follow
+sys.exit(follower.main())
+"""
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> RunConfig:
     path = str(save_tiny_model(tmp_path / "model"))
-    return config(LEARNER, model={"path": path}, run={"dir": str(tmp_path)}, learner={"ranks": 2})
+    return config(
+        LEARNER, model={"path": path}, run={"dir": str(tmp_path)}, learner={"ranks": 2, "rank_timeout_s": SILENT_S}
+    )
 
 
 @pytest.fixture
@@ -65,6 +82,45 @@ def step_without_a_follower(trainer: Trainer) -> tuple[str | None, list[Any]]:
     (pid,) = followers(trainer)
     psutil.Process(pid).send_signal(signal.SIGKILL)
     return step(trainer), told
+
+
+def step_with_a_follower_that_hangs(trainer: Trainer) -> str | None:
+    (pid,) = followers(trainer)
+    psutil.Process(pid).suspend()
+    return step(trainer)
+
+
+def test_a_rank_that_hangs_ends_the_step_by_name(ranks: Ranks) -> None:
+    assert ranks.call(step) is None
+    (pid,) = ranks.call(followers)
+    follower = psutil.Process(pid)
+    said = ranks.call(step_with_a_follower_that_hangs)
+    assert f"rank 1 of the learner (process {pid} on " in said
+    assert f"(learner.rank_timeout_s = {SILENT_S:g})" in said
+    follower.wait(GONE_WITHIN_S)
+
+
+def test_a_rank_ends_when_rank_0_hangs(ranks: Ranks) -> None:
+    """The store, which rank 0 holds, hangs with it."""
+    (pid,) = ranks.call(followers)
+    follower, rank_0 = psutil.Process(pid), psutil.Process(ranks.call(own_pid))
+    rank_0.suspend()
+    try:
+        gone, _ = psutil.wait_procs([follower], GONE_WITHIN_S, callback=None)
+        assert gone or follower.status() == psutil.STATUS_ZOMBIE
+    finally:
+        rank_0.kill()
+
+
+def test_the_exit_code_of_a_follower_that_fails_survives() -> None:
+    """Rank 0 holds its standard input, which a thread of it reads."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "WORLD_SIZE": "2", "RANK": "1"}
+    command = [sys.executable, "-c", FAILS]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(GONE_WITHIN_S) == 2
+    assert said == "learner: rank 1: model.path = nowhere\n"
 
 
 def test_a_rank_that_dies_ends_the_step_by_name(ranks: Ranks) -> None:

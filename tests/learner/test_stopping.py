@@ -3,12 +3,29 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from learner import stopping
 from learner.stopping import Stop, Stopped
+
+# A mutex that is locked twice: its second lock returns for no signal, as a collective with a rank that hangs.
+HANGS = """
+import ctypes, sys
+from learner.stopping import Stop
+mutex = ctypes.create_string_buffer(64)
+lock = ctypes.CDLL(None).pthread_mutex_lock
+with Stop(float(sys.argv[1])) as stop:
+    stop.last = lambda: "rank 1"
+    lock(mutex)
+    print("hangs", flush=True)
+    lock(mutex)
+"""
+ENDS_WITHIN_S = 60.0
 
 
 class Ended(Exception):
@@ -74,3 +91,36 @@ def test_a_signal_in_a_finaliser_is_not_lost_and_prints_no_traceback(capfd: pyte
         with pytest.raises(Stopped):
             stop.release()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "signals", "how"),
+    [
+        (0.5, [signal.SIGTERM], "has not ended within deploy.grace_s = 0.5 of it"),
+        (5000.0, [signal.SIGTERM, signal.SIGINT], "has not begun to end when the second came"),
+    ],
+    ids=["the grace time is over", "a second signal"],
+)
+def test_a_main_thread_that_hears_no_signal_is_ended(grace_s: float, signals: list[signal.Signals], how: str) -> None:
+    command = [sys.executable, "-c", HANGS, str(grace_s)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        for number in signals:
+            process.send_signal(number)
+        try:
+            _, said = process.communicate(timeout=ENDS_WITHIN_S)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said == f"learner: SIGTERM came, and the learner {how}: it waits for rank 1; it ends now\n"
+
+
+def test_a_signal_that_the_main_thread_heeds_is_not_taken_for_one_that_it_does_not_hear() -> None:
+    with Stop(20.0) as stop:
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.signalled
+    assert "signals" not in [thread.name for thread in threading.enumerate()], "its thread has ended"
+    assert signal.set_wakeup_fd(-1) == -1

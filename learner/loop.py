@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from learner import checkpoint as checkpoints
 from learner import evaluations, start
 from learner.blocking_client import BlockingQueueClient
 from learner.callbacks.callbacks import Callbacks
@@ -72,6 +73,7 @@ class Loop:
         with progress.phase("waiting for the queue"):
             self._position = client.call(lambda queue: queue.begin_session(begin))
         self._publisher.session = self._position.session
+        checkpoints.set_aside(config.run_dir, begin.step)
         self._reports = Reports(config, begin.step, progress)
         journal = evaluations.journal_of(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)

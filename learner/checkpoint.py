@@ -91,7 +91,12 @@ def latest(run_dir: Path) -> Checkpoint | None:
 def of_step(run_dir: Path, step: int) -> Checkpoint:
     """The complete checkpoint of `step`. Raises `OSError` where there is none."""
     path = places.folder(run_dir) / places.name_of(step)
-    return Checkpoint(path, msgspec.json.decode((path / places.STATE).read_bytes(), type=CheckpointInfo))
+    return Checkpoint(path, read_info(path / places.STATE))
+
+
+def read_info(path: Path) -> CheckpointInfo:
+    """What a checkpoint's state.json says. Raises `OSError`, `msgspec.DecodeError`."""
+    return msgspec.json.decode(path.read_bytes(), type=CheckpointInfo)
 
 
 def save(
@@ -151,12 +156,34 @@ def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
             _discard(found[step])
 
 
+def set_aside(run_dir: Path, step: int) -> None:
+    """As a session begins after `step`: move checkpoints of later steps out of the way, which it does not go on from
+    and would take for newer than its own. Raises `CheckpointError`."""
+    for of, path in places.complete(run_dir).items():
+        if of > step:
+            target = places.unused(path)
+            shutil.rmtree(target, ignore_errors=True)
+            try:
+                path.rename(target)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be moved to {target.name}: {error}; move it away") from error
+
+
 def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Put optimiser, schedule and random states back; the weights were loaded with the policy.
 
-    Optimiser, schedule and their settings stay as the run file has them.
+    Optimiser, schedule and their settings stay as the run file has them. Raises `ConfigError` where they cannot be
+    read.
     """
-    saved = torch.load(checkpoint.path / "trainer.pt", map_location="cpu", weights_only=True)
+    path = checkpoint.path / "trainer.pt"
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many types, by what is missing or broken
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{path} is damaged and cannot be read ({type(error).__name__}: {first}): move {checkpoint.path} away, and "
+            f"go on from the checkpoint before it with --resume"
+        ) from error
     saved = optimiser.resumed(saved, trainer.optimiser, trainer.schedule, trainer.optim)
     trainer.restore(saved)
     _set_random_state(saved["random"])

@@ -2,7 +2,8 @@
 are kept.
 
 One that cannot be written, as on a full disk, is told; the run goes on, and tries again when the next is due. At the
-end there is no next one: there it ends the run.
+end there is no next one: there it ends the run. A learner that another has taken the place of writes none: it would lie
+among those of the other's steps.
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class Keeper:
 
     def _keep(self, position: RunPosition) -> None:
         if self._checkpointed != position.step:
+            if (newer := self._newer_session(position)) is not None:
+                raise QueueError(
+                    f"learner session {position.session} is not the current one, {newer}: another learner has begun, "
+                    f"and no checkpoint of step {position.step} is written"
+                )
             info = self._save(position)
             self._client.call(lambda queue: queue.checkpointed(position.session, info.step))
             if self.on_saved is not None and self._saved is not None:
@@ -117,6 +123,9 @@ class Keeper:
                 f"{told}; there is no time for a checkpoint: it may take {expected_s:.0f} s, and {left_s:.0f} s are "
                 f"left of deploy.grace_s = {self._config.deploy.grace_s:g}"
             )
+        elif (newer := self._newer_session(position)) is not None:
+            say(f"{told}; there is no checkpoint of it: another learner has begun, session {newer}", whole=True)
+            return
         else:
             say(f"{told}; writing a checkpoint of it")
             self._last(position)
@@ -140,6 +149,15 @@ class Keeper:
             self._client.call(
                 lambda queue: asyncio.wait_for(queue.checkpointed(position.session, info.step), REPORT_TIMEOUT_S)
             )
+
+    def _newer_session(self, position: RunPosition) -> int | None:
+        """The session of a learner that has begun since, if one has. A queue that does not answer costs no checkpoint:
+        a resume looks whose it is (`resuming.astray`)."""
+        try:
+            session = self._client.call(lambda queue: asyncio.wait_for(queue.position(), REPORT_TIMEOUT_S)).session
+        except (QueueError, TimeoutError):
+            return None
+        return session if session > position.session else None
 
     def _save(self, position: RunPosition) -> CheckpointInfo:
         began = time.monotonic()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from learner import checkpoint as checkpoints
 from learner import evaluations, start
 from learner.blocking_client import BlockingQueueClient
 from learner.callbacks.callbacks import Callbacks
@@ -76,6 +77,7 @@ class Loop:
             self._position = client.call(lambda queue: queue.begin_session(begin))
         self._publisher.session = self._position.session
         self._trainer.team.on_silent(self._rank_is_silent)
+        checkpoints.set_aside(config.run_dir, begin.step)
         self._reports = Reports(config, begin.step, progress)
         journal = evaluations.journal_of(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)

@@ -62,11 +62,12 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         Watch(client, progress),
         ExitStack() as ranks,
     ):
-        checkpoint = start.starting_point(config, resume)
+        checkpoint = None if resume else start.starting_point(config, resume)
         try:
             if resume:
                 with progress.phase("waiting for the queue"):
                     position = client.call(lambda queue: queue.position())
+                checkpoint = start.starting_point(config, resume, position, progress.warn)
                 if start.is_over(config, checkpoint, position):
                     progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
                     return

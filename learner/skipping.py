@@ -2,6 +2,9 @@
 
 A batch that is left out touches nothing: not a weight, nor the optimiser, nor its schedule; no version is made. Its
 groups are dropped at the queue, so that no step meets them again.
+
+Where several ranks share a step and the memory of one does not hold its part, the others wait for it in the middle of
+the step: that ends the run, but the batch is left out before, so that the resume does not meet it again.
 """
 
 from __future__ import annotations
@@ -67,15 +70,20 @@ class Attempts:
     def step(self, batch: Batch, feeder: Feeder) -> StepFigures | None:
         """Train on a batch; None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
         self._changing = False
+        ranks_stuck = False
         try:
             figures = self._trainer.step(batch.rows, batch.rollouts)
         except DivergedError as error:
             failure: LearnerFailed = error
             reason = reasons.STEP_NOT_FINITE
         except torch.OutOfMemoryError as error:
-            failure, reason = _out_of_memory(error, batch), reasons.OUT_OF_MEMORY
-            if self._trainer.team.count > 1:  # the others are in the middle of the step
-                raise OutOfMemory(f"step {batch.step}: {failure}. {GO_ON}") from error
+            failure, reason = _out_of_memory(str(error), batch), reasons.OUT_OF_MEMORY
+            ranks_stuck = self._trainer.team.count > 1
+        except RuntimeError:  # what rank 0 meets in a collective with one that has gone
+            if (said := self._trainer.team.out_of_memory()) is None:
+                raise
+            failure, reason = _out_of_memory(said, batch), reasons.OUT_OF_MEMORY
+            ranks_stuck = True
         else:
             self._in_a_row = 0
             return figures
@@ -93,6 +101,11 @@ class Attempts:
         self._in_a_row += 1
         self._tell(batch, LeftOut(batch.step, batch.version, reason, str(failure), batch.ticket_ids))
         feeder.leave_out(batch, reason)
+        if ranks_stuck:
+            raise type(failure)(
+                f"step {batch.step}: {failure}. The batch is left out; the run ends all the same, since ranks cannot "
+                f"go on from the middle of a step. {GO_ON}"
+            )
         return None
 
     def _on_change(self, *_: object) -> None:
@@ -113,9 +126,9 @@ class Attempts:
         self._report(text)
 
 
-def _out_of_memory(error: torch.OutOfMemoryError, batch: Batch) -> OutOfMemory:
+def _out_of_memory(error: str, batch: Batch) -> OutOfMemory:
     largest = max(row.tokens for row in batch.rows)
-    first = str(error).strip().partition("\n")[0]
+    first = error.strip().partition("\n")[0]
     return OutOfMemory(
         f"the device's memory does not hold the step, whose largest row has {largest} tokens ({first}): lower "
         f"learner.token_budget, or set learner.gradient_checkpointing = true"

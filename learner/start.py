@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from learner import checkpoint as checkpoints
-from learner import optimiser
+from learner import optimiser, resuming
 from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
 from protocol import checkpoints as places
@@ -24,16 +24,22 @@ from protocol.messages import BeginSession, RunPosition
 COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
 
 
-def starting_point(config: RunConfig, resume: bool) -> Checkpoint | None:
-    """The checkpoint to start from; None for the initial model. Raises `ConfigError` for a run that is not to be
-    resumed but has a checkpoint."""
-    checkpoint = checkpoints.latest(config.run_dir)
-    if checkpoint is not None and not resume:
+def starting_point(
+    config: RunConfig,
+    resume: bool,
+    position: RunPosition | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Checkpoint | None:
+    """The checkpoint to start from, see `resuming.choose`; None for the initial model. Raises `ConfigError` for a run
+    that is not to be resumed but has a checkpoint, and for one whose checkpoints cannot be gone on from."""
+    if resume:
+        return resuming.choose(config.run_dir, position, say)
+    if found := places.complete(config.run_dir):
         raise ConfigError(
-            f"run.name = {config.run.name}: {checkpoint.path} holds a checkpoint already; go on from it with "
+            f"run.name = {config.run.name}: {found[max(found)]} holds a checkpoint already; go on from it with "
             f"--resume, or choose another run.name"
         )
-    return checkpoint
+    return None
 
 
 def is_over(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> bool:

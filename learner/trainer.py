@@ -236,8 +236,12 @@ class Trainer:
         while (name := self.team.next_command().name) != END:
             match name:
                 case "step":
-                    with suppress(DivergedError):  # rank 0 has it, too, and says so
-                        self._step(Share.of(self.team.deal()))
+                    try:
+                        with suppress(DivergedError):  # rank 0 has it, too, and says so
+                            self._step(Share.of(self.team.deal()))
+                    except torch.OutOfMemoryError as error:
+                        self.team.tell_out_of_memory(str(error))
+                        raise
                 case "score":
                     self.score([])
                 case "weights":

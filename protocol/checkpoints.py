@@ -11,6 +11,7 @@ STATE = "state.json"
 MODEL = "model"
 ADAPTER = "adapter"
 _BEST = "best.json"
+_UNUSED = "unused-"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -28,6 +29,11 @@ def folder(run_dir: Path) -> Path:
 def name_of(step: int) -> str:
     """Six digits, and as many as it takes from a million on: names do not sort as their steps do."""
     return f"step-{step:06d}"
+
+
+def unused(path: Path) -> Path:
+    """Where a checkpoint is moved to that no run goes on from."""
+    return path.with_name(f"{_UNUSED}{path.name}")
 
 
 def complete(run_dir: Path) -> dict[int, Path]:

@@ -384,9 +384,17 @@ class Waiting(msgspec.Struct, tag="waiting", tag_field="do"):
 PolicyCommand = BeginSession | Checkpointed | Waiting
 
 
+class SessionStart(msgspec.Struct, frozen=True):
+    """A learner session went on after `step` steps, with weights that it calls `version`; each step of it adds one."""
+
+    step: int
+    version: int
+
+
 class RunPosition(msgspec.Struct):
     """Where the run stands. `version`: the learner's; `step`: optimiser steps on the surviving time line, version =
-    step + offset; `served_version`: lowest version proven on a serving server, None if none serves."""
+    step + offset; `served_version`: lowest version proven on a serving server, None if none serves; `sessions`: those
+    that the surviving time line is made of, oldest first, where the queue knows them."""
 
     version: int
     step: int
@@ -395,6 +403,7 @@ class RunPosition(msgspec.Struct):
     checkpoint_step: int | None
     served_version: int | None
     finished: bool
+    sessions: list[SessionStart] = []
 
 
 class FinishRun(msgspec.Struct):

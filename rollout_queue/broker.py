@@ -222,6 +222,7 @@ class Broker:
             checkpoint_step=run.checkpoint_step,
             served_version=self.fleet.served_version,
             finished=run.finished,
+            sessions=list(run.sessions),
         )
 
     def evaluation_views(self) -> list[Evaluation]:

@@ -1,7 +1,7 @@
 """When the user's callbacks are called, and what they may ask for.
 
 They run in the learner's main thread, between steps: what they take, the run waits for, and the status page says so.
-One that raises ends the run.
+One that raises ends the run, as a failure; sys.exit is no other way out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from learner.failures import LearnerFailed
 from learner.report.record import StepRecord
 from learner.report.tracking import numbers, told_settings
+from learner.stopping import Stopped
 from learner.trainer import Trainer
 from protocol.config import RunConfig
 
@@ -137,18 +138,24 @@ class Callbacks:
             try:
                 with self._waiting(f"callback {name}"):
                     answer = method(self._args, self._state, self._control, **self._given, **more)
-            except Exception as error:
+            except Stopped:  # a signal came, and the callback has no part in it
+                raise
+            except (Exception, SystemExit) as error:
                 raise CallbackFailed(_said(name, error)) from error
             if answer is not None:
                 self._control = answer
 
 
-def _said(name: str, error: Exception) -> str:
+def _said(name: str, error: Exception | SystemExit) -> str:
     """The last frame is where it went wrong; the last that is not a library's is what the user wrote."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return (
-        f"callback {name} raised {type(error).__name__}: {error}{place}; mend it, or take it out of "
-        f"learner.callbacks, and go on with --resume"
-    )
+    if isinstance(error, SystemExit):
+        what, remedy = (
+            f"called sys.exit({'' if error.code is None else error.code!r})",
+            ("to end the run after a step, set control.should_training_stop = True there"),
+        )
+    else:
+        what, remedy = f"raised {type(error).__name__}: {error}", "mend it, or take it out of learner.callbacks"
+    return f"callback {name} {what}{place}; {remedy}, and go on with --resume"

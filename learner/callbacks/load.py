@@ -37,7 +37,7 @@ def _callback(value: Any, name: str) -> TrainerCallback:
     if isinstance(value, type) and issubclass(value, TrainerCallback):
         try:
             value = value()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"learner.callbacks = {name}: {value.__name__}() raised {type(error).__name__}: {error}; give an "
                 f"object in place of the class"

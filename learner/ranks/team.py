@@ -27,6 +27,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # For a command: rank 0 may wait for groups for learner.stall_timeout_s, a week at most. poll(2) takes 24 days at most.
 FOR_EVER = timedelta(days=20)
 END = "end"
+OUT_OF_MEMORY = "out-of-memory"
 
 
 class Parted(OSError):
@@ -246,6 +247,20 @@ class Team:
         dist.all_reduce(added)
         dist.all_reduce(highest.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf), op=dist.ReduceOp.MAX)
         return dict(zip(of_sums, added.cpu(), strict=True)), dict(zip(of_peaks, highest.cpu(), strict=True))
+
+    def tell_out_of_memory(self, what: str) -> None:
+        """On the others, before they end: rank 0 sees only that they have gone."""
+        with suppress(RuntimeError):  # the store has gone, and rank 0 with it
+            self._store.set(OUT_OF_MEMORY, f"rank {self.rank}: {what}")
+
+    def out_of_memory(self) -> str | None:
+        """On rank 0: what a rank has said that ended for want of memory."""
+        try:
+            if self.count > 1 and self._store.check([OUT_OF_MEMORY]):
+                return str(self._store.get(OUT_OF_MEMORY).decode())
+        except RuntimeError:  # the store is on a machine that has gone
+            pass
+        return None
 
     def _tell(self, name: str) -> None:
         if self._turn > 1:  # all have read what was before the last one

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from protocol import reasons
-from protocol.messages import BeginSession, LeaseAck
+from protocol.messages import BeginSession, LeaseAck, SessionStart
 from protocol.staleness import within_staleness
 from rollout_queue.ledger import tickets
 from rollout_queue.ledger.ledger import Ledger
@@ -22,6 +22,9 @@ from rollout_queue.ledger.servers import Fleet
 
 # Tickets of this many indices stay one by one for `slipstream ledger`, needed or not; older ones only as sums.
 INDICES_KEPT = 100_000
+
+# So many session starts are known; a checkpoint from before them is taken as it is.
+_SESSIONS_KEPT = 64
 
 # No run gets there. One that starts there would soon make numbers that the store cannot hold.
 _HIGHEST = 2**53
@@ -93,6 +96,7 @@ def ack(ledger: Ledger, fleet: Fleet, message: LeaseAck, ended: dict[str, Ticket
     """Record what a step trained and what was dropped; one step may take several acks, and any may be repeated.
 
     A group whose server failed its proof while the step was made is trained: it is recorded as such, with the reason.
+    One that is over age because a resume raised the version is not lost: its row is issued again, once.
     `ended`: the records of those named tickets that the ledger no longer holds. Refuses a step that does not follow
     (STEP_MISSING, VERSION_CONFLICT) and a ticket that is not the learner's (NOT_LEASED, ACK_AMBIGUOUS).
     """
@@ -118,9 +122,12 @@ def ack(ledger: Ledger, fleet: Fleet, message: LeaseAck, ended: dict[str, Ticket
     for ticket_id, reason in message.dropped.items():
         record = ledger.get(ticket_id) or ended.get(ticket_id)
         if record is not None and record.state in (TicketState.READY, TicketState.LEASED):
+            if _aged_by_resume(ledger, record, reason):
+                records.append(record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK, lease_id=None))
+                continue
             labels.add(label := ledger.label(reason, labels))
             records.extend(tickets.drop([record], label))
-        elif not (ledger.was_pruned(ticket_id) if record is None else record.state is TicketState.DROPPED):
+        elif not (ledger.was_pruned(ticket_id) if record is None else _was_dropped(record, reason)):
             raise _not_leased(ticket_id, record, "dropped")
     if len({record.id for record in records}) < len(records):
         raise Refusal(
@@ -152,6 +159,7 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
         else:
             records.append(record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK))
     records += [record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK) for record in forgotten]
+    survive = [start for start in run.sessions if start.step < step]
     return Decision(
         tuple(records),
         msgspec.structs.replace(
@@ -165,6 +173,7 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
             finished=run.finished and message.total_steps <= step,
             declared=message.fingerprint,
             vocabulary=message.vocabulary,
+            sessions=(*survive[-_SESSIONS_KEPT:], SessionStart(step, version)),
         ),
     )
 
@@ -204,6 +213,19 @@ def finish(ledger: Ledger) -> Decision:
     left = [record for state in OUTSTANDING for record in ledger.tickets(state)]
     left += ledger.to_reissue.values()
     return Decision(tickets.drop(left, reasons.RUN_FINISHED), msgspec.structs.replace(ledger.run, finished=True))
+
+
+def _aged_by_resume(ledger: Ledger, record: TicketRecord, reason: str) -> bool:
+    """Whether a group is over age and its ticket is of an earlier session: what that session's admission promised, the
+    versions after it do not keep."""
+    sessions = ledger.run.sessions
+    return reason == reasons.OVERAGE and bool(sessions) and record.version < sessions[-1].version
+
+
+def _was_dropped(record: TicketRecord, reason: str) -> bool:
+    """Whether an ended ticket shows that this drop has been acknowledged before."""
+    again = reason == reasons.OVERAGE and record.reason == reasons.ROLLED_BACK and record.was_accepted
+    return record.state is TicketState.DROPPED or (record.state is TicketState.REISSUED and again)
 
 
 def _advance(run: RunState, message: LeaseAck) -> RunState:

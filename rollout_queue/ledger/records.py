@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from protocol.evaluations import Evaluation
-from protocol.messages import Fingerprint, Server, TicketKind
+from protocol.messages import Fingerprint, Server, SessionStart, TicketKind
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 
 
@@ -37,8 +37,8 @@ HOLDS_PAYLOAD = frozenset({TicketState.READY, TicketState.LEASED, TicketState.TR
 # the run is finished before its row was issued again.
 _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
     TicketState.ISSUED: frozenset({TicketState.READY, TicketState.DROPPED, TicketState.REISSUED}),
-    TicketState.READY: frozenset({TicketState.LEASED, TicketState.TRAINED, TicketState.DROPPED}),
-    TicketState.LEASED: frozenset({TicketState.READY, TicketState.TRAINED, TicketState.DROPPED}),
+    TicketState.READY: frozenset({TicketState.LEASED, TicketState.TRAINED, TicketState.DROPPED, TicketState.REISSUED}),
+    TicketState.LEASED: frozenset({TicketState.READY, TicketState.TRAINED, TicketState.DROPPED, TicketState.REISSUED}),
     TicketState.TRAINED: frozenset({TicketState.FORGOTTEN, TicketState.READY, TicketState.REISSUED}),
     TicketState.FORGOTTEN: frozenset({TicketState.REISSUED}),
     TicketState.DROPPED: frozenset(),
@@ -98,7 +98,8 @@ class RunState(msgspec.Struct, frozen=True):
     sums only: no learner can resume from before `pruned_step` any more.
     `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: what
     the first worker that was let in named, in `data_session`, and later ones where it named nothing.
-    `evaluations`: how many were ever asked for, the number of the next one.
+    `evaluations`: how many were ever asked for, the number of the next one. `sessions`: where those began whose steps
+    survive, oldest first, as many as are kept.
     """
 
     version: int = 0
@@ -116,6 +117,7 @@ class RunState(msgspec.Struct, frozen=True):
     data: Fingerprint | None = None
     data_session: int = 0
     evaluations: int = 0
+    sessions: tuple[SessionStart, ...] = ()
 
     @property
     def all_steps_made(self) -> bool:

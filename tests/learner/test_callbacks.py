@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from learner.callbacks.load import load
 from learner.evaluations import Evaluator
 from learner.report.progress import Progress
 from learner.run import build_trainer
+from learner.stopping import Stopped
 from protocol.config import ConfigError, LearnerSection
 from protocol.config import load as load_run_file
 from tests.kit import LEARNER, config
@@ -158,6 +161,32 @@ def test_a_callback_that_raises_ends_the_run_with_file_and_line(model_path: Path
     assert text.startswith("callback Raises.on_step_end raised ValueError: ")
     assert f"({__file__}:{line}); mend it, or take it out of learner.callbacks, and go on with --resume" in text
     assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [1], "the step was made"
+
+
+class Exits(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        sys.exit(0)
+
+
+def test_a_callback_that_calls_sys_exit_is_a_failing_one_and_no_run_that_is_done(
+    model_path: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CallbackFailed) as failed:
+        train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[Exits()])
+    line = Exits.on_step_end.__code__.co_firstlineno + 1
+    text = str(failed.value)
+    assert text.startswith(f"callback Exits.on_step_end called sys.exit(0) ({__file__}:{line}); to end the run")
+    assert text.endswith("set control.should_training_stop = True there, and go on with --resume")
+
+
+class Waits(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_in_a_callback_is_not_the_callback_s_fault(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[Waits()])
 
 
 def test_transformers_early_stopping_follows_the_evaluations_reward(model_path: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from protocol import reasons
-from protocol.messages import BeginSession, LeaseAck, Server, ServerState
+from protocol.messages import BeginSession, LeaseAck, Server, ServerState, SessionStart
 from rollout_queue.ledger import leases, servers, tickets
 from rollout_queue.ledger.admission import Admission, Load
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
@@ -204,6 +204,11 @@ class QueueMachine(SabotagedQueue):
             version=run.version + 1 if trained else None,
         )
         self.commit(leases.ack(self.ledger, self.fleet, ack, {}))
+        first = run.sessions[-1].version
+        aged = {i: self.history[i] for i in over_age}
+        assert {i for i, r in aged.items() if r.state is TicketState.REISSUED} == {
+            i for i, r in aged.items() if r.version < first
+        }, "a row is lost to a resume"
         if trained:
             self.versions.append(self.ledger.run.version)
             self.version_at[self.ledger.run.step] = self.ledger.run.version
@@ -470,6 +475,43 @@ def test_f6_resume_brings_back_what_the_checkpoint_lacks() -> None:
     assert [r.id for r in bench.ledger.tickets(TicketState.READY)] == ["2.0"]
     assert list(bench.ledger.to_reissue) == [1]
     assert bench.ledger.trained == 1
+
+
+@pytest.mark.parametrize("where", ["ready", "with its worker"])
+def test_i1_a_row_that_a_resume_made_over_age_is_issued_again_and_once_only(where: str) -> None:
+    """K = 0: the version after a resume is one above what the groups at hand were sampled by."""
+    bench = Bench(max_staleness=0)
+    (record,) = bench.apply(tickets.issue(bench.ledger, "w", 1))
+    if where == "ready":
+        bench.accept(record)
+    bench.begin(0, resume=True)
+    if where != "ready":
+        bench.apply(tickets.submit(bench.ledger, record, facts_of(100, 5, 0, 0)))
+    ack = LeaseAck(bench.ledger.run.session, dropped={"0.0": reasons.OVERAGE})
+    (ended,) = bench.apply(leases.ack(bench.ledger, bench.fleet, ack, {}))
+    assert (ended.state, ended.reason) == (TicketState.REISSUED, reasons.ROLLED_BACK)
+    assert not leases.ack(bench.ledger, bench.fleet, ack, {ended.id: ended}), "F24: a repeated ack changes something"
+    (again,) = bench.groups(1)
+    assert again.id == "0.1"
+    bench.apply(leases.ack(bench.ledger, bench.fleet, msgspec.structs.replace(ack, dropped={"0.1": "overage"}), {}))
+    assert bench.ledger.drops == {"overage": 1}
+    assert bench.ledger.bytes == 0
+
+
+def test_the_queue_knows_the_sessions_of_the_time_line_that_survives() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.groups(1)
+        bench.step(1)
+    bench.begin(2, resume=True)
+    assert list(bench.ledger.run.sessions) == [SessionStart(0, 0), SessionStart(2, 4)]
+    bench.groups(1)
+    bench.step(1)
+    for _ in range(2):
+        bench.begin(2, resume=True)
+    assert list(bench.ledger.run.sessions) == [SessionStart(0, 0), SessionStart(2, 7)]
+    bench.begin(0, resume=True)
+    assert list(bench.ledger.run.sessions) == [SessionStart(0, 8)]
 
 
 def test_a_resume_from_before_the_newest_checkpoint_reissues_what_was_forgotten() -> None:

@@ -1,0 +1,87 @@
+"""Ranks of which one runs out of memory in a step: the run ends, and the batch is not met again."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from learner.blocking_client import BlockingQueueClient
+from learner.loop import Loop
+from learner.ranks.shares import Share
+from learner.report.progress import Progress
+from learner.skipping import FILE_NAME, OutOfMemory
+from learner.stopping import Stop
+from learner.trainer import Trainer
+from protocol.client import QueueClient
+from protocol.config import RunConfig
+from tests.kit.learner import FakeQueue, endless
+from tests.kit.ranks import Ranks
+from tests.learner.test_learner_loop import FakePublisher
+from tests.learner.test_rank_checkpoints import run_file
+from weight_sync.publisher import Publisher
+
+# What a follower's Python reads first.
+FOLLOWERS = """
+import os
+if os.environ.get("RANK") == "1":
+    from tests.learner.test_rank_memory import run_out_at
+    run_out_at(3)
+"""
+
+
+def run_out_at(step: int) -> None:
+    """In this process the memory does not hold that step."""
+    count, forward = 0, Trainer._step
+
+    def failing(self: Trainer, share: Share) -> Any:
+        nonlocal count
+        count += 1
+        if count == step:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return forward(self, share)
+
+    Trainer._step = failing  # type: ignore[method-assign]
+
+
+def train(trainer: Trainer, config: RunConfig, rank: int) -> tuple[str | None, list[str], dict[str, str]]:
+    """What ended the run, the groups that were trained, and those that were dropped."""
+    if rank == 0:
+        run_out_at(3)
+    queue = FakeQueue(endless())
+    publisher = FakePublisher(queue)
+    progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
+    said = None
+    try:
+        with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
+            Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(None, False)
+    except OutOfMemory as error:
+        said = str(error)
+    return said, queue.trained, queue.dropped
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("most", [3, 0])
+def test_a_rank_that_runs_out_of_memory_ends_the_run_and_leaves_the_batch_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, most: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FOLLOWERS if rank else "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    here = run_file(tmp_path, "test", ranks=2, skip_bad_batches=most)
+    with Ranks(here) as ranks:
+        said, trained, dropped = ranks.call(train, here, rank)
+    assert said is not None
+    assert said.startswith("step 3: the device's memory does not hold the step, whose largest row has")
+    assert f"({'rank 1: ' if rank else ''}CUDA out of memory. Tried to allocate 2.00 GiB.): lower" in said
+    assert "--resume" in said
+    assert trained == ["t0", "t1", "t2", "t3"]
+    assert dropped == (dict.fromkeys(["t4", "t5"], "out_of_memory") if most else {})
+    if most:
+        (line,) = (here.run_dir / FILE_NAME).read_bytes().splitlines()
+        assert msgspec.json.decode(line)["groups"] == ["t4", "t5"]

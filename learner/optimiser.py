@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,13 @@ _SAME_STATE = (
     {"ademamix_8bit", "paged_ademamix_8bit"},
     {"rmsprop_bnb", "rmsprop_bnb_32bit"},
 )
+# Arguments with which an optimiser keeps figures, beside those that it keeps without them.
+_KEEPS_MORE = {
+    "adamw_torch": ("amsgrad",),
+    "adamw_torch_fused": ("amsgrad",),
+    "rmsprop": ("momentum", "centered"),
+    "adafactor": ("beta1",),
+}
 # Arguments that a class may have and that are given to it already.
 _GIVEN = ("self", "params", "optim_bits", "is_paged", "fused")
 
@@ -64,23 +72,33 @@ def check(section: LearnerSection) -> None:
     schedule.factor_of(section)
 
 
-def starts_anew(before: str, now: str) -> bool:
-    """Whether an optimiser of the name `now` can make nothing of what one of the name `before` kept."""
-    return before != now and not any({before, now} <= same for same in _SAME_STATE)
+def starts_anew(before: str, now: str, then: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether an optimiser of the name `now` with the arguments `given` can make nothing of what one of the name
+    `before` kept, which had the arguments `then`."""
+    if before != now and not any({before, now} <= same for same in _SAME_STATE):
+        return True
+    return any(_is_on(name, given) and not _is_on(name, then) for name in _KEEPS_MORE.get(now, ()))
+
+
+def _is_on(name: str, arguments: Mapping[str, Any]) -> bool:
+    value = arguments.get(name)
+    return value is not None if name == "beta1" else bool(value)
 
 
 def resumed(saved: dict[str, Any], stepper: torch.optim.Optimizer, lr_schedule: LambdaLR, now: str) -> dict[str, Any]:
     """A trainer's saved state, as it is to be loaded into an optimiser of the name `now`, and its schedule.
 
     Learning rate, weight decay, all other arguments and the schedule's form are those of this start; the schedule goes
-    on at its step. An optimiser that `starts_anew` has no memory.
+    on at its step. An optimiser that `starts_anew` has no memory: its state is None.
     """
     done = saved["schedule"]["last_epoch"]
     rates = [rate * factor(done) for rate, factor in zip(lr_schedule.base_lrs, lr_schedule.lr_lambdas, strict=True)]
     # Functions are not saved: what stands there is of schedules that were objects.
     of_schedule = lr_schedule.state_dict() | {"last_epoch": done, "_step_count": done + 1, "_last_lr": rates}
-    before = saved.get("optim", DEFAULT)
-    kept = stepper.state_dict() if starts_anew(before, now) else saved["optimiser"]
+    before, then = saved.get("optim", DEFAULT), saved["optimiser"]["param_groups"][0]
+    kept = saved["optimiser"]
+    if starts_anew(before, now, then, stepper.param_groups[0]):
+        kept = {"state": None, "param_groups": stepper.state_dict()["param_groups"]}
     groups = [
         {**group, **{name: value for name, value in own.items() if name != "params"}, "lr": rate}
         for group, own, rate in zip(kept["param_groups"], stepper.param_groups, rates, strict=True)

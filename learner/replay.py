@@ -76,9 +76,12 @@ def replay(config: RunConfig, request: Request, progress: Progress) -> Outcome:
             f"rows; give the run's own file, {config.run_file}, or learner.steps"
         )
     try:
-        recorded = [of for of in records.steps(request.record) if of.trained or of.left_out]
+        record = records.read(request.record)
     except RecordError as error:
         raise ConfigError(str(error)) from error
+    recorded = record.steps
+    for text in record.told:
+        progress.warn(text)
     first = starting_step([of.step for of in recorded], places.complete(config.run_dir), request)
     chosen = consecutive(recorded, first, request.steps)
     if request.out.exists() and any(request.out.iterdir()):

@@ -37,6 +37,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     """Train `config.learner.steps` steps. Raises `ConfigError` before anything is changed; `SystemExit` with 130 or 143
     after Ctrl-C or SIGTERM."""
     unheeded = environment.check(os.environ)
+    environment.clear(os.environ)
     place = joining.here(config)
     if place.rank > 0:
         follow(place)

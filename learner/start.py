@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import sys
@@ -63,9 +64,12 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
     said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
     if different := changed(config, info):
         said.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")
-    before = _then(config, info).get("learner.optim", optimiser.DEFAULT)
-    if optimiser.starts_anew(before, config.learner.optim):
-        said.append(f"learner.optim = {config.learner.optim} can make nothing of what {before} kept: it starts anew")
+    then = _then(config, info)
+    before, now = then.get("learner.optim", optimiser.DEFAULT), config.learner.optim
+    had, has = ast.literal_eval(then.get("learner.optim_args", "{}")), config.learner.optim_args
+    if optimiser.starts_anew(before, now, had, has):
+        with_them = f" with learner.optim_args = {has}" if before == now else ""
+        said.append(f"learner.optim = {now}{with_them} can make nothing of what {before} kept: it starts anew")
     return said
 
 

@@ -273,9 +273,12 @@ class Trainer:
             self._restore(state)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if self.team.sharded:
-            state["optimiser"] = wrapping.shared_out(state["optimiser"], self.optimiser.param_groups)
-        self.optimiser.load_state_dict(state["optimiser"])
+        memory = state["optimiser"]
+        if memory["state"] is None:  # it starts anew, with what it keeps at its first step
+            memory = {**memory, "state": self.optimiser.state_dict()["state"]}
+        elif self.team.sharded:
+            memory = wrapping.shared_out(memory, self.optimiser.param_groups)
+        self.optimiser.load_state_dict(memory)
         self.schedule.load_state_dict(state["schedule"])
         if self.reference is not None and "reference" in state:
             self.reference.restore(state["reference"])

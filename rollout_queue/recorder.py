@@ -6,9 +6,12 @@ the store to the file one at a time. A record that cannot be written, as on a fu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
 
 from protocol import reasons, record
 from protocol.record import Head
@@ -34,7 +37,9 @@ def heads(lease: str, ended: Sequence[TicketRecord], run: RunState) -> list[Head
         else:
             continue
         found.append(Head(step, version, of.id, lease, of.arrival_version, of.group.bytes, dropped))
-    return found
+    # Of one lease, those that were trained are a batch, and those that were left out are one.
+    sizes = Counter(head.dropped is None for head in found)
+    return [msgspec.structs.replace(head, groups=sizes[head.dropped is None]) for head in found]
 
 
 class Recorder:

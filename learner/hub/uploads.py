@@ -1,4 +1,4 @@
-"""Models on their way to the hub, in a thread: nothing that the hub does holds or ends the run."""
+"""Models on their way to the hub, beside the training: nothing that the hub does holds or ends the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub import constants, get_token
 
+from learner.hub.sending import Child, Request, Sender, SendError
 from protocol.config import ConfigError, HubSection, RunConfig
 
 _STAGE = ".hub"
@@ -47,17 +48,18 @@ class Uploads:
         config: RunConfig,
         warn: Callable[[str], None],
         say: Callable[[str], None],
-        api: Callable[[], HfApi] | None = None,
+        sender: Sender | None = None,
     ) -> None:
         self._hub = config.hub
         self._name = config.hub.hub_model_id or config.run.name
         self._stage = config.run_dir / _STAGE
         self._warn = warn
         self._say = say
-        self._api = api or HfApi
+        self._sender = sender or Child()
         self._changed = threading.Condition()
         self._next: _Upload | None = None
         self._busy = False
+        self._given_up = False
         self._thread: threading.Thread | None = None
         self.failed = 0
         shutil.rmtree(self._stage, ignore_errors=True)
@@ -86,10 +88,12 @@ class Uploads:
             return self._busy or self._next is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for what is on its way, for at most `timeout_s` seconds."""
+        """Wait for what is on its way, for at most `timeout_s` seconds; what is not there by then is given up."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._busy and self._next is None, timeout_s)
         if not done:
+            self._given_up = True
+            self._sender.kill()
             self._warn(
                 f"the upload to the hub did not end within hub.hub_timeout_s = {timeout_s:g} s; send the newest "
                 f"checkpoint's model folder with: hf upload"
@@ -108,13 +112,12 @@ class Uploads:
                 self._changed.notify_all()
 
     def _send(self, upload: _Upload) -> None:
+        request = Request(str(upload.folder), self._name, self._hub.hub_private_repo, f"step {upload.step}")
         try:
-            api = self._api()
-            repo = api.create_repo(self._name, private=self._hub.hub_private_repo, exist_ok=True).repo_id
-            api.upload_folder(repo_id=repo, folder_path=upload.folder, commit_message=f"step {upload.step}")
-        except Exception as error:  # of many types: of HTTP, of the file system, of the hub's own
-            first = str(error).strip().partition("\n")[0]
-            self._fail(f"the model of step {upload.step} is not on the hub: {type(error).__name__}: {first}")
+            repo = self._sender.send(request)
+        except (SendError, OSError) as error:
+            if not self._given_up:
+                self._fail(f"the model of step {upload.step} is not on the hub: {error}")
             return
         self._say(f"the model of step {upload.step} is on the hub: {repo}")
 

@@ -1,26 +1,40 @@
 """What the environment says of ranks, and of accelerate's settings: launchers speak through it.
 
-Some of accelerate's variables change what is computed, in a way that no run file shows. What the learner has a setting
-of its own for is overridden, and said; what asks for another kind of training is refused.
+Some of accelerate's variables change what is computed, in a way that no run file shows. Those that only say where and
+how a process runs are heeded; what asks for another kind of training is refused; all others are taken out of the
+environment, and said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, KwargsHandler
 
-from protocol.config import ConfigError
+from protocol.config import ConfigError, RunConfig, adapters, optimisation
 
 # As torchrun, Intel MPI, Open MPI and MVAPICH name them, in the order in which accelerate looks.
 RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 COUNT = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 
+PREFIX = "ACCELERATE_"
+# Where a process runs and what it tells: nothing that is computed depends on them, but on the device's own arithmetic.
+HEEDED = frozenset(
+    PREFIX + name
+    for name in (
+        *("USE_CPU", "TORCH_DEVICE", "CPU_AFFINITY", "USE_FSDP", "DEBUG_MODE", "LOG_LEVEL", "ENABLE_RICH"),
+        *("NUM_PROCESSES", "DEBUG_RDV_FILE"),
+    )
+)
+# Values by which nothing is asked for, as accelerate launch writes them.
+NOTHING = ("", "0", "no", "none", "false", "default")
 # Variables that have no effect, with the values that ask for nothing, and what decides in their place.
 OVERRIDDEN = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1",), "a step's gradient is that of learner.groups_per_step groups"),
@@ -93,11 +107,39 @@ def check(environment: Mapping[str, str]) -> list[str]:
             f"{environment.get('FSDP_VERSION', '1')}: the learner shards with FSDP2 only; choose fsdp_version: 2 with: "
             f"accelerate config"
         )
-    return [
+    if device := environment.get("ACCELERATE_TORCH_DEVICE"):
+        _check_device(device)
+    said = [
         f"{name} = {environment[name]} has no effect: {instead}"
         for name, (nothing, instead) in OVERRIDDEN.items()
         if environment.get(name, nothing[0]) not in nothing
     ]
+    others = [
+        f"{name} = {environment[name]}"
+        for name in _unheeded(environment)
+        if name not in OVERRIDDEN and environment[name].lower() not in NOTHING
+    ]
+    if others:
+        said.append(f"{', '.join(others)}: without effect, since the run file says what the learner computes")
+    return said
+
+
+def _unheeded(environment: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in environment if name.startswith(PREFIX) and name not in HEEDED)
+
+
+def _check_device(name: str) -> None:
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = "none"
+    found = torch.accelerator.current_accelerator()
+    usable = ["cpu", *([found.type] if found is not None else [])]
+    if kind not in usable:
+        raise ConfigError(
+            f"ACCELERATE_TORCH_DEVICE = {name}: the learner cannot train there; unset it, or name a device of this "
+            f"machine: {' or '.join(usable)}"
+        )
 
 
 def is_sharded(environment: Mapping[str, str]) -> bool:
@@ -105,8 +147,25 @@ def is_sharded(environment: Mapping[str, str]) -> bool:
     return _is_true(environment.get("ACCELERATE_USE_FSDP"))
 
 
+def clear(environment: MutableMapping[str, str]) -> None:
+    """Take out what accelerate is not to heed: it reads some of it long after it was made."""
+    for name in _unheeded(environment):
+        del environment[name]
+
+
+def check_sharded(config: RunConfig) -> None:
+    """Raise `ConfigError` for what does not go with `learner.shard_weights`, which accelerate's FSDP stands for."""
+    learner = config.learner.model_copy(update={"shard_weights": True})
+    try:
+        optimisation.check_sharded(learner)
+        adapters.check(config.model, learner, config.lora)
+    except ValueError as error:
+        raise ConfigError(f"ACCELERATE_USE_FSDP = true, which stands for learner.shard_weights: {error}") from error
+
+
 def accelerator(*handlers: KwargsHandler) -> Accelerator:
     """accelerate as the learner uses it: what it computes does not depend on the environment."""
+    clear(os.environ)
     return Accelerator(
         mixed_precision="no",
         dynamo_backend="no",

@@ -50,12 +50,15 @@ def leading(
 ) -> Iterator[Team]:
     """On rank 0: the team, once all have come; at the end the others are told to end. stop: who asks for the end; say:
     shows a line."""
-    sharded = config.learner.shard_weights or environment.is_sharded(os.environ)
+    asked = environment.is_sharded(os.environ)
+    sharded = config.learner.shard_weights or asked
     # From here on, who loads models or wraps them must not act on it.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if place.count == 1:
         yield Team()
         return
+    if asked:
+        environment.check_sharded(config)
     store = _launchers_store() if place.launched else _own_store(place.count)
     team = Team(0, place.count, store, sharded, config.learner.rank_timeout_s)
     if stop is not None:

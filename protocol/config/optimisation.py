@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from protocol.config.sections import LearnerSection
 from protocol.config.sections.base import toml_value
+from protocol.config.sections.optimiser import SHARDED
 
 # The arguments that each of transformers' schedules takes (`transformers.optimization`).
 SCHEDULE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -37,6 +38,8 @@ _OWN_SETTING = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": 
 def check(learner: LearnerSection) -> None:
     """Raises `ValueError`."""
     _check_schedule(learner)
+    if learner.shard_weights:
+        check_sharded(learner)
     for name, own in _OWN_SETTING.items():
         # AdEMAMix has three of them, and the setting takes two.
         if name in learner.optim_args and not (name == "betas" and "ademamix" in learner.optim):
@@ -44,6 +47,15 @@ def check(learner: LearnerSection) -> None:
                 f"learner.optim_args = {toml_value(learner.optim_args)}: {name} has a setting of its own; set "
                 f"learner.{own}"
             )
+
+
+def check_sharded(learner: LearnerSection) -> None:
+    """Of weights that ranks share out. Raises `ValueError`."""
+    if learner.optim not in SHARDED:
+        raise ValueError(
+            f"learner.optim = {learner.optim} with learner.shard_weights = true: it is not known to step on weights "
+            f"that ranks share out; choose one of {', '.join(sorted(SHARDED))}, or leave learner.shard_weights out"
+        )
 
 
 def _check_schedule(learner: LearnerSection) -> None:

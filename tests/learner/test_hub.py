@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import huggingface_hub
 import pytest
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from rich.console import Console
 
 from learner.hub import card, uploads
 from learner.hub.card import Results
 from learner.hub.models import Models
 from learner.hub.papers import PAPERS, bibtex, sources
+from learner.hub.sending import Request, SendError
 from learner.hub.uploads import Uploads, require
 from learner.report.progress import Progress
 from protocol.config import ConfigError, HubSection, LearnerSection, RunConfig
@@ -35,17 +36,21 @@ class FakeHub:
         self.asked, self.answers = threading.Event(), threading.Event()
         self.answers.set()
         self.fails: Exception | None = None
+        self.killed = False
 
-    def create_repo(self, name: str, **given: Any) -> Any:
+    def send(self, request: Request) -> str:
         self.asked.set()
         self.answers.wait(30)
         if self.fails is not None:
             raise self.fails
-        self.repos.append((name, given))
-        return type("Repo", (), {"repo_id": f"me/{name}"})
+        self.repos.append((request.repo, request.private))
+        self.sent[request.message] = {path.name: path.read_bytes() for path in Path(request.folder).iterdir()}
+        return f"me/{request.repo}"
 
-    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        self.sent[commit_message] = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+    def kill(self) -> None:
+        self.killed = True
+        self.fails = SendError("killed")
+        self.answers.set()
 
 
 def config_in(folder: Path, **hub: Any) -> RunConfig:
@@ -65,7 +70,7 @@ def told() -> list[str]:
 @pytest.fixture
 def sender(hub: FakeHub, told: list[str], tmp_path: Path) -> Uploads:
     settings = config_in(tmp_path, hub_private_repo=True)
-    return Uploads(settings, told.append, told.append, lambda: cast(HfApi, hub))
+    return Uploads(settings, told.append, told.append, hub)
 
 
 def model_of(folder: Path, step: int) -> Path:
@@ -78,7 +83,7 @@ def model_of(folder: Path, step: int) -> Path:
 def test_a_model_goes_to_the_hub_whole(sender: Uploads, hub: FakeHub, told: list[str], tmp_path: Path) -> None:
     sender.push(model_of(tmp_path, 2), 2)
     sender.wait(30)
-    assert hub.repos == [("sums", {"private": True, "exist_ok": True})]
+    assert hub.repos == [("sums", True)]
     assert hub.sent == {"step 2": {"weights": b"of 2"}}
     assert told == ["the model of step 2 is on the hub: me/sums"]
     assert not list((tmp_path / "sums" / ".hub").iterdir())
@@ -102,7 +107,7 @@ def test_while_one_is_on_its_way_only_the_newest_waits_and_none_needs_its_checkp
 def test_a_hub_that_fails_is_told_and_the_next_is_tried(
     sender: Uploads, hub: FakeHub, told: list[str], tmp_path: Path
 ) -> None:
-    hub.fails = OSError("401 Client Error\nmore")
+    hub.fails = SendError("OSError: 401 Client Error")
     sender.push(model_of(tmp_path, 1), 1)
     sender.wait(30)
     assert told == [
@@ -127,7 +132,7 @@ def test_a_hub_that_hangs_is_not_waited_for_for_ever(
         "the upload to the hub did not end within hub.hub_timeout_s = 0.01 s; send the newest checkpoint's model "
         "folder with: hf upload"
     ]
-    hub.answers.set()
+    assert hub.killed
 
 
 def test_a_model_that_cannot_be_staged_is_told(sender: Uploads, told: list[str], tmp_path: Path) -> None:
@@ -152,7 +157,7 @@ def test_without_hard_links_files_are_copied(
 def test_a_run_sends_its_checkpoints_with_their_cards(
     strategy: str, steps: list[str], model_path: Path, tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "HfApi", lambda: hub)
+    monkeypatch.setattr(uploads, "Child", lambda: hub)
     settings = config_for(model_path, tmp_path)
     settings = settings.model_copy(
         update={"hub": HubSection.model_validate({"push_to_hub": True, "hub_strategy": strategy})}

@@ -140,7 +140,67 @@ def test_another_optimiser_starts_anew_at_the_schedule_s_step(
     ],
 )
 def test_which_optimisers_start_anew(before: str, now: str, anew: bool) -> None:
-    assert optimiser.starts_anew(before, now) is anew
+    assert optimiser.starts_anew(before, now, {}, {}) is anew
+
+
+# Every argument of an optimiser here that changes what is computed, with another value.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "adamw_torch_fused": {"eps": 1e-6, "amsgrad": True},
+    "adamw_torch": {"eps": 1e-6, "amsgrad": True, "foreach": False, "capturable": False, "differentiable": False},
+    "adafactor": {
+        "eps": (1e-20, 1e-2),
+        "clip_threshold": 2.0,
+        "decay_rate": -0.7,
+        "beta1": 0.9,
+        "scale_parameter": True,
+        "relative_step": False,
+        "warmup_init": False,
+    },
+    "muon": {"momentum": 0.8, "nesterov": False, "ns_steps": 4, "adjust_lr_fn": "original", "eps": 1e-6},
+    "sgd": {"momentum": 0.9, "dampening": 0.1, "nesterov": False, "foreach": False, "differentiable": False},
+    "adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-8, "foreach": False},
+    "rmsprop": {"alpha": 0.9, "eps": 1e-6, "momentum": 0.9, "centered": True, "foreach": False, "capturable": False},
+}
+ANEW = {
+    *(("adamw_torch_fused", "amsgrad"), ("adamw_torch", "amsgrad"), ("adafactor", "beta1")),
+    *(("rmsprop", "momentum"), ("rmsprop", "centered")),
+}
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["added", "left out"])
+@pytest.mark.parametrize("optim", HERE)
+def test_an_argument_that_changed_is_used_from_the_step_on_and_memory_is_lost_only_where_it_does_not_fit(
+    make_policy: MakePolicy, model_path: Path, tmp_path: Path, optim: str, back: bool
+) -> None:
+    plain = section(optim)
+    known = saved_with(plain, make_policy, model_path, tmp_path)
+    for name, value in ARGUMENTS[optim].items():
+        other = section(optim, optim_args={name: value})
+        found, now = (saved_with(other, make_policy, model_path, tmp_path), plain) if back else (known, other)
+        trainer = resumed(found, now)
+        has = any(isinstance(of, torch.Tensor) for kept in trainer.optimiser.state.values() for of in kept.values())
+        anew = (optim, name) in ANEW and not back
+        assert (not has or optim == "adagrad") if anew else has or optim == "sgd", name
+        before = weights(trainer)
+        train(trainer, range(2, 3))
+        assert any(not torch.equal(of, before[key]) for key, of in weights(trainer).items()), name
+
+
+def saved_with(
+    learner: LearnerSection, make_policy: MakePolicy, model_path: Path, tmp_path: Path
+) -> checkpoint.Checkpoint:
+    trainer = Trainer(make_policy(), learner, 64)
+    train(trainer, range(2))
+    return saved(trainer, model_path, tmp_path, 2)
+
+
+def test_one_with_figures_from_the_start_has_them_where_it_starts_anew(
+    make_policy: MakePolicy, model_path: Path, tmp_path: Path
+) -> None:
+    found = saved_with(section("adamw_torch"), make_policy, model_path, tmp_path)
+    trainer = resumed(found, section("adagrad", optim_args={"initial_accumulator_value": 0.5}))
+    assert {float(kept["sum"].min()) for kept in trainer.optimiser.state.values()} == {0.5}
+    train(trainer, range(2, 3))
 
 
 def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(make_policy: MakePolicy) -> None:

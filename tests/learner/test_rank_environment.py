@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from learner.feed.packing import pack
 from learner.model.policy import Policy
-from learner.ranks.environment import Place, check, is_sharded, place
+from learner.ranks.environment import Place, check, check_sharded, clear, is_sharded, place
 from learner.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection
+from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
 
 ACCELERATE = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "--cpu", "--num_processes", "2", "-m", "learner"]
@@ -64,6 +66,8 @@ def test_what_does_not_agree_is_refused(environment: dict[str, str], ranks: int,
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism"),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP_VERSION = 1"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP_VERSION = 1"),
+        ({"ACCELERATE_TORCH_DEVICE": "meta"}, "ACCELERATE_TORCH_DEVICE = meta: the learner cannot train there; unset"),
+        ({"ACCELERATE_TORCH_DEVICE": "nonsense:0"}, "ACCELERATE_TORCH_DEVICE = nonsense:0.*name a device"),
     ],
 )
 def test_another_kind_of_training_is_refused(environment: dict[str, str], told: str) -> None:
@@ -80,6 +84,35 @@ def test_what_has_no_effect_is_said() -> None:
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS = 4",
         "ACCELERATE_MIXED_PRECISION = bf16",
     ]
+    eight = {"ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_FP8_MARGIN": "0", "ACCELERATE_OF_TOMORROW": "on"}
+    assert check(eight) == [
+        "ACCELERATE_FP8_BACKEND = TE, ACCELERATE_OF_TOMORROW = on: without effect, since the run file says what the "
+        "learner computes"
+    ]
+
+
+def test_only_what_is_heeded_stays_in_the_environment() -> None:
+    heeded = {
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "RANK": "0",
+    }
+    assert check({"ACCELERATE_TORCH_DEVICE": "cpu"}) == []
+    environment = {**heeded, "ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+    clear(environment)
+    assert environment == heeded
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [({"learner": {"optim": "adafactor"}}, "learner.optim = adafactor"), ({"lora": {"r": 4}}, "lora.r = 4")],
+    ids=str,
+)
+def test_fsdp_that_accelerate_asks_for_has_the_limits_of_shard_weights(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"ACCELERATE_USE_FSDP = true, which stands for.*{says}"):
+        check_sharded(config(LEARNER, **sections))
+    check_sharded(config(LEARNER))
 
 
 def test_accelerate_s_second_fsdp_shards_the_weights() -> None:
@@ -109,6 +142,7 @@ def test_accelerate_s_variables_do_not_change_the_gradient(
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_FP8_BACKEND": "TE",
     }.items():
         monkeypatch.setitem(os.environ, name, value)
     assert torch.equal(gradient(), right)

@@ -52,3 +52,17 @@ def test_an_optimiser_that_starts_anew_on_a_resume_is_named(
     said = "\n".join(start.introduction(here, made, RunPosition(2, 2, 4, 1, None, None, False)))
     assert "learner.learning_rate = 0.001 (was 0.01)" in said
     assert (f"learner.optim = {now} can make nothing of what {before} kept: it starts anew" in said) is anew
+
+
+@pytest.mark.parametrize(("then", "now", "anew"), [({}, {"amsgrad": True}, True), ({"amsgrad": True}, {}, False)])
+def test_arguments_with_which_it_starts_anew_are_named(
+    tmp_path: Path, then: dict[str, bool], now: dict[str, bool], anew: bool
+) -> None:
+    before, here = (config(learner={"optim_args": args}) for args in (then, now))
+    made = Checkpoint(tmp_path, CheckpointInfo(2, 2, start.settings(before)))
+    said = "\n".join(start.introduction(here, made, RunPosition(2, 2, 4, 1, None, None, False)))
+    told = (
+        "learner.optim = adamw_torch_fused with learner.optim_args = {'amsgrad': True} can make nothing of what "
+        "adamw_torch_fused kept: it starts anew"
+    )
+    assert (told in said) is anew

@@ -68,6 +68,11 @@ LORA = {"r": 16}
             "needs num_decay_steps; write .*num_decay_steps = 10",
         ),
         ({"learner": {"lr_scheduler_type": "constant", "warmup_steps": 3}}, "warmup_steps = 3 does nothing with"),
+        (
+            {"learner": {"shard_weights": True, "optim": "adafactor"}},
+            "optim = adafactor with learner.shard_weights = true.*choose one of adagrad, adamw_torch",
+        ),
+        ({"learner": {"shard_weights": True, "optim": "paged_adamw_8bit"}}, "or leave learner.shard_weights out"),
         ({"learner": {"optim_args": {"lr": 0.1}}}, "lr has a setting of its own; set learner.learning_rate"),
         ({"learner": {"optim_args": {"betas": [0.9, 0.99]}}}, "betas has a setting of its own; set learner.betas"),
     ],
@@ -83,6 +88,7 @@ def test_what_cannot_be_is_refused_with_its_remedy(sections: dict[str, Any], say
     [
         {"lora": LORA, "learner": {"kl_coef": 0.1}},
         {"lora": {**LORA, "target_modules": "auto", "rank_pattern": {"q_proj": 4}}, "model": {"load_in_8bit": True}},
+        {"learner": {"shard_weights": True, "optim": "muon"}},
         {"learner": {"optim": "ademamix", "optim_args": {"betas": [0.9, 0.999, 0.9999], "alpha": 5.0}}},
         {"learner": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}},
     ],

@@ -33,7 +33,7 @@ def tickets(run: RunConfig) -> list[tuple[int, int, list[str], list[list[str]]]]
     def ids(places: list[record.Place]) -> list[str]:
         return [place.head.ticket_id for place in places]
 
-    found = record.steps(run.run_dir / record.FOLDER)
+    found = record.read(run.run_dir / record.FOLDER).steps
     return [(of.step, of.version, ids(of.trained), [ids(batch) for batch in of.left_out.values()]) for of in found]
 
 
@@ -57,8 +57,9 @@ async def test_it_holds_what_was_trained_and_what_was_left_out_and_nothing_else(
         second = await lease(client, 1, "d")
         await client.ack("d", LeaseAck(1, second, step=2, version=2))
         assert tickets(run) == [(1, 1, first[::-1], []), (2, 2, second, [bad])], "it can be read while the run goes on"
-    place = record.steps(run.run_dir / record.FOLDER)[0].trained[0]
+    place = record.read(run.run_dir / record.FOLDER).steps[0].trained[0]
     assert place.group().ticket_id == first[-1]
+    assert place.head.groups == 2
 
 
 async def test_a_queue_that_starts_again_goes_on_in_a_part_of_its_own(tmp_path: Path) -> None:
@@ -95,6 +96,18 @@ async def test_a_record_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_p
     assert "queue.record = false" in notice.text
 
 
+async def test_i2_a_step_of_which_a_group_was_not_written_is_not_taken_for_whole(tmp_path: Path) -> None:
+    """The queue is killed in the middle of an acknowledgement: the ledger knows nothing of the step."""
+    run = recording(tmp_path)
+    async with serving(run) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        await begun(queue, client)
+        await client.ack("a", LeaseAck(1, await lease(client, 2, "a"), step=1, version=1))
+        await client.ack("b", LeaseAck(1, await lease(client, 2, "b"), step=2, version=2))
+    (part,) = record.parts(run.run_dir / record.FOLDER)
+    part.write_bytes(part.read_bytes()[:-1])
+    assert [of[:2] for of in tickets(run)] == [(1, 1)]
+
+
 def head(step: int, size: int) -> Head:
     return Head(step, step, f"{step}.0", "l", 0, size)
 
@@ -111,7 +124,7 @@ async def test_i3_it_keeps_the_newest_steps_within_its_bytes(tmp_path: Path) -> 
         writer.close()
         sizes = sum(part.stat().st_size for part in record.parts(tmp_path))
         assert sizes <= most * 1.02
-    kept = [of.step for of in record.steps(tmp_path)]
+    kept = [of.step for of in record.read(tmp_path).steps]
     assert kept == list(range(kept[0], step + 1))
     assert sizes >= most * 0.7
 

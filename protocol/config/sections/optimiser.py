@@ -34,6 +34,8 @@ OptimiserName = Literal[
     "adagrad",
     "rmsprop",
 ]
+# Those that step on weights that ranks share out, which not all can: tests/learner/test_sharded_optimisers.py.
+SHARDED = frozenset({"adamw_torch_fused", "adamw_torch", "muon", "sgd", "adagrad", "rmsprop"})
 ScheduleName = Literal[
     "constant",
     "constant_with_warmup",

@@ -13,7 +13,7 @@ from protocol.config import ConfigError, RunConfig
 
 def check(config: RunConfig, resume: bool) -> int | None:
     """Raises `ConfigError` for what would stop the run later: packages, run directory, ports, servers, trackers, the
-    hub's token, task, callbacks, model.
+    hub's token, task, callbacks, model, adapter.
 
     Returns the rows of the data set; None where their number is not known.
     """
@@ -55,6 +55,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
         warn(warning)
     epochs.in_steps(config, rows)
     model_check.check(config)
+    learner_check.check_adapter(config, resume)
     if not config.vllm.servers and on_cpu():
         kv_cache.check(config)
     task_check.check(config, task)

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
+from learner import adapter_check, start
 from learner import checkpoint as checkpoints
-from learner import start
 from learner.blocking_client import BlockingQueueClient
 from learner.callbacks.load import load as load_callbacks
 from learner.checkpoint import Checkpoint
@@ -65,6 +65,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         checkpoint = start.starting_point(config, resume)
         try:
             if resume:
+                adapter_check.check(config, resume)
                 with progress.phase("waiting for the queue"):
                     position = client.call(lambda queue: queue.position())
                 if start.is_over(config, checkpoint, position):

@@ -55,7 +55,8 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
         return [f"{places.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
     said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
-    if different := changed(config, info):
+    # An adapter goes on as it was made, or not at all.
+    if different := [line for line in changed(config, info) if not line.startswith("lora.")]:
         said.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")
     before = _then(config, info).get("learner.optim", optimiser.DEFAULT)
     if optimiser.starts_anew(before, config.learner.optim):

@@ -27,6 +27,7 @@ from learner.report.trackers import installed
 from learner.report.watch import Watch
 from learner.stopping import SIGNALS, Stop, Stopped
 from learner.trainer import Trainer
+from protocol import checkpoints as places
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapters
 from protocol.config.algorithm import doubts
@@ -68,8 +69,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 adapter_check.check(config, resume)
                 with progress.phase("waiting for the queue"):
                     position = client.call(lambda queue: queue.position())
-                if start.is_over(config, checkpoint, position):
-                    progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
+                if checkpoint is not None and start.is_over(config, checkpoint, position):
+                    progress.say(places.nothing_to_do(config.run.name, checkpoint.info.step, config.learner.steps))
                     return
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)

@@ -36,9 +36,9 @@ def starting_point(config: RunConfig, resume: bool) -> Checkpoint | None:
     return checkpoint
 
 
-def is_over(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> bool:
+def is_over(config: RunConfig, checkpoint: Checkpoint, position: RunPosition) -> bool:
     """Whether the run has made its last step and told the queue so."""
-    return checkpoint is not None and checkpoint.info.step >= config.learner.steps and position.finished
+    return checkpoint.info.step >= config.learner.steps and position.finished
 
 
 def algorithm(learner: LearnerSection) -> str:

@@ -37,6 +37,13 @@ def complete(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
+def nothing_to_do(name: str, made: int, wanted: int) -> str:
+    """What to say of the run `name`, which has made its last step: `made` of them, where `wanted` are asked for."""
+    if made == wanted:
+        return f"{name} is finished: it has made all of its {made} steps"
+    return f"{name} is finished: it has made {made} steps, and learner.steps = {wanted}; raise that to go on"
+
+
 def best(run_dir: Path) -> Best | None:
     """What was written down of the best one; None where nothing was, or where it is gone."""
     try:

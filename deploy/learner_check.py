@@ -1,7 +1,9 @@
-"""What is checked of the learner's optimiser, schedule and adapter before a run starts: that they can be made here."""
+"""What is checked of the learner's optimiser, schedule and adapter before a run starts: that they can be made here, and
+that the adapter fits the model and the checkpoint to go on from."""
 
 from __future__ import annotations
 
+from protocol import checkpoints
 from protocol.config import LearnerSection, RunConfig
 
 _OWN = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
@@ -22,3 +24,13 @@ def check(config: RunConfig) -> None:
         from learner.model import quantised
 
         quantised.check(config.model)
+
+
+def check_adapter(config: RunConfig, resume: bool) -> None:
+    """Raises `ConfigError`. Of a model that can be found; imports torch only where an adapter is or was."""
+    kept = checkpoints.complete(config.run_dir) if resume else {}
+    had_one = bool(kept) and (kept[max(kept)] / checkpoints.ADAPTER).is_dir()
+    if config.lora.r or had_one:
+        from learner import adapter_check
+
+        adapter_check.check(config, resume)

@@ -13,20 +13,15 @@ from protocol.config import ConfigError, RunConfig
 
 def check(config: RunConfig, resume: bool) -> int | None:
     """Raises `ConfigError` for what would stop the run later: packages, run directory, ports, servers, trackers, the
-    hub's token, task, callbacks, model.
+    hub's token, task, callbacks, model, adapter.
 
     Returns the rows of the data set; None where their number is not known.
     """
     extras.require("slipstream up", extras.LEARNER if config.vllm.servers else extras.LEARNER + extras.VLLM)
     learner_check.check(config)
     run_directory.check(config, resume)
-    run_file = config.run_file.absolute()
-    check_port(config.queue.host, config.queue.port, "queue.port", run_file)
-    if config.vllm.servers:
-        server_check.check(config)
-    else:
-        for index in range(config.vllm.count):
-            check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
+    if not resume:
+        _check_addresses(config)
     from deploy import task_check
     from learner.callbacks.load import load as load_callbacks
     from learner.hub import uploads
@@ -48,14 +43,30 @@ def check(config: RunConfig, resume: bool) -> int | None:
             f"learner.epochs = {config.learner.epochs:g}: the task has no data set, as its environment says what there "
             f"is to do, so there is nothing to count; give learner.steps instead (TRL's max_steps)"
         )
-    if task.agent is not None:
+    counted = epochs.in_steps(config, rows)
+    over = resume and run_directory.finished(counted) is not None
+    if resume and not over:
+        _check_addresses(config)
+    if task.agent is not None and not over:
+        run_file = config.run_file.absolute()
         check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
     load_callbacks(config.learner.callbacks)
     if warning := check_evaluation(config, task.eval_dataset):
         warn(warning)
-    epochs.in_steps(config, rows)
     model_check.check(config)
+    learner_check.check_adapter(config, resume)
     if not config.vllm.servers and on_cpu():
         kv_cache.check(config)
     task_check.check(config, task)
     return rows
+
+
+def _check_addresses(config: RunConfig) -> None:
+    """Not of a run that is over: it needs none."""
+    run_file = config.run_file.absolute()
+    check_port(config.queue.host, config.queue.port, "queue.port", run_file)
+    if config.vllm.servers:
+        server_check.check(config)
+    else:
+        for index in range(config.vllm.count):
+            check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)

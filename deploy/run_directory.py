@@ -10,7 +10,7 @@ from pathlib import Path
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, to_toml
 from rollout_queue.store import lock
-from rollout_queue.store.sqlite import FILE_NAME, steps_made
+from rollout_queue.store.sqlite import FILE_NAME, run_of, steps_made
 
 # The folder that a start which made no step is moved to, and what stays where it is.
 FAILED = "failed-start-"
@@ -52,6 +52,15 @@ def to_go_on(config: RunConfig) -> str:
 def has_checkpoint(config: RunConfig) -> bool:
     """Whether the directory holds a complete checkpoint."""
     return bool(checkpoints.complete(config.run_dir))
+
+
+def finished(config: RunConfig) -> int | None:
+    """The steps that the run has made, where it has made all of `learner.steps` and has ended; None for one that has
+    more to do, or of which that is not known before its queue runs. Raises `ConfigError`."""
+    kept, store = checkpoints.complete(config.run_dir), config.run_dir / FILE_NAME
+    if not kept or max(kept) < config.learner.steps or not store.exists() or not run_of(store).finished:
+        return None
+    return max(kept)
 
 
 def clear(config: RunConfig) -> Path | None:
@@ -109,6 +118,20 @@ def resolved(config: RunConfig) -> str:
     return to_toml(config.model_copy(update={"run": run, "queue": queue}))
 
 
+@contextlib.contextmanager
+def kept_if_no_step_is_made(config: RunConfig) -> Iterator[None]:
+    """At the end, put the run file that the directory holds now back in its place where no step was made meanwhile: it
+    says with which settings the run's steps were made, and a start that was refused has made none."""
+    path = config.run_file
+    before = path.read_bytes() if path.exists() else None
+    made = _newest_version(config)
+    try:
+        yield
+    finally:
+        if before is not None and _newest_version(config) == made:
+            path.write_bytes(before)
+
+
 def write_resolved(config: RunConfig) -> Path:
     """Write the resolved run file into the run directory, where all processes of the run read it."""
     path = config.run_file
@@ -118,6 +141,13 @@ def write_resolved(config: RunConfig) -> Path:
     except OSError as error:
         raise _unwritable(config, path, error) from None
     return path
+
+
+def _newest_version(config: RunConfig) -> int:
+    """From the learner's figures: the queue may keep nothing."""
+    from learner.report.journal import newest_version
+
+    return newest_version(config.run_dir / "metrics.jsonl")
 
 
 def _steps(config: RunConfig) -> int:

@@ -23,10 +23,19 @@ from deploy import epochs
 from deploy.children import Child, Children, describe_end
 from deploy.programs import Program, preflight_program, programs
 from deploy.restart import WRONG_SETTING, Again, Done, Over, RestartPolicy
-from deploy.run_directory import check_unused, clear, held_alone, resolved, to_go_on, write_resolved
+from deploy.run_directory import (
+    check_unused,
+    clear,
+    finished,
+    held_alone,
+    kept_if_no_step_is_made,
+    resolved,
+    to_go_on,
+    write_resolved,
+)
 from deploy.terminal import Terminal
 from deploy.vllm_server import with_cache_size
-from protocol import reasons, routes
+from protocol import checkpoints, reasons, routes
 from protocol.config import ConfigError, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -45,7 +54,7 @@ class RunFailed(RuntimeError):
 
 
 def supervise(config: RunConfig, resume: bool = False) -> None:
-    """Run everything until the learner has made its last step.
+    """Run everything until the learner has made its last step; nothing, to `resume` a run that has made it.
 
     Raises `ConfigError` for a wrong setting, before anything is started; `RunFailed`; KeyboardInterrupt on Ctrl-C, and
     `SystemExit` with 143 or 129 on SIGTERM or SIGHUP. By then every process has ended.
@@ -55,9 +64,14 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
         check_unused(config)
         rows = await _check(config, resume, children, terminal)
         counted = epochs.in_steps(config, rows)
+        if resume and (made := finished(counted)) is not None:
+            terminal.say(checkpoints.nothing_to_do(config.run.name, made, counted.learner.steps))
+            return
         with held_alone(config):
             if not resume and (aside := clear(config)):
                 terminal.say(f"an earlier start made no step; what it left is in {aside}")
+            if resume:
+                settings.enter_context(kept_if_no_step_is_made(config))
             run_file = write_resolved(with_cache_size(counted)).absolute()
             terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
             if rows is not None and config.learner.epochs is not None:
@@ -66,7 +80,8 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
             keeper = Keeper(counted, children, policy, run_file.parent / "logs", terminal)
             await keeper.keep(programs(counted, run_file, resume))
 
-    under_signals(work, config.deploy.grace_s)
+    with contextlib.ExitStack() as settings:  # till all have ended: the learner may make a step on its way out
+        under_signals(work, config.deploy.grace_s)
 
 
 def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float) -> None:

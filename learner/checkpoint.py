@@ -159,7 +159,7 @@ def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
 def set_aside(run_dir: Path, step: int) -> None:
     """As a session begins after `step`: move checkpoints of later steps out of the way, which it does not go on from
     and would take for newer than its own. Raises `CheckpointError`."""
-    for of, path in places.complete(run_dir).items():
+    for of, path in places.named(run_dir).items():
         if of > step:
             target = places.unused(path)
             shutil.rmtree(target, ignore_errors=True)

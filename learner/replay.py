@@ -21,7 +21,7 @@ import torch
 
 from learner import checkpoint as checkpoints
 from learner import start
-from learner.checkpoint import Checkpoint
+from learner.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from learner.report.journal import Journal
 from learner.report.progress import Progress
@@ -34,6 +34,11 @@ from protocol.config import ConfigError, RunConfig
 from protocol.record import Place, RecordedStep, RecordError
 
 METRICS, SUMMARY = "metrics.jsonl", "replay.json"
+# Settings that a step's figures may follow from.
+_THAT_COUNT = (
+    *("model.", "learner.", "lora.", "rollout.", "run.seed ", "vllm.max_model_len "),
+    *("queue.max_staleness ", "queue.overage "),
+)
 # Of a step's figures, those that two computations of it must agree on.
 COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not in ("train_s", *StepRecord.SPREAD))
 
@@ -262,8 +267,17 @@ def _introduce(
 ) -> None:
     where = config.model.path if checkpoint is None else checkpoint.path
     progress.say(f"replaying steps {chosen[0].step} to {chosen[-1].step} of {request.record}, from {where}")
-    if checkpoint is not None and (different := start.changed(config, checkpoint.info)):
-        progress.warn(f"not the settings that the checkpoint was made with: {', '.join(different)}")
+    made = made_with(config, chosen[0].step)
+    if made and (different := [line for line in start.changed(config, made) if line.startswith(_THAT_COUNT)]):
+        progress.warn(f"not the settings that the run made step {chosen[0].step} with: {', '.join(different)}")
+
+
+def made_with(config: RunConfig, step: int) -> CheckpointInfo | None:
+    """Of the first checkpoint that holds `step`, which was made with the same settings unless a resume between the two
+    changed some; of the one before it, where there is none as yet; None: there is no checkpoint."""
+    kept = sorted(places.complete(config.run_dir))
+    nearest = next((each for each in kept if each >= step), kept[-1] if kept else None)
+    return None if nearest is None else checkpoints.of_step(config.run_dir, nearest).info
 
 
 def _figures_of(path: Path) -> Mapping[tuple[int, int], dict[str, Any]]:

@@ -28,7 +28,7 @@ def choose(
     """The checkpoint to go on from; None where there is none. `position`: the queue's, None where nobody asked it;
     `say`: is told of each that is passed over. Raises `ConfigError` where there are some, and none can be taken."""
     passed: list[tuple[Path, str]] = []
-    for step, path in reversed(places.complete(run_dir).items()):
+    for step, path in reversed(places.named(run_dir).items()):
         why = damage(path)
         if why is None:
             found = checkpoints.of_step(run_dir, step)

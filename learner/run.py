@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
+from learner import adapter_check, start
 from learner import checkpoint as checkpoints
-from learner import start
 from learner.blocking_client import BlockingQueueClient
 from learner.callbacks.load import load as load_callbacks
 from learner.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ from learner.report.trackers import installed
 from learner.report.watch import Watch
 from learner.stopping import SIGNALS, Stop, Stopped
 from learner.trainer import Trainer
+from protocol import checkpoints as places
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapters
 from protocol.config.algorithm import doubts
@@ -66,11 +67,12 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         checkpoint = None if resume else start.starting_point(config, resume)
         try:
             if resume:
+                adapter_check.check(config, resume)
                 with progress.phase("waiting for the queue"):
                     position = client.call(lambda queue: queue.position())
                 checkpoint = start.starting_point(config, resume, position, progress.warn)
-                if start.is_over(config, checkpoint, position):
-                    progress.say(f"{config.run.name} is finished: it has made all of its {config.learner.steps} steps")
+                if checkpoint is not None and start.is_over(config, checkpoint, position):
+                    progress.say(places.nothing_to_do(config.run.name, checkpoint.info.step, config.learner.steps))
                     return
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)

@@ -43,9 +43,9 @@ def starting_point(
     return None
 
 
-def is_over(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> bool:
+def is_over(config: RunConfig, checkpoint: Checkpoint, position: RunPosition) -> bool:
     """Whether the run has made its last step and told the queue so."""
-    return checkpoint is not None and checkpoint.info.step >= config.learner.steps and position.finished
+    return checkpoint.info.step >= config.learner.steps and position.finished
 
 
 def algorithm(learner: LearnerSection) -> str:
@@ -62,7 +62,8 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
         return [f"{places.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
     said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
-    if different := changed(config, info):
+    # An adapter goes on as it was made, or not at all.
+    if different := [line for line in changed(config, info) if not line.startswith("lora.")]:
         said.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")
     then = _then(config, info)
     before, now = then.get("learner.optim", optimiser.DEFAULT), config.learner.optim

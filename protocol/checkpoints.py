@@ -38,9 +38,21 @@ def unused(path: Path) -> Path:
 
 def complete(run_dir: Path) -> dict[int, Path]:
     """The complete checkpoints by their step, lowest first."""
+    return {step: path for step, path in named(run_dir).items() if (path / STATE).is_file()}
+
+
+def named(run_dir: Path) -> dict[int, Path]:
+    """What has a checkpoint's name, by its step, lowest first. One is renamed to it when it is complete, so where
+    `STATE` is missing somebody has taken it away."""
     found = ((_NAME.fullmatch(path.name), path) for path in folder(run_dir).glob("step-*"))
-    steps = {int(match[1]): path for match, path in found if match and (path / STATE).is_file()}
-    return dict(sorted(steps.items()))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def nothing_to_do(name: str, made: int, wanted: int) -> str:
+    """What to say of the run `name`, which has made its last step: `made` of them, where `wanted` are asked for."""
+    if made == wanted:
+        return f"{name} is finished: it has made all of its {made} steps"
+    return f"{name} is finished: it has made {made} steps, and learner.steps = {wanted}; raise that to go on"
 
 
 def best(run_dir: Path) -> Best | None:

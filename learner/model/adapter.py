@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from learner.model import export, quantised
+from learner.model import adapter_names, export, quantised
 from learner.model.held import ADAPTER, Held, held
 from learner.model.loading import text_tower
 from protocol.config import ConfigError, LoraSection, ModelSection
@@ -25,6 +26,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 # What peft takes for parts of experts.
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_DEFAULTS = {name: field.default for name, field in LoraSection.model_fields.items()}
 # Settings that may change from one start to the next without changing what the adapter computes.
 _OF_THE_START = ("lora_dropout", "init_lora_weights")
 
@@ -39,6 +41,7 @@ class Adapter:
 
         self._network, self._dtype = network, dtype
         self._published = export.trained_names(network)
+        adapter_names.check(lora, adapter_names.Names.of(network))
         self._saved = [name for name in network.state_dict() if not _is_packed(network, name)]
         of_base = {"base_model_name_or_path": model.path, "revision": model.revision}
         config = LoraConfig(task_type="CAUSAL_LM", **of_base, **_arguments(lora, network))
@@ -46,10 +49,8 @@ class Adapter:
         try:
             self._peft: Any = get_peft_model(network, config, adapter_name=ADAPTER)
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"lora.target_modules = {lora.target_modules}, lora.modules_to_save = {lora.modules_to_save}: no "
-                f"adapter of this kind fits {type(network).__name__}: {error}"
-            ) from error
+            given = ", ".join(f"lora.{name} = {value}" for name, value in lora if value != _DEFAULTS[name])
+            raise ConfigError(f"{given}: no adapter of this kind fits {type(network).__name__}: {error}") from error
         self._check_layers(lora)
         self._keep_in_float32()
 
@@ -112,15 +113,14 @@ class Adapter:
             if quantiser is not None:
                 network.hf_quantizer = quantiser
 
-    def load(self, folder: Path) -> None:
-        """Be the one that `save` wrote to `folder`, to the bit. Raises `ConfigError` where that is of another kind."""
-        from peft import LoraConfig, set_peft_model_state_dict
+    def check_same(self, folder: Path) -> None:
+        """Raise `ConfigError` where `save` wrote one of another kind to `folder`."""
+        from peft import LoraConfig
 
         try:
             config = LoraConfig.from_pretrained(str(folder))
-            state = load_file(folder / WEIGHTS)
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{folder}: holds no adapter that can be loaded: {error}; begin a new run") from error
+            raise _unusable(folder, error) from error
         ours = self._peft.peft_config[ADAPTER]
         changed = [
             f"lora.{name} = {getattr(ours, name)} (was {getattr(config, name)})"
@@ -132,6 +132,16 @@ class Adapter:
                 f"{folder}: the checkpoint's adapter is another: {', '.join(changed)}; go on with the settings that "
                 f"it was made with, or begin a new run with --model.path {folder.parent / 'model'}"
             )
+
+    def load(self, folder: Path) -> None:
+        """Be the one that `save` wrote to `folder`, to the bit. Raises `ConfigError` where that is of another kind."""
+        from peft import set_peft_model_state_dict
+
+        self.check_same(folder)
+        try:
+            state = load_file(folder / WEIGHTS)
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            raise _unusable(folder, error) from error
         set_peft_model_state_dict(self._peft, state, adapter_name=ADAPTER)
         loaded = self.tensors()
         if loaded.keys() != state.keys() or not all(torch.equal(loaded[n].cpu(), state[n]) for n in state):
@@ -145,6 +155,8 @@ class Adapter:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         network = self._network
+        named = network.named_modules()
+        adapter_names.check_patterns(lora, [name for name, module in named if isinstance(module, BaseTunerLayer)])
         inside = {id(module) for module in text_tower(network).modules()}
         output = network.get_output_embeddings()
         for name, module in network.named_modules():
@@ -186,6 +198,10 @@ def check_installed(lora: LoraSection) -> None:
         raise ConfigError(
             f"lora.r = {lora.r} needs peft, which is not installed: pip install 'slipstream-rl[lora]', or leave it out"
         )
+
+
+def _unusable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{folder}: holds no adapter that can be loaded: {error}; begin a new run")
 
 
 def _check_tied(network: Any, lora: LoraSection) -> None:

@@ -35,10 +35,10 @@ def load_network(
     hub = {"revision": revision or "main", "trust_remote_code": model.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **hub)
-        sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         packed = quantised.arguments(model, dtype)
-        network = kind.from_pretrained(path, dtype=dtype, attn_implementation=model.attention, **hub, **packed)
+        network = kind_of(config).from_pretrained(
+            path, dtype=dtype, attn_implementation=model.attention, **hub, **packed
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
             f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "
@@ -49,6 +49,12 @@ def load_network(
         rope.settle(network, longest)
     _freeze_all_but_text(network)
     return network if packed else network.to(device)
+
+
+def kind_of(config: Any) -> Any:
+    """transformers' class that makes a network of this config."""
+    sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def text_tower(network: Any) -> Any:

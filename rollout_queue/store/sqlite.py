@@ -238,7 +238,13 @@ def read_ledger(path: Path | str) -> list[LedgerRow]:
 
 
 def steps_made(path: Path | str) -> int:
-    """Optimiser steps that a run has made over all its starts, from its store of this or any older layout.
+    """Optimiser steps that a run has made over all its starts. As `run_of`."""
+    # The version: it goes on where a resume lets the steps begin again.
+    return run_of(path).version
+
+
+def run_of(path: Path | str) -> RunState:
+    """How far a run is, from its store of this or any older layout.
 
     Changes nothing, and works beside a running queue. Raises `ConfigError`.
     """
@@ -248,8 +254,7 @@ def steps_made(path: Path | str) -> int:
             run = db.execute("SELECT record FROM run").fetchone() if layout_of(db) else None
     except sqlite3.Error as error:
         raise ConfigError(f"{path}: cannot be read as a run's store: {error}; move it away") from error
-    # The version: it goes on where a resume lets the steps begin again.
-    return msgspec.json.decode(run[0], type=RunState).version if run else 0
+    return msgspec.json.decode(run[0], type=RunState) if run else RunState()
 
 
 def _state_for_people(state: str) -> TicketState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner import checkpoint
+from deploy import learner_check
+from learner import checkpoint, start
 from learner.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.reference import AdapterOff
 from learner.run import build_trainer
 from learner.trainer import Trainer
 from protocol.config import ConfigError, ModelSection, RunConfig
+from protocol.messages import RunPosition
 from tests.kit.learner import sample, step_rollouts
 
 peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
@@ -123,6 +126,41 @@ def test_an_adapter_of_another_kind_is_not_resumed(
     found = saved(trainer, model_path, tmp_path)
     with pytest.raises(ConfigError, match=says):
         build_trainer(config_of(model_path, now), found)
+
+
+def in_a_run(config: RunConfig, home: Path) -> RunConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": home})})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "says"),
+    [
+        ({"r": 4}, {"r": 8}, r"lora.r = 8 \(was 4\)"),
+        ({"r": 4}, {"r": 0}, r"was made with an adapter, and lora.r = 0"),
+        ({"r": 0}, {"r": 4}, r"was made without an adapter, and lora.r is above 0"),
+        ({"r": 4, "target_modules": ["q_proj", "k_proj"]}, {"r": 4, "target_modules": ["k_proj", "q_proj"]}, None),
+        ({"r": 4}, {"r": 4, "init_lora_weights": "gaussian"}, None),
+    ],
+    ids=str,
+)
+def test_that_it_is_another_is_known_before_anything_starts(
+    model_path: Path, tmp_path: Path, before: dict[str, Any], now: dict[str, Any], says: str | None
+) -> None:
+    """By the model's structure and the checkpoint's files: no weight is loaded."""
+    config = in_a_run(config_of(model_path, now), tmp_path)
+    saved(build_trainer(config_of(model_path, before), None), model_path, config.run_dir)
+    learner_check.check_adapter(config, resume=False)
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        learner_check.check_adapter(config, resume=True)
+
+
+def test_a_resume_never_says_that_another_adapter_is_used_from_here_on(model_path: Path, tmp_path: Path) -> None:
+    """It goes on as it was made, or not at all."""
+    before, now = config_of(model_path), config_of(model_path, {"r": 8}, learning_rate=1e-3)
+    made = checkpoint.Checkpoint(tmp_path, CheckpointInfo(2, 2, start.settings(before)))
+    said = "\n".join(start.introduction(now, made, RunPosition(2, 2, 4, 1, None, None, False)))
+    assert "learner.learning_rate = 0.001 (was 0.01)" in said
+    assert "lora." not in said
 
 
 def test_an_adapter_of_another_model_is_not_resumed(model_path: Path, tmp_path: Path) -> None:

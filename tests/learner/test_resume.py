@@ -16,7 +16,7 @@ from rich.console import Console
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.packing import PackedRow
 from learner.loop import Loop
-from learner.replay import Outcome, Request, digest, replay
+from learner.replay import Outcome, Request, digest, made_with, replay
 from learner.report.progress import Progress
 from learner.run import build_trainer
 from learner.start import starting_point
@@ -327,6 +327,18 @@ def test_a_replay_says_where_it_leaves_the_run(model_path: Path, tmp_path: Path)
     assert outcome.largest_difference["learning_rate"] == pytest.approx(0.75e-2)
     assert "step 1: learning_rate is 0.005, and was 0.0025 in the run" in said
     assert "differ from the run's own from step 1 on" in said
+    assert "not the settings that the run made step 1 with: learner.learning_rate = 0.02 (was 0.01) " in said
+
+
+def test_what_steps_were_made_with_is_said_by_the_first_checkpoint_that_holds_them(tmp_path: Path) -> None:
+    here = config(LEARNER, run={"dir": str(tmp_path)})
+    assert made_with(here, 1) is None
+    for step in (2, 4):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(f'{{"step": {step}, "version": {step}}}')
+    found = [made_with(here, step) for step in (1, 2, 3, 5)]
+    assert [info.step for info in found if info] == [2, 2, 4, 4]
 
 
 def test_bad_input_of_a_replay_is_told_before_anything_is_written(model_path: Path, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def at(step: int, version: int, *sessions: tuple[int, int], session: int = 2) ->
     ("name", "damage"),
     [
         ("state.json", cut),
+        ("state.json", Path.unlink),
         ("trainer.pt", cut),
         ("trainer.pt", Path.unlink),
         (SAFETENSORS, cut),
@@ -69,9 +70,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert told.endswith("; it is moved to unused-step-000004")
 
 
-def test_bad_input_a_run_without_a_whole_checkpoint_does_not_begin_again_unasked(run_dir: Path) -> None:
+@pytest.mark.parametrize(("name", "damage"), [("trainer.pt", cut), ("state.json", Path.unlink)])
+def test_bad_input_a_run_without_a_whole_checkpoint_does_not_begin_again_unasked(
+    run_dir: Path, name: str, damage: Callable[[Path], None]
+) -> None:
     for path in places.complete(run_dir).values():
-        cut(path / "trainer.pt")
+        damage(path / name)
     with pytest.raises(
         ConfigError, match=r"step-000004: it is damaged.*step-000002: it is damaged.*move these away, and .* --resume"
     ):

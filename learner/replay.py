@@ -2,7 +2,8 @@
 
 From the same model or checkpoint, with the same settings, device, threads and releases, each step gives the run's own
 figures and weights to the bit: what a step trains on is settled by its groups, their order and its version, and the
-record has all three.
+record has all three. One process makes the steps: those of several ranks, which add up in another order, agree but for
+rounding.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Request:
 class Outcome(msgspec.Struct):
     """`replay.json`. weights_sha256: of all weights after the last step, by name; compared: steps that the run's own
     metrics.jsonl has, too; first_difference: the first of them with another figure, None where all are the same to the
-    bit; largest_difference: by figure; left_out: what became of each batch that the run tried in vain."""
+    bit; largest_difference: by figure; left_out: what became of each batch that the run tried in vain; ranks: those
+    that made the run's steps."""
 
     record: str
     from_step: int
@@ -67,6 +69,7 @@ class Outcome(msgspec.Struct):
     first_difference: int | None
     largest_difference: dict[str, float]
     left_out: dict[str, str]
+    ranks: int
     device: str
     threads: int
     torch: str
@@ -133,6 +136,7 @@ class _Replay:
         self._request = request
         self._progress = progress
         self._theirs = _figures_of(config.run_dir / METRICS)
+        self._ranks = ranks_of(config)
         self._largest: dict[str, float] = {}
         self._compared = 0
         self._first_difference: int | None = None
@@ -216,6 +220,7 @@ class _Replay:
             first_difference=self._first_difference,
             largest_difference=self._largest,
             left_out=self._left_out,
+            ranks=self._ranks,
             device=str(self._trainer.device),
             threads=torch.get_num_threads(),
             torch=str(torch.__version__),
@@ -229,6 +234,8 @@ class _Replay:
         else:
             far = ", ".join(f"{name} {by:.3g}" for name, by in outcome.largest_difference.items())
             told = f"figures differ from the run's own from step {outcome.first_difference} on, by at most: {far}"
+            if outcome.ranks > 1:
+                told += f"; of steps that {outcome.ranks} ranks made, differences of rounding are expected"
         self._progress.say(f"replayed {outcome.steps} steps; {told}")
         self._progress.say(f"weights sha256 {outcome.weights_sha256}; figures in {self._request.out}", whole=True)
 
@@ -267,6 +274,8 @@ def _introduce(
 ) -> None:
     where = config.model.path if checkpoint is None else checkpoint.path
     progress.say(f"replaying steps {chosen[0].step} to {chosen[-1].step} of {request.record}, from {where}")
+    if (ranks := ranks_of(config)) > 1:
+        progress.say(f"{ranks} ranks made the run's steps, and one makes them here: they agree but for rounding")
     made = made_with(config, chosen[0].step)
     if made and (different := [line for line in start.changed(config, made) if line.startswith(_THAT_COUNT)]):
         progress.warn(f"not the settings that the run made step {chosen[0].step} with: {', '.join(different)}")
@@ -278,6 +287,13 @@ def made_with(config: RunConfig, step: int) -> CheckpointInfo | None:
     kept = sorted(places.complete(config.run_dir))
     nearest = next((each for each in kept if each >= step), kept[-1] if kept else None)
     return None if nearest is None else checkpoints.of_step(config.run_dir, nearest).info
+
+
+def ranks_of(config: RunConfig) -> int:
+    """How many ranks made the run's steps: as its file says, or as a launcher had it, which checkpoints know."""
+    newest = checkpoints.latest(config.run_dir)
+    known = newest.info.settings if newest is not None else None
+    return max(config.learner.ranks, int((known or {}).get("learner.ranks", 1)))
 
 
 def _figures_of(path: Path) -> Mapping[tuple[int, int], dict[str, Any]]:

@@ -158,7 +158,11 @@ async def _take_in(broker: Broker, ticket_id: str, body: bytes) -> bool:
             done = eval_tickets.submit(broker.evaluations, record, result, broker.clock.wall())
             await broker.commit(Decision(evals=done))
         else:
-            await broker.commit(tickets.submit(broker.ledger, record, arrival.facts), {ticket_id: body})
+            taken = tickets.submit(broker.ledger, record, arrival.facts)
+            if taken.tickets[0].state is not TicketState.READY:
+                await broker.commit(taken)
+                tickets.check_accepted(broker.ledger, ticket_id, taken.tickets[0])
+            await broker.commit(taken, {ticket_id: body})
             broker.trial.succeeded()
             seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
         if shown is not None:

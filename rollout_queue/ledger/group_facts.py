@@ -42,6 +42,10 @@ class GroupFacts(msgspec.Struct, frozen=True):
         )
         return cls(size, group.sampled_tokens, min(sampled.oldest for sampled in servers), servers)
 
+    def sampled_within(self, first: int, end: int) -> bool:
+        """Whether some token is by a version from `first` up to, and without, `end`."""
+        return any(sampled.oldest < end and sampled.newest >= first for sampled in self.servers if first < end)
+
 
 def _ranges(versions: set[int]) -> list[tuple[int, int]]:
     """The runs of consecutive integers, ascending; the newest ones as one where they are too many."""

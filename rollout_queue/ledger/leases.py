@@ -142,16 +142,25 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
     """Start a learner session, fresh or from a checkpoint made after `message.step` steps.
 
     `forgotten`: tickets trained after that step whose payload is gone. What was trained after it comes back, so that
-    I1 holds on the time line that survives: as groups if they are young enough and there is room, else as rows. Refuses
-    a start that does not fit the run (RUN_EXISTS, STEP_UNKNOWN, OUT_OF_RANGE).
+    I1 holds on the time line that survives: as groups if they are young enough and there is room, else as rows. So do
+    rows of groups that weights sampled which are too many steps ahead of those that go on: by their version they would
+    be young (I2). Refuses a start that does not fit the run (RUN_EXISTS, STEP_UNKNOWN, OUT_OF_RANGE).
     """
     run = ledger.run
     version, step = _first_version(ledger, message), message.step
-    records = [record.to(TicketState.READY, lease_id=None) for record in ledger.tickets(TicketState.LEASED)]
-    limits, groups, size = ledger.config.queue, ledger.outstanding, ledger.bytes
+    limits = ledger.config.queue
+    given_up = (message.version + limits.max_staleness + 1, version)
+    held = [*ledger.tickets(TicketState.READY), *ledger.tickets(TicketState.LEASED)]
+    ahead = {record.id: record for record in held if record.group.sampled_within(*given_up)}
+    records = [record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK, lease_id=None) for record in ahead.values()]
+    leased = ledger.tickets(TicketState.LEASED)
+    records += [record.to(TicketState.READY, lease_id=None) for record in leased if record.id not in ahead]
+    groups = ledger.outstanding - len(ahead)
+    size = ledger.bytes - sum(record.group.bytes for record in ahead.values())
     undone = [record for record in ledger.tickets(TicketState.TRAINED) if (record.step or 0) > step]
     for record in sorted(undone, key=lambda r: (-r.group.oldest_version, r.index)):
         young = within_staleness(version, record.group.oldest_version, limits.max_staleness)
+        young = young and not record.group.sampled_within(*given_up)
         fits = groups < limits.capacity_groups and size + record.group.bytes <= limits.capacity_bytes
         if young and fits:
             groups, size = groups + 1, size + record.group.bytes
@@ -174,6 +183,7 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
             declared=message.fingerprint,
             vocabulary=message.vocabulary,
             sessions=(*survive[-_SESSIONS_KEPT:], SessionStart(step, version)),
+            given_up=given_up if message.resume else (0, 0),
         ),
     )
 

@@ -99,7 +99,8 @@ class RunState(msgspec.Struct, frozen=True):
     `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: what
     the first worker that was let in named, in `data_session`, and later ones where it named nothing.
     `evaluations`: how many were ever asked for, the number of the next one. `sessions`: where those began whose steps
-    survive, oldest first, as many as are kept.
+    survive, oldest first, as many as are kept. `given_up`: versions from the first up to the second, of steps that the
+    last resume gave up, which are more than queue.max_staleness steps ahead of the weights that it went on with.
     """
 
     version: int = 0
@@ -118,6 +119,7 @@ class RunState(msgspec.Struct, frozen=True):
     data_session: int = 0
     evaluations: int = 0
     sessions: tuple[SessionStart, ...] = ()
+    given_up: tuple[int, int] = (0, 0)
 
     @property
     def all_steps_made(self) -> bool:

@@ -64,11 +64,14 @@ def message(ledger: Ledger, record: TicketRecord) -> Ticket:
 
 
 def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
-    """Take in a valid group; refused (FULL) while its bytes do not fit (I3).
+    """Take in a valid group; refused (FULL) while its bytes do not fit (I3). One by weights of steps that a resume gave
+    up, too many of them ahead of those that went on, ends its ticket, and its row is issued again (I2).
 
     Trained groups that wait for a checkpoint count too, but hold nobody up: where they are in the way, the oldest of
     them are let go, and a resume from before their step issues their rows again instead.
     """
+    if group.sampled_within(*ledger.run.given_up):
+        return Decision((record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK),))
     limit = ledger.config.queue.capacity_bytes
     if ledger.bytes + group.bytes > limit:
         raise Refusal(

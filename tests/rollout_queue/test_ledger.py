@@ -147,6 +147,11 @@ class QueueMachine(SabotagedQueue):
                 tickets.submit(self.ledger, record, facts)
             return
         decision = tickets.submit(self.ledger, record, facts)
+        first, end = self.ledger.run.given_up
+        if first < end and oldest < end and facts.servers[0].newest >= first:
+            assert decision.tickets[0].state is TicketState.REISSUED, "I2: by weights that a resume gave up"
+            self.commit(decision)
+            return
         payload = record.id.encode()
         self.commit(decision, {record.id: payload})
         self.accepted[record.id] = payload
@@ -496,6 +501,32 @@ def test_i1_a_row_that_a_resume_made_over_age_is_issued_again_and_once_only(wher
     bench.apply(leases.ack(bench.ledger, bench.fleet, msgspec.structs.replace(ack, dropped={"0.1": "overage"}), {}))
     assert bench.ledger.drops == {"overage": 1}
     assert bench.ledger.bytes == 0
+
+
+@pytest.mark.parametrize("where", ["ready", "leased", "trained", "with its worker"])
+def test_i2_what_weights_sampled_that_are_many_steps_ahead_of_a_resume_is_issued_again(where: str) -> None:
+    """Four steps are given up, K = 2: by its version the newest group is one old, by its weights four steps."""
+    bench = Bench()
+    for _ in range(3):
+        bench.groups(1)
+        bench.step(1)
+    (record,) = bench.apply(tickets.issue(bench.ledger, "w", 1))
+    newest = facts_of(100, 5, 3, 3)
+    if where != "with its worker":
+        bench.apply(tickets.submit(bench.ledger, record, newest))
+    if where in ("leased", "trained"):
+        bench.apply(leases.lease(bench.ledger, bench.fleet, "l", 1))
+    if where == "trained":
+        bench.apply(leases.ack(bench.ledger, bench.fleet, LeaseAck(1, [record.id], step=4, version=4), {}))
+    bench.begin(0, resume=True)
+    if where == "with its worker":
+        bench.apply(tickets.submit(bench.ledger, record, newest))
+    assert bench.ledger.get(record.id) is None
+    assert record.index in bench.ledger.to_reissue
+    (later,) = bench.apply(tickets.issue(bench.ledger, "w", 1))
+    version = bench.ledger.run.version
+    (taken,) = bench.apply(tickets.submit(bench.ledger, later, facts_of(100, 5, version, version)))
+    assert taken.state is TicketState.READY, "by the weights that go on"
 
 
 def test_the_queue_knows_the_sessions_of_the_time_line_that_survives() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.model import export, quantised
+from learner.model import adapter_names, export, quantised
 from learner.model.held import ADAPTER, Held, held
 from learner.model.loading import text_tower
 from protocol.config import ConfigError, LoraSection, ModelSection
@@ -25,6 +25,8 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 # What peft takes for parts of experts.
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# Settings that choose layers, or how theirs are made.
+_CHOOSES = ("target_modules", "exclude_modules", "layers_to_transform", "modules_to_save", "use_dora", "bias")
 # Settings that may change from one start to the next without changing what the adapter computes.
 _OF_THE_START = ("lora_dropout", "init_lora_weights")
 
@@ -36,21 +38,29 @@ class Adapter:
         """dtype: of merged matrices, that of the base. Raises `ConfigError` for layers that cannot have one."""
         check_installed(lora)
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._network, self._dtype = network, dtype
         self._published = export.trained_names(network)
         self._saved = [name for name in network.state_dict() if not _is_packed(network, name)]
         of_base = {"base_model_name_or_path": model.path, "revision": model.revision}
-        config = LoraConfig(task_type="CAUSAL_LM", **of_base, **_arguments(lora, network))
+        adapter_names.check(network, lora)
         _check_tied(network, lora)
+        arguments = _arguments(lora, network)
         try:
+            config = LoraConfig(task_type="CAUSAL_LM", **of_base, **arguments)
             self._peft: Any = get_peft_model(network, config, adapter_name=ADAPTER)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
+            fields = LoraSection.model_fields
+            chosen = {"target_modules", *(name for name in _CHOOSES if getattr(lora, name) != fields[name].default)}
+            given = [f"lora.{name} = {getattr(lora, name)}" for name in fields if name in chosen]
             raise ConfigError(
-                f"lora.target_modules = {lora.target_modules}, lora.modules_to_save = {lora.modules_to_save}: no "
-                f"adapter of this kind fits {type(network).__name__}: {error}"
+                f"{', '.join(given)}: no adapter of this kind fits {type(network).__name__}: {error}"
             ) from error
         self._check_layers(lora)
+        adapter_names.check_adapted(
+            [name for name, of in network.named_modules() if isinstance(of, BaseTunerLayer)], lora
+        )
         self._keep_in_float32()
 
     @property
@@ -208,7 +218,7 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": _targets(lora.target_modules, network),
+        "target_modules": _targets(lora, network),
         "exclude_modules": lora.exclude_modules or None,
         "layers_to_transform": lora.layers_to_transform or None,
         "rank_pattern": dict(lora.rank_pattern),
@@ -221,16 +231,25 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
     }
 
 
-def _targets(wanted: str | list[str], network: Any) -> str | list[str] | None:
+def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
     """As peft wants them. Of a model that sees, those of its text tower alone; of a mixture, all-linear is attention:
     under the other names peft understands its experts, whose matrices transformers has in one tensor."""
+    wanted = lora.target_modules
     if wanted == "auto":
         return None
     tower = text_tower(network)
     prefix = next((name for name, module in network.named_modules() if module is tower), "")
     sees = any(isinstance(module, torch.nn.Linear) for module in _others(network, tower))
+    if sees and lora.layers_to_transform:
+        numbers = "|".join(map(str, lora.layers_to_transform))
+        raise ConfigError(
+            f"lora.layers_to_transform = {lora.layers_to_transform}: {type(network).__name__} has layers of images of "
+            f"these numbers, too; leave it out, and give lora.target_modules an expression of whole names, such as "
+            f"'{re.escape(prefix)}\\.layers\\.({numbers})\\..*(q_proj|v_proj)'"
+        )
     mixture = any(parameter.ndim == 3 for parameter in tower.parameters())
-    if wanted == "all-linear" and (sees or mixture):
+    # With an expression, which all-linear is to peft, it takes no numbers of layers.
+    if wanted == "all-linear" and (sees or mixture or lora.layers_to_transform):
         linear = {
             name.rpartition(".")[2] for name, module in tower.named_modules() if isinstance(module, torch.nn.Linear)
         }

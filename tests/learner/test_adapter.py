@@ -255,29 +255,6 @@ def test_a_mixture_s_routers_are_kept_even_with_an_adapter(tmp_path: Path) -> No
     assert (figures.objective["aux_loss"] or 0) > 0
 
 
-@pytest.mark.parametrize(
-    ("lora", "tied", "says"),
-    [
-        ({"target_modules": ["lm_head"]}, False, r"lm_head is the output layer.*modules_to_save"),
-        ({"target_modules": ["embed_tokens"]}, False, r"embed_tokens is a Embedding.*only linear layers"),
-        (
-            {"target_modules": ["nonsense"]},
-            False,
-            r"lora.target_modules = \['nonsense'\].*no adapter of this kind fits",
-        ),
-        ({"modules_to_save": ["lm_head"]}, True, r"modules_to_save = \['lm_head'\].*shares its weight with"),
-        ({"modules_to_save": ["embed_tokens"]}, True, r"embed_tokens shares its weight with lm_head"),
-    ],
-    ids=str,
-)
-def test_layers_that_cannot_have_an_adapter_are_refused(
-    lora: dict[str, Any], tied: bool, says: str, tmp_path: Path
-) -> None:
-    tiny_model(tie_word_embeddings=tied).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=says):
-        adapted(tmp_path, **lora)
-
-
 def test_a_missing_peft_is_told_with_the_line_that_installs_it(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

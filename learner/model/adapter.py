@@ -44,11 +44,12 @@ class Adapter:
         adapter_names.check(lora, adapter_names.Names.of(network))
         self._saved = [name for name in network.state_dict() if not _is_packed(network, name)]
         of_base = {"base_model_name_or_path": model.path, "revision": model.revision}
-        config = LoraConfig(task_type="CAUSAL_LM", **of_base, **_arguments(lora, network))
         _check_tied(network, lora)
+        arguments = _arguments(lora, network)
         try:
+            config = LoraConfig(task_type="CAUSAL_LM", **of_base, **arguments)
             self._peft: Any = get_peft_model(network, config, adapter_name=ADAPTER)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
             given = ", ".join(f"lora.{name} = {value}" for name, value in lora if value != _DEFAULTS[name])
             raise ConfigError(f"{given}: no adapter of this kind fits {type(network).__name__}: {error}") from error
         self._check_layers(lora)
@@ -224,7 +225,7 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": _targets(lora.target_modules, network),
+        "target_modules": _targets(lora, network),
         "exclude_modules": lora.exclude_modules or None,
         "layers_to_transform": lora.layers_to_transform or None,
         "rank_pattern": dict(lora.rank_pattern),
@@ -237,16 +238,25 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
     }
 
 
-def _targets(wanted: str | list[str], network: Any) -> str | list[str] | None:
+def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
     """As peft wants them. Of a model that sees, those of its text tower alone; of a mixture, all-linear is attention:
     under the other names peft understands its experts, whose matrices transformers has in one tensor."""
+    wanted = lora.target_modules
     if wanted == "auto":
         return None
     tower = text_tower(network)
     prefix = next((name for name, module in network.named_modules() if module is tower), "")
     sees = any(isinstance(module, torch.nn.Linear) for module in _others(network, tower))
+    if sees and lora.layers_to_transform:
+        numbers = "|".join(map(str, lora.layers_to_transform))
+        raise ConfigError(
+            f"lora.layers_to_transform = {lora.layers_to_transform}: {type(network).__name__} has layers of images of "
+            f"these numbers, too; leave it out, and give lora.target_modules an expression of whole names, such as "
+            f"'{re.escape(prefix)}\\.layers\\.({numbers})\\..*(q_proj|v_proj)'"
+        )
     mixture = any(parameter.ndim == 3 for parameter in tower.parameters())
-    if wanted == "all-linear" and (sees or mixture):
+    # With an expression, which all-linear is to peft, it takes no numbers of layers.
+    if wanted == "all-linear" and (sees or mixture or lora.layers_to_transform):
         linear = {
             name.rpartition(".")[2] for name, module in tower.named_modules() if isinstance(module, torch.nn.Linear)
         }

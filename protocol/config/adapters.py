@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from protocol.config.sections import LearnerSection, LoraSection, ModelSection
 from protocol.config.sections.base import toml_value
 
 # An adapter starts at nothing and is far smaller than the weights that it stands for.
 _LITTLE = 5e-6
+# What `lora.target_modules` may be beside a list and an expression.
+_KINDS = ("all-linear", "auto")
 _WITH_FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 
 
@@ -21,6 +25,7 @@ def check(model: ModelSection, learner: LearnerSection, lora: LoraSection) -> No
                     f"for example, or leave it out"
                 )
         return
+    _check_names(lora)
     if learner.weights_dtype == "model":
         raise ValueError(
             f"learner.weights_dtype = model with lora.r = {lora.r}: the base is kept in model.dtype anyway, and small "
@@ -42,6 +47,27 @@ def check(model: ModelSection, learner: LearnerSection, lora: LoraSection) -> No
             f"learner.kl_coef = {learner.kl_coef:g} with lora.bias = {lora.bias}: the reference is the model without "
             f"the adapter, and the biases that trained would be a part of it; set lora.bias = none"
         )
+
+
+def _check_names(lora: LoraSection) -> None:
+    is_expression = isinstance(lora.target_modules, str) and lora.target_modules not in _KINDS
+    if is_expression and lora.layers_to_transform:
+        raise ValueError(
+            f"lora.layers_to_transform = {toml_value(lora.layers_to_transform)} with lora.target_modules = "
+            f"{toml_value(lora.target_modules)}, an expression of whole names: write the numbers of the layers into "
+            f"it, or name the linear layers in a list"
+        )
+    found = {"target_modules": [lora.target_modules] if is_expression else []}
+    found |= {"rank_pattern": list(lora.rank_pattern), "alpha_pattern": list(lora.alpha_pattern)}
+    for name, expressions in found.items():
+        for expression in expressions:
+            try:
+                re.compile(str(expression))
+            except re.error as error:
+                raise ValueError(
+                    f"lora.{name} = {toml_value(getattr(lora, name))}: {expression} is not a regular expression: "
+                    f"{error}; write a layer's name, such as q_proj"
+                ) from error
 
 
 def doubts(learner: LearnerSection, lora: LoraSection) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from protocol.config import ConfigError
 from tests.kit import LEARNER, config
 from tests.kit.model import tiny_model
 from tests.learner.families import MIXTURES, TEXT, VISION
+from tests.learner.test_adapter import adapted
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 LINEAR = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
@@ -46,12 +48,10 @@ def check(folder: Path, **lora: Any) -> None:
             "no whole name of a layer fits this regular expression; the model's linear layers are q_proj, k_proj, "
             "v_proj, o_proj, gate_proj, up_proj, down_proj; a whole name is model.layers.0.self_attn.q_proj",
         ),
-        ({"target_modules": "("}, 'lora.target_modules = "(": not a regular expression: missing ), unterminated'),
         ({"modules_to_save": ["lm_hed"]}, "is called lm_hed; did you mean lm_head? it has model, embed_tokens, layers"),
         ({"exclude_modules": ["nothere"]}, 'lora.exclude_modules = ["nothere"]: nothing in the model is called'),
         ({"exclude_modules": ["self_attn"]}, "is called self_attn; the model's linear layers are"),
         ({"rank_pattern": {"q_prj": 4}}, 'lora.rank_pattern = {"q_prj" = 4}: nothing in the model is called q_prj'),
-        ({"alpha_pattern": {"(": 4}}, 'lora.alpha_pattern = {"(" = 4}: not a regular expression'),
         (
             {"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 4}},
             "is called v_proj; did you mean q_proj? the adapter's layers are q_proj",
@@ -114,3 +114,23 @@ def test_a_structure_that_cannot_be_made_is_left_to_the_learner(
     check(structure, target_modules=["no_such_layer"])
     assert "(RuntimeError: Tensor.item() cannot be called on meta tensors)" in caplog.text
     assert "is seen when the learner has loaded them" in caplog.text
+
+
+def test_numbers_of_layers_go_with_all_linear(model_path: Path) -> None:
+    """Which is an expression to peft, with which it takes none."""
+    policy = adapted(model_path, layers_to_transform=[1], rank_pattern={"q_proj": 2})
+    trains = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    whole = {name for name, weight in adapted(model_path).named_parameters() if weight.requires_grad}
+    assert trains == {name for name in whole if ".1." in name}
+
+
+def test_numbers_of_layers_do_not_go_with_a_model_that_sees(tmp_path: Path) -> None:
+    name, make = next(iter(VISION.items()))
+    make().save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"layers_to_transform = \[1\].*has layers of images.*layers.*\(1\)"
+    ) as raised:
+        adapted(tmp_path, layers_to_transform=[1])
+    (expression,) = re.findall("'(.*)'", str(raised.value))
+    policy = adapted(tmp_path, target_modules=expression)
+    assert [of for of, weight in policy.named_parameters() if weight.requires_grad], name

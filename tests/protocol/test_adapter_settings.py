@@ -30,6 +30,15 @@ LORA = {"r": 16}
         ({"lora": {**LORA, "target_modules": []}}, r"target_modules.*must name a layer"),
         ({"lora": {**LORA, "bias": "some"}}, r"lora.bias = \"some\": must be 'none', 'all' or 'lora_only'"),
         (
+            {"lora": {**LORA, "target_modules": ".*q_proj", "layers_to_transform": [1]}},
+            r"layers_to_transform = \[1\] with lora.target_modules = \".*q_proj\".*write the numbers of the",
+        ),
+        ({"lora": {**LORA, "target_modules": "(q"}}, r"target_modules = \"\(q\": \(q is not a regular expression"),
+        (
+            {"lora": {**LORA, "rank_pattern": {"(q": 4}}},
+            r"rank_pattern.*\(q is not a regular expression.*such as q_proj",
+        ),
+        (
             {"lora": LORA, "learner": {"weights_dtype": "model"}},
             "weights_dtype = model with lora.r = 16.*leave learner",
         ),
@@ -88,6 +97,7 @@ def test_what_cannot_be_is_refused_with_its_remedy(sections: dict[str, Any], say
     [
         {"lora": LORA, "learner": {"kl_coef": 0.1}},
         {"lora": {**LORA, "target_modules": "auto", "rank_pattern": {"q_proj": 4}}, "model": {"load_in_8bit": True}},
+        {"lora": {**LORA, "layers_to_transform": [1]}},
         {"learner": {"shard_weights": True, "optim": "muon"}},
         {"learner": {"optim": "ademamix", "optim_args": {"betas": [0.9, 0.999, 0.9999], "alpha": 5.0}}},
         {"learner": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}},

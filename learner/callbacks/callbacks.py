@@ -6,12 +6,16 @@ One that raises ends the run.
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import learner
 from learner.failures import LearnerFailed
 from learner.report.record import StepRecord
 from learner.report.tracking import numbers, told_settings
@@ -20,6 +24,9 @@ from protocol.config import RunConfig
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+_OURS = f"{Path(learner.__file__).parent}{os.sep}"
+_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 class CallbackFailed(LearnerFailed):
@@ -143,10 +150,15 @@ class Callbacks:
                 self._control = answer
 
 
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    file = frame.filename
+    return "site-packages" not in file and not file.startswith((_STANDARD, _OURS, "<frozen "))
+
+
 def _said(name: str, error: Exception) -> str:
-    """The last frame is where it went wrong; the last that is not a library's is what the user wrote."""
+    """The last frame is where it went wrong; the last that is neither a library's nor ours is what the user wrote."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    own = [frame for frame in frames if _is_own(frame)] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return (
         f"callback {name} raised {type(error).__name__}: {error}{place}; mend it, or take it out of "

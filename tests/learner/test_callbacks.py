@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -158,6 +159,25 @@ def test_a_callback_that_raises_ends_the_run_with_file_and_line(model_path: Path
     assert text.startswith("callback Raises.on_step_end raised ValueError: ")
     assert f"({__file__}:{line}); mend it, or take it out of learner.callbacks, and go on with --resume" in text
     assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [1], "the step was made"
+
+
+class AsksForWhatIsNotThere(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        print(args.per_device_train_batch_size)
+
+
+class ReadsNoJson(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        json.loads("{")
+
+
+@pytest.mark.parametrize("kind", [AsksForWhatIsNotThere, ReadsNoJson])
+def test_the_line_is_the_user_s_where_our_code_or_python_s_raises(
+    model_path: Path, tmp_path: Path, kind: type[TrainerCallback]
+) -> None:
+    with pytest.raises(CallbackFailed) as failed:
+        train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[kind()])
+    assert f"({__file__}:{kind.on_step_end.__code__.co_firstlineno + 1}); mend it" in str(failed.value)
 
 
 def test_transformers_early_stopping_follows_the_evaluations_reward(model_path: Path, tmp_path: Path) -> None:

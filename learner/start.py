@@ -23,6 +23,8 @@ from protocol.messages import BeginSession, RunPosition
 
 # Set by who starts a learner for somebody: the command that this person typed.
 COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
+# Set by a script: the argument of its train() that goes on with the run.
+RESUME_VARIABLE = "SLIPSTREAM_RESUME"
 
 
 def starting_point(
@@ -143,5 +145,5 @@ def command() -> str:
 def resume_command() -> str:
     """The command that goes on with this run, as it was started."""
     if command().startswith("python ") and not command().startswith("python -m"):
-        return f"{command()}, with resume=True given to train()"
+        return f"{command()}, with {os.environ.get(RESUME_VARIABLE, 'resume=True')} given to train()"
     return command() if "--resume" in shlex.split(command()) else f"{command()} --resume"

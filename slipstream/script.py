@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from protocol import user_files
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
 from protocol.config.text import toml_value
 from rollout_worker.task.task import Task
+from slipstream.words import TRAIN, Words
 
 _REMEDY = "put the task into a .py file as a global, or name that file in a run file and start it with: slipstream up"
 
@@ -67,14 +69,25 @@ def train(
 
 @without_frames
 def run(
-    task: Task | HoldsTask, run_file: str | Path | None, resume: bool, sections: Mapping[str, Mapping[str, Any]]
+    task: Task | HoldsTask,
+    run_file: str | Path | None,
+    resume: bool,
+    sections: Mapping[str, Mapping[str, Any]],
+    words: Words = TRAIN,
 ) -> dict[str, Any]:
-    """As `train`, with all sections in one; that of the task may hold settings, too."""
+    """As `train`, with all sections in one; that of the task may hold settings, too. words: those of the script, for
+    messages."""
     _refuse_while_loading_a_task()
     _refuse_in_an_event_loop()
     path = {"path": path_of(task)}
     config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
-    supervise(config, resume)
+    # The learner's last line says how to go on.
+    os.environ["SLIPSTREAM_RESUME"] = words.resume
+    try:
+        supervise(config, resume)
+    except (ConfigError, RunFailed) as error:
+        error.args = (words.said(str(error)),)
+        raise
     summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text(encoding="utf-8"))
     return summary
 

@@ -6,12 +6,16 @@ One that raises ends the run, as a failure; sys.exit is no other way out.
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import learner
 from learner.failures import LearnerFailed
 from learner.report.record import StepRecord
 from learner.report.tracking import numbers, told_settings
@@ -21,6 +25,9 @@ from protocol.config import RunConfig
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+_OURS = f"{Path(learner.__file__).parent}{os.sep}"
+_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 class CallbackFailed(LearnerFailed):
@@ -146,15 +153,20 @@ class Callbacks:
                 self._control = answer
 
 
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    file = frame.filename
+    return "site-packages" not in file and not file.startswith((_STANDARD, _OURS, "<frozen "))
+
+
 def _said(name: str, error: Exception | SystemExit) -> str:
-    """The last frame is where it went wrong; the last that is not a library's is what the user wrote."""
+    """The last frame is where it went wrong; the last that is neither a library's nor ours is what the user wrote."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    own = [frame for frame in frames if _is_own(frame)] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     if isinstance(error, SystemExit):
         what, remedy = (
             f"called sys.exit({'' if error.code is None else error.code!r})",
-            ("to end the run after a step, set control.should_training_stop = True there"),
+            "to end the run after a step, set control.should_training_stop = True there",
         )
     else:
         what, remedy = f"raised {type(error).__name__}: {error}", "mend it, or take it out of learner.callbacks"

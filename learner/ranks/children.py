@@ -59,10 +59,22 @@ class Children:
         code = process.wait()
         if self._closing.is_set():
             return
-        how = f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        self._on_lost(
-            f"rank {rank} of the learner (process {process.pid}) ended with {how}: the learner's log says why"
+        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_how(code)}")
+
+
+def _how(code: int) -> str:
+    """How it ended, and where to look: who is killed has written nothing down."""
+    if code >= 0:
+        return f"ended with code {code}: what it wrote in the learner's log says why"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return (
+            f"was ended from outside, by {name}: where nobody did that, the machine was most likely out of memory (the "
+            f"kernel's log, dmesg, says so): give the learner more, or lower learner.token_budget"
         )
+    if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return f"was ended from outside, by {name}"
+    return f"crashed, by {name}: what it wrote in the learner's log, if anything, says where"
 
 
 def _start(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

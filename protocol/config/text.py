@@ -104,9 +104,12 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(word, words, n=1)), None)
 
 
-def nearest_all(word: str, words: Iterable[str]) -> list[str]:
-    """Those of `words` that `word` was most likely meant to be: several where they are equally near."""
+def nearest_all(word: str, words: Iterable[str], default: str = "") -> list[str]:
+    """Those of `words` that `word` was most likely meant to be: several where they are equally near. Where the default
+    begins with it (adamw), the default and what that is a further kind of."""
     word, known = word.lower().replace("-", "_"), list(words)
+    if default.startswith(f"{word}_"):
+        return [found for found in known if found.startswith(word) and default.startswith(found)]
     near = {found: SequenceMatcher(None, found, word).ratio() for found in get_close_matches(word, known)}
     return [found for found in known if near and near.get(found) == max(near.values())]
 
@@ -165,7 +168,8 @@ def _meant(fault: ErrorDetails, field: FieldInfo) -> str:
     """The values of a setting with a list that a misspelt one is near to."""
     if fault["type"] != "literal_error" or not isinstance(fault["input"], str):
         return ""
-    close = nearest_all(fault["input"], [value for value in get_args(field.annotation) if isinstance(value, str)])
+    values = [value for value in get_args(field.annotation) if isinstance(value, str)]
+    close = nearest_all(fault["input"], values, field.default if isinstance(field.default, str) else "")
     return f"; did you mean {' or '.join(map(toml_value, close))}?" if close else ""
 
 

@@ -24,6 +24,7 @@ from slipstream.trl.check import check
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
 from slipstream.trl.training import lora_settings, quantisation_settings
 from slipstream.trl.translate import Translation, translate
+from slipstream.words import of_a_trainer
 
 
 class TrainOutput(NamedTuple):
@@ -145,7 +146,8 @@ class _Trainer:
             os.environ["HF_TOKEN"] = str(self.args.given["hub_token"])
         for note in made.notes:
             print(f"slipstream: note: {note}", file=sys.stderr, flush=True)
-        summary = run(self, None, bool(resume_from_checkpoint), made.sections)
+        words = of_a_trainer(self.run_dir)
+        summary = run(self, None, bool(resume_from_checkpoint), made.sections, words)
         loss = _mean_loss(self.run_dir / "metrics.jsonl")
         metrics = {**summary, "train_loss": loss, "train_runtime": summary.get("wall_s")}
         return TrainOutput(int(summary.get("steps") or 0), loss, metrics)

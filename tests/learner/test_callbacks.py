@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import signal
 import sys
@@ -187,6 +188,25 @@ class Waits(TrainerCallback):
 def test_a_signal_in_a_callback_is_not_the_callback_s_fault(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[Waits()])
+
+
+class AsksForWhatIsNotThere(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        print(args.per_device_train_batch_size)
+
+
+class ReadsNoJson(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        json.loads("{")
+
+
+@pytest.mark.parametrize("kind", [AsksForWhatIsNotThere, ReadsNoJson])
+def test_the_line_is_the_user_s_where_our_code_or_python_s_raises(
+    model_path: Path, tmp_path: Path, kind: type[TrainerCallback]
+) -> None:
+    with pytest.raises(CallbackFailed) as failed:
+        train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[kind()])
+    assert f"({__file__}:{kind.on_step_end.__code__.co_firstlineno + 1}); mend it" in str(failed.value)
 
 
 def test_transformers_early_stopping_follows_the_evaluations_reward(model_path: Path, tmp_path: Path) -> None:

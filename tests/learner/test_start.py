@@ -38,6 +38,28 @@ def test_the_algorithm_is_named_with_what_is_set_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "argument", "says"),
+    [
+        ("slipstream up run.toml", None, "slipstream up run.toml --resume"),
+        ("python mine.py", "resume=True", "python mine.py, with resume=True given to train()"),
+        (
+            "python t.py",
+            "resume_from_checkpoint=True",
+            "python t.py, with resume_from_checkpoint=True given to train()",
+        ),
+    ],
+)
+def test_how_to_go_on_is_said_in_the_words_of_who_started_it(
+    monkeypatch: pytest.MonkeyPatch, command: str, argument: str | None, says: str
+) -> None:
+    monkeypatch.setenv(start.COMMAND_VARIABLE, command)
+    monkeypatch.delenv(start.RESUME_VARIABLE, raising=False)
+    if argument:
+        monkeypatch.setenv(start.RESUME_VARIABLE, argument)
+    assert start.resume_command() == says
+
+
+@pytest.mark.parametrize(
     ("before", "now", "anew"),
     [("adamw_torch_fused", "muon", True), ("adamw_torch_fused", "adamw_torch", False), (None, "adamw_torch", False)],
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protocol.config import ConfigError, RunConfig, resolve
+from protocol.config import ConfigError, RunConfig, load, resolve
 from protocol.config.adapters import doubts
 
 
@@ -114,3 +115,21 @@ def test_a_learning_rate_that_is_too_low_for_an_adapter_is_doubted(rate: float, 
     assert len(doubts(config.learner, config.lora)) == said
     plain = made(learner={"learning_rate": rate})
     assert doubts(plain.learner, plain.lora) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("adamw", '"adamw_torch_fused" or "adamw_torch"'),
+        ("AdamW", '"adamw_torch_fused" or "adamw_torch"'),
+        ("adamw_torc", '"adamw_torch"'),
+        ("lion", '"lion_8bit"'),
+    ],
+)
+def test_a_misspelt_optimiser_is_told_with_the_one_that_was_meant(tmp_path: Path, given: str, meant: str) -> None:
+    """Not with one that needs a GPU and bitsandbytes, where the plain one is as near."""
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "org/model"\n[task]\npath = "task.py:task"\n', encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load(path, ["--learner.optim", given])
+    assert f"; did you mean {meant}?" in str(error.value)

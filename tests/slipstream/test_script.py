@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from deploy.supervisor import RunFailed
 from protocol.config import ConfigError, RunConfig, TaskSection
 from rollout_worker.task import Task, load_task
 from slipstream import script as script_module
 from slipstream import train
+from slipstream.words import TRAIN, of_a_trainer
 from tests.kit.ports import free_port
 from tests.slipstream.conftest import Script
 
@@ -188,6 +191,49 @@ def test_sections_override_the_run_file(supervised: list[Any], model_folder: Pat
     assert config.queue.token == "t"
     assert config.task.path == f"{__file__}:task"
     assert resume
+
+
+SAID = [
+    (
+        "run.name = out: /a/out already holds a run; go on with it by --resume, or choose another name: "
+        "--run.name out-2",
+        "run.name = out: /a/out already holds a run; go on with it by resume=True, or choose another name: "
+        "run={'name': 'out-2'}",
+        "output_dir = out: /a/out already holds a run; go on with it by resume_from_checkpoint=True, or choose another "
+        "name: output_dir='/a/out-2'",
+    ),
+    (
+        "--resume: /a/out holds nothing to go on from; start it without --resume",
+        "resume=True: /a/out holds nothing to go on from; start it without resume=True",
+        "resume_from_checkpoint=True: /a/out holds nothing to go on from; start it without resume_from_checkpoint=True",
+    ),
+    (
+        "begin a new run from its merged model with --run.name and --model.path /a/out/model",
+        "begin a new run from its merged model with another run.name and model={'path': '/a/out/model'}",
+        "begin a new run from its merged model with another output_dir and model='/a/out/model'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "train_s", "trainer_s"), SAID)
+def test_messages_name_what_a_script_gives_in_place_of_options(text: str, train_s: str, trainer_s: str) -> None:
+    assert TRAIN.said(text) == train_s
+    assert of_a_trainer(Path("/a/out")).said(text) == trainer_s
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RunFailed])
+def test_what_a_run_raises_is_told_in_the_script_s_words(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_path: Path, kind: type[Exception]
+) -> None:
+    def refuses(config: RunConfig, resume: bool) -> None:
+        assert os.environ["SLIPSTREAM_RESUME"] == "resume=True"
+        raise kind("go on with it by --resume")
+
+    monkeypatch.setattr(script_module, "supervise", refuses)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLIPSTREAM_RESUME", "")
+    with pytest.raises(kind, match=r"^go on with it by resume=True$"):
+        train(task, model={"path": str(model_folder)})
 
 
 def test_the_task_may_come_from_another_module(supervised: list[Any], model_folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from deploy import run_directory
 from protocol import checkpoints
 from protocol.checkpoints import Best
 from protocol.config import ConfigError, RunConfig, TaskSection, resolve
@@ -580,6 +581,25 @@ def test_train_resumes_and_gives_what_transformers_gives(
 def test_what_a_trainer_cannot_do_is_refused(how: Any, says: str, supervised: Any) -> None:
     with pytest.raises(ConfigError, match=says):
         how()
+
+
+@pytest.mark.parametrize(("resume", "says"), [(False, "go on with it by {}, or choose"), (True, "start it without {}")])
+def test_refusals_speak_of_trl_s_arguments(
+    supervised: Any, monkeypatch: pytest.MonkeyPatch, model_folder: Path, resume: bool, says: str
+) -> None:
+    def check(config: RunConfig, resume: bool) -> None:
+        if not resume:
+            save_checkpoints(config.run_dir, 5)
+        run_directory.check(config, resume)
+
+    monkeypatch.setattr(script_module, "supervise", check)
+    monkeypatch.setenv("SLIPSTREAM_RESUME", "")
+    trainer.model = str(model_folder)
+    with pytest.raises(ConfigError) as error:
+        trainer.train(resume_from_checkpoint=resume)
+    assert says.format("resume_from_checkpoint=True") in str(error.value)
+    assert "--" not in str(error.value)
+    assert ("another name: output_dir='rloo-2'" in str(error.value)) is not resume
 
 
 def test_a_script_under_accelerate_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,8 @@ class Alarm:
     def last(self) -> str | None:
         """Right before this process ends: ranks on this machine end with it. What the main thread may be waiting for,
         if that is a rank."""
-        names = [f"{named(of)}, silent for {of.seconds:.0f} s" for of in quiet(self._pulse.silent(), AFTER_A_SIGNAL_S)]
+        seen = [of for of in self._pulse.silent() if of.seconds >= AFTER_A_SIGNAL_S / 2]
+        names = [f"{named(of)}, {'silent for' if of.who else 'unheard for'} {of.seconds:.0f} s" for of in seen]
         self.kill_all()
         return self._why or ", ".join(names) or None
 

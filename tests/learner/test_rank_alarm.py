@@ -81,6 +81,18 @@ def test_a_store_whose_calls_do_not_return_is_noticed() -> None:
     assert seen[0][0].rank == 0
 
 
+class Heard:
+    """A pulse that has heard this."""
+
+    def __init__(self, *silences: Silence) -> None:
+        self._silences = list(silences)
+
+    def silent(self) -> list[Silence]:
+        return self._silences
+
+    def end(self) -> None: ...
+
+
 class Scene:
     """Rank 0 of two, whose store never tells anything: the test says how silent rank 1 is."""
 
@@ -151,6 +163,23 @@ def test_whoever_asks_late_hears_of_a_rank_that_has_gone(scene: Scene) -> None:
     scene.alarm.lost("rank 1 has gone")
     scene.alarm.on_lost = lambda error: scene.heard.append(str(error))
     assert scene.heard == ["rank 1 has gone"]
+
+
+@pytest.mark.parametrize(
+    ("silences", "named"),
+    [
+        ([Silence(1, 2.0, WHO)], None),
+        ([Silence(1, 2.0, WHO), Silence(2, 12.0, WHO)], f"rank 2 of the learner ({WHO}), silent for 12 s"),
+        ([Silence(1, 16.0)], "rank 1 of the learner, unheard for 16 s"),
+    ],
+)
+def test_what_a_process_that_ends_itself_waited_for(silences: list[Silence], named: str | None, scene: Scene) -> None:
+    """And those of its ranks that are stopped do not outlive it."""
+    ended: list[bool] = []
+    scene.alarm.kill_all = lambda: ended.append(True)
+    scene.alarm._pulse = Heard(*silences)  # type: ignore[assignment]
+    assert scene.alarm.last() == named
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("free", [False, True])

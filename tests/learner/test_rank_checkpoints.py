@@ -81,6 +81,7 @@ def train(
     def backward(loss: torch.Tensor) -> None:
         scheduled(loss)
         if stop_in == steps[0] + 1:
+            trainer.accelerator.backward = scheduled
             hang_and_stop() if hangs else os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.accelerator.backward = backward

@@ -13,16 +13,26 @@ import pytest
 from learner import stopping
 from learner.stopping import Stop, Stopped
 
-# A mutex that is locked twice: its second lock returns for no signal, as a collective with a rank that hangs.
+# A mutex that is locked twice: its second lock returns for no signal, as a collective with a rank that hangs. Only once
+# the kernel shows the main thread in it is the test told: before that, Python would run the handler.
 HANGS = """
-import ctypes, sys
+import ctypes, os, sys, threading, time
+from pathlib import Path
 from learner.stopping import Stop
+
 mutex = ctypes.create_string_buffer(64)
 lock = ctypes.CDLL(None).pthread_mutex_lock
+
+def tell(address):
+    call = Path(f"/proc/self/task/{os.getpid()}/syscall")
+    while address not in call.read_text():
+        time.sleep(0.01)
+    print("hangs", flush=True)
+
 with Stop(float(sys.argv[1])) as stop:
     stop.last = lambda: "rank 1"
     lock(mutex)
-    print("hangs", flush=True)
+    threading.Thread(target=tell, args=(hex(ctypes.addressof(mutex)),), daemon=True).start()
     lock(mutex)
 """
 ENDS_WITHIN_S = 60.0

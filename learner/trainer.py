@@ -79,7 +79,7 @@ class Trainer:
         team: Team | None = None,
     ) -> None:
         self.team = team or Team()
-        self.accelerator = environment.accelerator(wrapping.ddp_arguments(policy.is_mixture))
+        self.accelerator = environment.accelerator(wrapping.ddp_arguments(policy.skips_weights))
         self.algorithm = Algorithm(section, longest)
         if self.algorithm.needs_reference and reference is None:
             raise ValueError(f"learner.kl_coef = {section.kl_coef:g} needs a reference: give one to the trainer")

@@ -104,9 +104,11 @@ class Policy(torch.nn.Module):
         path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @property
-    def is_mixture(self) -> bool:
-        """Whether experts may go without a token."""
-        return _choices(self.model.config.get_text_config()) > 0
+    def skips_weights(self) -> bool:
+        """Whether a row may leave out some of the weights: those of experts without a token, unless a layer has all of
+        its experts in one tensor, as transformers' own models do."""
+        fused = any("expert" in name and parameter.ndim == 3 for name, parameter in self.model.named_parameters())
+        return _choices(self.model.config.get_text_config()) > 0 and not fused
 
     @property
     def device(self) -> torch.device:

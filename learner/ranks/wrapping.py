@@ -29,9 +29,10 @@ dist: Any = torch.distributed
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-def ddp_arguments(mixture: bool) -> DistributedDataParallelKwargs:
-    """mixture: a row may use none of an expert's weights, which DDP must then look for."""
-    return DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=mixture)
+def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
+    """skips_weights: a row may use none of an expert's weights, which DDP must then look for. Where it finds none, it
+    warns."""
+    return DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=skips_weights)
 
 
 def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> Any:

@@ -111,9 +111,9 @@ class Stop:
     def signalled(self) -> bool:
         return self._signalled_at is not None
 
-    def hold(self, at_most_s: float = HOLD_AT_MOST_S) -> None:
-        """From here on a signal waits for `release`, for at most `at_most_s` from when it came."""
-        self._held, self._at_most_s = True, at_most_s
+    def hold(self, at_most_s: float | None = None) -> None:
+        """From here on a signal waits for `release`, for at most `at_most_s` (`HOLD_AT_MOST_S`) from when it came."""
+        self._held, self._at_most_s = True, HOLD_AT_MOST_S if at_most_s is None else at_most_s
 
     def release(self) -> None:
         """Raises `Stopped` if a signal came meanwhile, or one got lost in code that swallows exceptions."""

@@ -12,6 +12,7 @@ import torch
 
 from learner.model.loading import text_tower
 from protocol.config import ConfigError, LoraSection
+from protocol.config.adapters import pattern_of
 from protocol.config.sections.base import toml_value
 from protocol.config.text import nearest
 
@@ -67,9 +68,6 @@ def check(lora: LoraSection, names: Names) -> None:
     for unwanted in lora.exclude_modules:
         if not any(_is(name, unwanted) for name in names.layers):
             raise _unknown("exclude_modules", lora.exclude_modules, unwanted, linear, has)
-    for setting in _PATTERNS:
-        for pattern in getattr(lora, setting):
-            _compiled(_ended(pattern), setting, getattr(lora, setting))
     for whole in lora.modules_to_save:
         if not any(name.endswith(whole) for name in names.everything):
             parts = [part for part in _last_parts(names.everything) if not part.isdigit()]
@@ -83,13 +81,12 @@ def check_patterns(lora: LoraSection, adapted: Collection[str]) -> None:
     for setting in _PATTERNS:
         patterns = getattr(lora, setting)
         for pattern in patterns:
-            if not any(re.match(_ended(pattern), name) for name in adapted):
+            if not any(re.match(pattern_of(pattern), name) for name in adapted):
                 raise _unknown(setting, patterns, pattern, parts, f"the adapter's layers are {', '.join(parts)}")
 
 
 def _check_expression(expression: str, names: Names, has: str) -> None:
-    compiled = _compiled(expression, "target_modules", expression)
-    if any(compiled.fullmatch(name) for name in names.reachable):
+    if any(re.fullmatch(expression, name) for name in names.reachable):
         return
     said = f"lora.target_modules = {toml_value(expression)}: "
     if any(_is(name, expression) for name in names.reachable):
@@ -98,22 +95,10 @@ def _check_expression(expression: str, names: Names, has: str) -> None:
     raise ConfigError(f"{said}no whole name of a layer fits this regular expression; {has}{example}")
 
 
-def _compiled(expression: str, setting: str, value: object) -> re.Pattern[str]:
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise ConfigError(f"lora.{setting} = {toml_value(value)}: not a regular expression: {error}; mend it") from None
-
-
 def _unknown(setting: str, value: object, name: str, near: Iterable[str], has: str) -> ConfigError:
     close = nearest(name, near)
     meant = f"; did you mean {close}?" if close else ";"
     return ConfigError(f"lora.{setting} = {toml_value(value)}: nothing in the model is called {name}{meant} {has}")
-
-
-def _ended(pattern: str) -> str:
-    """As peft compares patterns with names (`peft.utils.other.get_pattern_key`)."""
-    return rf"(.*\.)?({pattern})$"
 
 
 def _is(name: str, wanted: str) -> bool:

@@ -57,17 +57,25 @@ def _check_names(lora: LoraSection) -> None:
             f"{toml_value(lora.target_modules)}, an expression of whole names: write the numbers of the layers into "
             f"it, or name the linear layers in a list"
         )
-    found = {"target_modules": [lora.target_modules] if is_expression else []}
-    found |= {"rank_pattern": list(lora.rank_pattern), "alpha_pattern": list(lora.alpha_pattern)}
+    found = {"target_modules": [(lora.target_modules, str(lora.target_modules))] if is_expression else []}
+    found |= {
+        name: [(key, pattern_of(key)) for key in getattr(lora, name)] for name in ("rank_pattern", "alpha_pattern")
+    }
     for name, expressions in found.items():
-        for expression in expressions:
+        for expression, compared in expressions:
             try:
-                re.compile(str(expression))
+                re.compile(compared)
             except re.error as error:
                 raise ValueError(
                     f"lora.{name} = {toml_value(getattr(lora, name))}: {expression} is not a regular expression: "
                     f"{error}; write a layer's name, such as q_proj"
                 ) from error
+
+
+def pattern_of(key: str) -> str:
+    """The expression by which peft compares a key of `rank_pattern` and `alpha_pattern` with the names of layers
+    (`peft.utils.other.get_pattern_key`)."""
+    return rf"(.*\.)?({key})$"
 
 
 def doubts(learner: LearnerSection, lora: LoraSection) -> list[str]:

@@ -39,6 +39,10 @@ LORA = {"r": 16}
             {"lora": {**LORA, "rank_pattern": {"(q": 4}}},
             r"rank_pattern.*\(q is not a regular expression.*such as q_proj",
         ),
+        (  # peft puts an expression of its own before the key
+            {"lora": {**LORA, "alpha_pattern": {"(?i)q": 4}}},
+            r"alpha_pattern.*\(\?i\)q is not a regular expression.*flags not at the start",
+        ),
         (
             {"lora": LORA, "learner": {"weights_dtype": "model"}},
             "weights_dtype = model with lora.r = 16.*leave learner",

@@ -32,7 +32,7 @@ from learner.stopping import Stop, Stopped
 from learner.trainer import Trainer
 from protocol.client import QueueError, RunFinished
 from protocol.config import RunConfig
-from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
 
 if TYPE_CHECKING:

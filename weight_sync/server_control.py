@@ -19,7 +19,12 @@ RESUME_PAUSE_S = 0.5
 
 
 class ControlError(RuntimeError):
-    """A call to a server failed or timed out. The text names server, route and cause."""
+    """A call to a server failed or timed out. The text names server, route and cause; `status` is the HTTP status, None
+    where there was no answer."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class ServerControl:
@@ -140,6 +145,24 @@ class ServerControl:
         except (KeyError, TypeError, ValueError) as error:
             raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
 
+    async def score_in_workers(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """As `score`, computed in the server's workers between two steps: it waits for no episode. `status` of the error
+        is 501 where the model cannot be scored that way."""
+        reply = await self._call("POST", "/slipstream/score", {"token_ids": [token_ids]})
+        try:
+            (logprobs,) = reply["logprobs"]
+            return np.array(logprobs, dtype=np.float32)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}/slipstream/score: no log-probs in {reply!r:.200} ({error!r})") from error
+
+    async def layers(self, label: str) -> dict[str, Any]:
+        """What the live layers hold, against what arrived for `label`: `checked`, how many were compared, and `wrong`,
+        the names of those that differ. `status` of the error is 501 where they cannot be read."""
+        reply = await self._call("POST", "/slipstream/layers", {"label": label})
+        if not isinstance(reply, dict) or not isinstance(reply.get("wrong"), list) or "checked" not in reply:
+            raise ControlError(f"{self.url}/slipstream/layers: the answer {reply!r:.200} holds no list of layers")
+        return reply
+
     async def _read(self, path: str, field: str) -> Any:
         reply = await self._call("GET", path)
         try:
@@ -160,7 +183,8 @@ class ServerControl:
                 if response.status >= 400:
                     text = (await response.text())[:500]
                     raise ControlError(
-                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
+                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}",
+                        response.status,
                     )
                 return await response.json()
         except TimeoutError as error:

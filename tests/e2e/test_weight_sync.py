@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protocol.config import WeightSyncSection
-from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.server_control import ServerControl
 from weight_sync.server_sync import ProbeMismatch, ServerSync
 from weight_sync.snapshot import Snapshot

@@ -18,7 +18,7 @@ from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from weight_sync.cancellation import together
 from weight_sync.pause import Pause
-from weight_sync.probe import Probe
+from weight_sync.proof.probe import Probe
 from weight_sync.server_control import ServerControl
 from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_sync.manifest import ALIGNMENT, Manifest
-from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.snapshot import Snapshot, digest_of
 
 PROBE = Probe([1, 2], np.array([-1.0], dtype=np.float32))

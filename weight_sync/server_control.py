@@ -146,8 +146,8 @@ class ServerControl:
             raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
 
     async def score_in_workers(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """As `score`, computed in the server's workers between two steps: it waits for no episode. `status` of the error
-        is 501 where the model cannot be scored that way."""
+        """As `score`, computed in the server's workers between two steps: it waits for no episode. `status` of the
+        error is 501 where the model cannot be scored that way."""
         reply = await self._call("POST", "/slipstream/score", {"token_ids": [token_ids]})
         try:
             (logprobs,) = reply["logprobs"]

@@ -50,8 +50,8 @@ class ServerSync:
         dtype: str = "float32",
         rounds_more: bool = False,
     ) -> None:
-        """`tolerance`: the largest `probe_max_abs_diff` that proves a version, in nats; `dtype`: what the server computes
-        in; `rounds_more`: whether it is quantised."""
+        """`tolerance`: the largest `probe_max_abs_diff` that proves a version, in nats; `dtype`: what the server
+        computes in; `rounds_more`: whether it is quantised."""
         self.control = control
         self.proof = ServerProof(tolerance, dtype, rounds_more)
         self.left_paused = False

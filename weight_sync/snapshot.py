@@ -12,7 +12,6 @@ from blake3 import blake3
 from weight_sync.manifest import Manifest
 from weight_sync.proof.probe import Probe
 
-
 WORDS = 2**16
 
 
@@ -68,11 +67,10 @@ class Snapshot:
         """`digest_of(flat)`."""
         return digest_of(self.flat)
 
-
     @cached_property
     def words(self) -> torch.Tensor:
-        """Some of the weights, from everywhere in `flat`: int64 [at most `WORDS` + 1], a copy. By these two snapshots are
-        compared when one of them is gone."""
+        """Some of the weights, from everywhere in `flat`: int64 [at most 2 * `WORDS`], a copy. By these two snapshots
+        are compared when one of them is gone."""
         whole = self.flat[: len(self.flat) // 8 * 8].view(torch.int64)
         return whole[:: max(1, len(whole) // WORDS) | 1].clone()
 

@@ -8,7 +8,8 @@ asks for, so a swap that was left out would pass. The rule therefore has four pa
 3. Nearer to what the server held before than to v, where the two can be told apart.
 4. Unusual: `UNUSUAL` times as far from v as this server is from the learner otherwise.
 
-"Far" in 3 and 4 is the median over the probe: a router that sends one token elsewhere moves the maximum, not the median.
+"Far" in 3 and 4 is the median over the probe: a router that sends one token elsewhere moves the largest difference, and
+not the median.
 """
 
 from __future__ import annotations
@@ -31,27 +32,20 @@ LEARNT = 3
 LEAST_CHANGED = 16
 
 
-@dataclass(frozen=True)
-class Precision:
-    """What two correct implementations differ by, in nats, median over a probe: `least` at the least, `most` at the
-    most, by the type that a server computes in."""
-
-    least: float
-    most: float
-
-
-PRECISIONS = {
-    "float32": Precision(5e-7, 4e-6),
-    "bfloat16": Precision(2e-3, 0.1),
-    "float16": Precision(3e-4, 0.02),
-}
+# Nats, median over a probe: two correct implementations may differ by so much, by the type that a server computes in,
+# even if they have differed by less so far.
+ROUNDING = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 3e-4}
 
 
 class Usual:
-    """A server's usual difference to the learner, learnt from what was proven on it."""
+    """A server's usual difference to the learner, in nats, median over a probe: learnt from what was proven on it.
 
-    def __init__(self, precision: Precision) -> None:
-        self._precision = precision
+    As long as it is not learnt, any difference within `tolerance` may be usual: a quantised server's is.
+    """
+
+    def __init__(self, dtype: str, tolerance: float) -> None:
+        self._least = ROUNDING[dtype]
+        self._tolerance = tolerance
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
 
     @property
@@ -60,8 +54,7 @@ class Usual:
 
     @property
     def difference(self) -> float:
-        """In nats. As long as it is not learnt, the most that the type explains."""
-        return max(self._precision.least, *self._seen) if self.is_learnt else self._precision.most
+        return max(self._least, *self._seen) if self.is_learnt else self._tolerance / APART
 
     def learn(self, difference: float) -> None:
         self._seen.append(difference)

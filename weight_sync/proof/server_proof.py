@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.proof.rule import PRECISIONS, Evidence, Floats, Usual, judge
+from weight_sync.proof.rule import Evidence, Floats, Usual, judge
 from weight_sync.proof.scoring import CANNOT, Scorer, Scoring
 from weight_sync.server_control import ControlError
 from weight_sync.snapshot import Snapshot
@@ -70,15 +70,15 @@ class ServerProof:
         self._tolerance = tolerance
         self._dtype = dtype
         self._rounds_more = rounds_more
-        self._usual = Usual(PRECISIONS[dtype])
+        self._usual = Usual(dtype, tolerance)
         self._scorer = Scorer()
         self._before: _Before | None = None
         self._proven: torch.Tensor | None = None
         self._layers_unreadable = False
 
     async def look(self, control: Provable, snapshot: Snapshot, known: bool) -> None:
-        """Before the swap, beside the transfer: what the server gives for the probe of `snapshot`. `known`: whether it
-        holds what was last proven on it. A second attempt keeps the first one's answer: it stays true that v-1 gives it.
+        """Before the swap: what the server gives for the probe of `snapshot`. `known`: whether it holds what was last
+        proven on it. A second attempt keeps the first one's answer: it stays true that v-1 gives it.
 
         Raises `ControlError`.
         """
@@ -144,7 +144,7 @@ class ServerProof:
     def _remedy(self) -> str:
         quantised = " quantised" if self._rounds_more else ""
         return (
-            f" (weight_sync.probe_tolerance allows {self._tolerance:g} with this{quantised} {self._dtype} server): look "
-            f"at the server's log and start it again; where it rounds more than it says, raise "
+            f" (weight_sync.probe_tolerance allows {self._tolerance:g} with this{quantised} {self._dtype} server): "
+            f"look at the server's log and start it again; where it rounds more than it says, raise "
             f"weight_sync.probe_tolerance"
         )

@@ -8,7 +8,9 @@ copies: those that torch packed are read back bit for bit; oneDNN's handles cann
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +62,32 @@ def compare(proven: Held, live: Held) -> Difference:
     wrong = [name for name in names if proven.prints.get(name) != live.prints.get(name)]
     # A handle that nobody can read stands where a packed weight was proven: that is not what was swapped in.
     return Difference(len(names), wrong, sorted(set(live.unread) - set(wrong)))
+
+
+class Reading(threading.Thread):
+    """Reads what `model` holds and compares it to `proven`, beside generation: nothing is written."""
+
+    def __init__(self, model: torch.nn.Module, proven: Held) -> None:
+        super().__init__(name="layer-proof", daemon=True)
+        self._model = model
+        self._proven = proven
+        self._found: Difference | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            on_gpu = next(self._model.parameters()).is_cuda
+            # On a stream of its own it does not stand between two steps of the engine.
+            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+                self._found = compare(self._proven, held(self._model))
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> dict[str, Any]:
+        """`Difference`'s fields, after the thread's end. Raises RuntimeError if it could not read them."""
+        if self._found is None:
+            raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
+        return vars(self._found)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
 from typing import Any
 
-from weight_sync.vllm.route_error import RouteError
+from weight_sync.vllm.route import Handler, RouteError
 
 # Far more than a probe has.
 MOST_SEQUENCES = 64
-
-Handler = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
+# How often to look whether the layers are read: 38 M parameters take 60 ms.
+LOOK_EVERY_S = 0.02
+LAYERS_TIMEOUT_S = 120.0
 
 
 async def score(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -29,14 +30,23 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     """`{"label": str}` -> `{"checked": int, "wrong": [str], "unread": [str]}` over all workers: the live layers against
     what was proven before the swap to `label`. 409 where other weights serve, 501 where nothing was proven."""
     label = body.get("label")
-    serving = await engine.get_weight_version() if hasattr(engine, "get_weight_version") else label
-    if label is not None and serving != label:
+    serving = await engine.get_weight_version()
+    if label != serving:
         raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
-    replies = await engine.collective_rpc("slipstream_layers")
-    _refuse_if_impossible(replies)
+    _refuse_if_impossible(await engine.collective_rpc("slipstream_read_layers"))
+    try:
+        async with asyncio.timeout(LAYERS_TIMEOUT_S):
+            replies = await engine.collective_rpc("slipstream_layers")
+            while not all(replies):
+                await asyncio.sleep(LOOK_EVERY_S)
+                replies = await engine.collective_rpc("slipstream_layers")
+    except TimeoutError:
+        raise RouteError(504, f"the layers were not read within {LAYERS_TIMEOUT_S:g} s") from None
     several = len(replies) > 1
     named = {
-        kind: sorted(f"worker {rank}: {name}" if several else name for rank, of in enumerate(replies) for name in of[kind])
+        kind: sorted(
+            f"worker {rank}: {name}" if several else name for rank, of in enumerate(replies) for name in of[kind]
+        )
         for kind in ("wrong", "unread")
     }
     return {"checked": sum(reply["checked"] for reply in replies), **named}

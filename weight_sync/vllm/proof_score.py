@@ -59,7 +59,7 @@ def _reason_of_layer(layer: Any, tokens: int) -> str | None:
 
 @torch.inference_mode()
 def score(runner: Any, token_ids: list[int]) -> list[float] | None:
-    """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, T - 1 values; None on a worker that holds no logits.
+    """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, T - 1 values; None where a worker has no logits.
 
     To be called on the engine's thread, with every worker at once: tensor-parallel ones compute together.
     """
@@ -115,5 +115,3 @@ def _attend(
     weights = scores.masked_fill(later, -math.inf).softmax(-1)
     output = torch.einsum("hgqk,khd->qhgd", weights, v).to(output_dtype or query.dtype)
     return output.reshape(output_shape or (len(q), -1))
-
-

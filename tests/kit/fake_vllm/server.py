@@ -71,6 +71,8 @@ class FakeVllm:
                     web.get("/weight_info", self._weight_info),
                     web.get("/get_world_size", self._world_size),
                     web.get("/server_info", self._server_info),
+                    web.post("/slipstream/score", self._score),
+                    web.post("/slipstream/layers", self._layers),
                 ]
             )
 
@@ -194,6 +196,18 @@ class FakeVllm:
             return web.json_response(replies.completion(prompt, None, sample))
         scored = self._scored(prompt) if body.get("prompt_logprobs") is not None else None
         return web.json_response(replies.completion(prompt, scored))
+
+    async def _score(self, request: web.Request) -> web.StreamResponse:
+        """Beside generation: a pause does not hold it."""
+        sequences = (await request.json())["token_ids"]
+        scores = [
+            [self.engine.probe_logprob(token, place) for place, token in enumerate(ids[1:], start=1)]
+            for ids in sequences
+        ]
+        return web.json_response({"logprobs": scores})
+
+    async def _layers(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response({"checked": 8, "wrong": self.engine.wrong_layers, "unread": []})
 
     def _scored(self, prompt: list[int]) -> list[dict[str, Any] | None]:
         """`prompt_logprobs` of an answer: nothing for the first token."""

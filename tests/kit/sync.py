@@ -69,8 +69,10 @@ class FakeTransport:
             await server.start_update()
             await server.update(snapshot.manifest.as_dict())
             await self._send(snapshot)
-            async with pause.held():
-                await server.finish_update(snapshot.label)
+            staged = await server.staged(1.0)
+            if staged.stage != "ready":
+                raise TransferError(f"the weights were not staged: {staged.error}")
+            pause.seconds += (await server.swap(snapshot.label, pause.clear_cache)).pause_s
         else:
             async with pause.held():
                 await server.start_update()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -100,7 +99,7 @@ def test_everything_that_is_computed_with_is_compared() -> None:
     model = Model(torch.float32)
     names = ["embedding.weight", "norm.bias", "norm.weight", "places", "up.packed0"]
     assert sorted(held(model).prints) == names
-    assert compare(held(model), held(copy.deepcopy(model))).checked == len(names)
+    assert compare(held(model), held(Model(torch.float32))).checked == len(names)
 
 
 def test_live_layers_are_read_on_a_thread() -> None:

@@ -24,9 +24,9 @@ class Scoring(Protocol):
 
     url: str
 
-    async def score_in_workers(self, token_ids: list[int]) -> Floats: ...
+    async def score(self, sequences: list[list[int]]) -> list[Floats]: ...
 
-    async def score(self, token_ids: list[int]) -> Floats: ...
+    async def score_by_request(self, token_ids: list[int]) -> Floats: ...
 
 
 class Scorer:
@@ -39,7 +39,7 @@ class Scorer:
         """float32 [T-1] of `token_ids` [T], by the weights that now serve. Raises `ControlError`."""
         if not self._by_request:
             try:
-                return await control.score_in_workers(token_ids)
+                return (await control.score([token_ids]))[0]
             except ControlError as error:
                 if error.status not in CANNOT:
                     raise
@@ -47,4 +47,4 @@ class Scorer:
                 logger.info(
                     "%s cannot score beside generation, so its proofs wait behind episodes: %s", control.url, error
                 )
-        return await control.score(token_ids)
+        return await control.score_by_request(token_ids)

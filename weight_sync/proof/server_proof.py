@@ -31,7 +31,7 @@ class ProofFailed(RuntimeError):
 class Provable(Scoring, Protocol):
     """What the proof asks a server: `ServerControl`."""
 
-    async def layers(self, label: str) -> dict[str, Any]: ...
+    async def layers(self, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,15 @@ class ServerProof:
         if self._layers_unreadable:
             return None
         try:
-            found = await control.layers(snapshot.label)
+            found = await control.layers({"label": snapshot.label})
         except ControlError as error:
             if error.status not in CANNOT:
                 raise
             self._layers_unreadable = True
             logger.info("%s cannot say what its layers hold, so log-probs alone prove them: %s", control.url, error)
             return None
+        if not isinstance(found.get("wrong"), list) or not isinstance(found.get("checked"), int):
+            raise ControlError(f"{control.url}/slipstream/layers: the answer {found!r:.200} does not name layers")
         wrong = [str(name) for name in found["wrong"]]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
@@ -139,7 +141,8 @@ class ServerProof:
                 f"{control.url}: after version {snapshot.version} these layers do not hold what arrived: "
                 f"{', '.join(wrong[:NAMED])}{more}; the fault is the server's: start it again"
             )
-        return int(found["checked"])
+        checked: int = found["checked"]
+        return checked
 
     def _remedy(self) -> str:
         quantised = " quantised" if self._rounds_more else ""

@@ -78,7 +78,7 @@ class Reading(threading.Thread):
         try:
             on_gpu = next(self._model.parameters()).is_cuda
             # On a stream of its own it does not stand between two steps of the engine.
-            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
                 self._found = compare(self._proven, held(self._model))
         except Exception as error:
             self._error = error
@@ -135,6 +135,7 @@ def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
     elif hasattr(packed, "__dict__"):
         kept = [*vars(packed).values()]
     parts = [part for part in kept if isinstance(part, torch.Tensor)]
-    if not parts and not module.weight.numel():
+    weight = module._parameters.get("weight")
+    if not parts and (weight is None or not weight.numel()):
         return [None]
     return [*parts]

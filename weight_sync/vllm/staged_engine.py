@@ -19,8 +19,8 @@ class StagedEngine(WeightTransferEngine):
     """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls`, `init_transfer_engine`,
     `receive` and, where it holds a connection, `disconnect`. See vLLM's `WeightTransferEngine` for when each is called.
 
-    `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.proof_layers.Held`), None where that is not
-    known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them; None before
+    `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.proof_layers.Held`), None where that is
+    not known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them; None before
     and after.
     """
 

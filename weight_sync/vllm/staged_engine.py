@@ -20,8 +20,8 @@ class StagedEngine(WeightTransferEngine):
     `receive` and, where it holds a connection, `disconnect`. See vLLM's `WeightTransferEngine` for when each is called.
 
     `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.proof_layers.Held`), None where that is
-    not known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them; None before
-    and after.
+    not known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them;
+    None before and after.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the servers compute in, as the run file says it: the type and the quantisation, in `vllm.args` or of the model."""
+"""What the servers compute in, as the run file says it: the type, and how they quantise."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +21,19 @@ RESUME_PAUSE_S = 0.5
 
 class ControlError(RuntimeError):
     """A call to a server failed or timed out. The text names server, route and cause."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What `GET /slipstream/state` answers. `boot`: another with each start of the server or its engine, "" where it
+    does not tell; `label`: of the weights that serve; `whole`: false while the model may be half loaded;
+    `pause_owner`: none, person or publication."""
+
+    label: str
+    boot: str = ""
+    paused: bool = False
+    whole: bool = True
+    pause_owner: str = "none"
 
 
 class ServerControl:
@@ -69,6 +83,21 @@ class ServerControl:
             return False
         return True
 
+    async def state(self) -> EngineState:
+        """How the engine is now; it answers this call itself."""
+        try:
+            reply = await self._call("GET", "/slipstream/state")
+        except ControlError as error:
+            if "HTTP 404" not in str(error):
+                raise
+            return EngineState(await self.weight_label())  # vLLM without our middleware
+        try:
+            return EngineState(
+                reply["label"], reply["boot"], reply["paused"], reply["whole"], reply.get("pause_owner", "none")
+            )
+        except (KeyError, TypeError) as error:
+            raise ControlError(f"{self.url}/slipstream/state: cannot be read: {reply!r:.200}") from error
+
     async def world_size(self) -> int:
         """Number of the server's workers, over all kinds of parallelism."""
         return int(await self._read("/get_world_size", "world_size"))
@@ -107,7 +136,9 @@ class ServerControl:
 
     async def pause(self, clear_cache: bool) -> None:
         """Freeze generation where it stands; harmless if it is paused. `clear_cache` drops all keys and values."""
-        await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
+        await self._call(
+            "POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}", headers={"slipstream-owner": "publication"}
+        )
 
     async def resume(self) -> None:
         """Let generation go on. Tried a few times within half a minute: a paused server is as good as dead."""
@@ -148,14 +179,19 @@ class ServerControl:
             raise ControlError(f"{self.url}{path}: the answer {reply!r:.200} holds no {field}") from error
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+        headers: dict[str, str] | None = None,
     ) -> Any:
         if self._session is None:
             raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                method, self.url + path, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)
             ) as response:
                 if response.status >= 400:
                     text = (await response.text())[:500]

@@ -20,6 +20,7 @@ _AWAITED = {
     ServerState.STALE: "newer weights",
     ServerState.QUARANTINED: "a proof that holds",
     ServerState.DOWN: "a restart",
+    ServerState.DRAINING: "the end of its requests",
 }
 # More than can be open, so that the newest result is always among them.
 _MOST_EVALUATIONS = 2 * MOST_OPEN

@@ -13,20 +13,23 @@ from rollout_queue.ledger.servers import ALLOWED, Fleet, put
 from tests.kit import config, group
 from tests.kit.messages import segment
 
-J, SY, SE, ST, Q, D = (
+J, SY, SE, ST, Q, D, DR = (
     ServerState.JOINING,
     ServerState.SYNCING,
     ServerState.SERVING,
     ServerState.STALE,
     ServerState.QUARANTINED,
     ServerState.DOWN,
+    ServerState.DRAINING,
 )
-WAY = {J: (), SY: (SY,), SE: (SY, SE), ST: (SY, ST), Q: (SY, Q), D: (SY, D)}
+WAY = {J: (), SY: (SY,), SE: (SY, SE), ST: (SY, ST), Q: (SY, Q), D: (SY, D), DR: (SY, SE, DR)}
 PERMITTED = {
-    *((state, J) for state in ServerState),
+    *((state, J) for state in ServerState if state is not DR),
     *((state, SY) for state in (J, SE, ST, Q, D)),
     *((SY, state) for state in (SE, ST, Q, D)),
     *((SE, state) for state in (SE, ST, Q, D)),
+    *((state, D) for state in (J, ST, Q)),
+    *((state, DR) for state in ServerState if state is not DR),
 }
 
 
@@ -154,8 +157,7 @@ def test_i5_a_failed_proof_drops_the_ready_groups_that_it_taints_and_no_others()
     assert [(record.id, record.state, record.reason) for record in decision.tickets] == [
         ("0.0", TicketState.DROPPED, "unverified_server")
     ]
-    assert decision.server is not None
-    assert decision.server.server.state is Q
+    assert [record.server.state for record in decision.servers] == [Q]
     assert not put(fleet_in(Q), ledger, Server("a", "http://a", Q, 3), wall_time=9.0), "a repeat changes nothing"
 
 

@@ -116,9 +116,9 @@ def test_run_and_servers_come_back(store: Store) -> None:
     server = ServerRecord(
         Server("a", "http://a", ServerState.QUARANTINED, 4, "probe", 7.5), True, (Distrust(4), Distrust(2, 8, 3))
     )
-    store.commit(Decision(run=RunState(session=1), server=ServerRecord(Server("a", "http://old"))), {})
-    store.commit(Decision(run=run, server=server), {})
-    store.commit(Decision(server=ServerRecord(Server("b", "http://b"))), {})
+    store.commit(Decision(run=RunState(session=1), servers=(ServerRecord(Server("a", "http://old")),)), {})
+    store.commit(Decision(run=run, servers=(server,)), {})
+    store.commit(Decision(servers=(ServerRecord(Server("b", "http://b")),)), {})
     contents = store.load()
     assert contents.run == run
     assert contents.servers == [server, ServerRecord(Server("b", "http://b"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,9 @@ class FakeEngine:
     running: int = 0
     generated_tokens: int = 0
     aborted_after: int = 0
+    boot: str = field(default_factory=lambda: secrets.token_hex(4))
+    whole: bool = True
+    pause_owner: str = "none"
 
     def __post_init__(self) -> None:
         self._go_on = asyncio.Event()
@@ -64,6 +68,7 @@ class FakeEngine:
 
     def resume(self) -> None:
         self._go_on.set()
+        self.pause_owner = "none"
 
     async def until_resumed(self) -> None:
         await self._go_on.wait()
@@ -129,6 +134,7 @@ class FakeEngine:
     def restart(self) -> None:
         """As a new process: base weights, no transfer engine, not paused."""
         self.weight_version = BASE_WEIGHTS
+        self.boot = secrets.token_hex(4)
         self.transfer_ready = self.updating = False
         self.resume()
 

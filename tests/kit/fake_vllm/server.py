@@ -70,6 +70,7 @@ class FakeVllm:
                     web.post("/update_weight_version", self._update_version),
                     web.get("/weight_info", self._weight_info),
                     web.get("/get_world_size", self._world_size),
+                    web.get("/slipstream/state", self._state),
                     web.get("/server_info", self._server_info),
                 ]
             )
@@ -217,6 +218,7 @@ class FakeVllm:
             return web.json_response({"error": "Invalid mode"}, status=400)
         await self._hook("pause", dict(request.query))
         self.engine.pause()
+        self.engine.pause_owner = "publication" if "slipstream-owner" in request.headers else "person"
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
@@ -265,6 +267,12 @@ class FakeVllm:
 
     async def _world_size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        engine = self.engine
+        state = {"boot": engine.boot, "label": engine.weight_version, "paused": engine.paused, "whole": engine.whole}
+        state |= {"alive": True, "pause_owner": engine.pause_owner, "workers": 1, "transport": "gloo", "reason": None}
+        return web.json_response(state)
 
     async def _tell_version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self._version})

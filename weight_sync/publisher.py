@@ -1,8 +1,9 @@
 """The learner's face of weight sync: hand over a version, go on training, look at the records.
 
 The learner waits for the snapshot alone. On a thread of its own, each server has a task that brings it to the newest
-version; one that is overtaken on the way is skipped. A publication counts when `weight_sync.quorum` servers have it. Only the
-first one can end the run: if it has not counted within `vllm.start_timeout_s`, or every server has refused it several times.
+version; one that is overtaken on the way is skipped. A publication counts when `weight_sync.quorum` servers have it.
+Only the first one can end the run: if it has not counted within `vllm.start_timeout_s`, or every server has refused it
+several times.
 """
 
 from __future__ import annotations
@@ -146,9 +147,7 @@ class Publisher:
     async def _connect(self) -> Fleet:
         client = await self._resources.enter_async_context(QueueClient(self._queue_url, self._config.token))
         self._client = client
-        fleet = Fleet(
-            self._config, client, self._make_transport, lambda: self.session, self._snapshots, self._ended_by
-        )
+        fleet = Fleet(self._config, client, self._make_transport, lambda: self.session, self._snapshots, self._ended_by)
         return await self._resources.enter_async_context(fleet)
 
     async def _until_counted(self, version: int) -> None:
@@ -197,7 +196,9 @@ class Publisher:
 
     def _awaited(self, version: int) -> str:
         has = len(self._fleet.publications.reached(version))
-        return f"version {version} on {self._config.weight_sync.quorum} servers, {has} have it: {self._fleet.standing()}"
+        return (
+            f"version {version} on {self._config.weight_sync.quorum} servers, {has} have it: {self._fleet.standing()}"
+        )
 
     async def _tell(self, what: str | None, loading: bool = False) -> None:
         """The queue, for its status (I7). It need not answer for the wait to go on."""

@@ -137,7 +137,9 @@ class ServerControl:
     async def pause(self, clear_cache: bool) -> None:
         """Freeze generation where it stands; harmless if it is paused. `clear_cache` drops all keys and values."""
         await self._call(
-            "POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}", headers={"slipstream-owner": "publication"}
+            "POST",
+            f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}",
+            headers={"slipstream-owner": "publication"},
         )
 
     async def resume(self) -> None:

@@ -6,10 +6,10 @@ afterwards: groups with such tokens are rejected at the door, dropped where they
 where it has leased but not yet trained them. What a server sampled before it became unreachable stays good; of one
 that joined again, tickets issued from then on take nothing until it is proven.
 
-Between a swap and its proof a server samples tokens that nobody vouches for yet: their groups wait in the queue until the
-proof holds. Where it fails, or the server leaves service before it came, they are dropped; and what a learner left without a
-proof when it died is distrusted by the next session. A server that leaves the fleet drains: it takes no new episode, and is
-gone when no worker has a request on it. Its distrust outlives it.
+Between a swap and its proof a server samples tokens that nobody vouches for yet: their groups wait in the queue until
+the proof holds. Where it fails, or the server leaves service before it came, they are dropped; and what a learner left
+without a proof when it died is distrusted by the next session. A server that leaves the fleet drains: it takes no new
+episode, and is gone when no worker has a request on it. Its distrust outlives it.
 """
 
 from __future__ import annotations
@@ -181,7 +181,6 @@ class Fleet:
                     f"proven on it: it {'has left' if record.removed else f'is {record.server.state}'}",
                 )
 
-
     def _present(self, name: str) -> ServerRecord | None:
         record = self._records.get(name)
         return record if record is not None and not record.removed else None
@@ -190,8 +189,8 @@ class Fleet:
         if len(self.records) >= _MOST_SERVERS or (name not in self._records and len(self._records) >= _MOST_EVER):
             raise Refusal(
                 reasons.TOO_MANY,
-                f"{len(self.records)} servers are registered, and {len(self._records)} ever were, which is all that one "
-                f"run may have",
+                f"{len(self.records)} servers are registered, and {len(self._records)} ever were, which is all that "
+                f"one run may have",
             )
 
 

@@ -130,4 +130,8 @@ async def against(fake: FakeVllm, timeout_s: float = 0.3, stages: bool = True) -
 
 def control_calls(fake: FakeVllm) -> list[str]:
     """The routes asked, without the questions that change nothing."""
-    return [path for path in fake.calls if path not in ("/weight_info", "/get_world_size", "/is_paused", "/slipstream/state")]
+    return [
+        path
+        for path in fake.calls
+        if path not in ("/weight_info", "/get_world_size", "/is_paused", "/slipstream/state")
+    ]

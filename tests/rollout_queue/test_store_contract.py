@@ -216,7 +216,7 @@ def test_hole_6_tickets_below_the_mark_are_kept_as_sums_that_go_on_agreeing(stor
 
 def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunConfig) -> None:
     store = stores.build(run_config)
-    decision = Decision((ticket(0, TicketState.READY),), RunState(version=3), ServerRecord(Server("a", "u")))
+    decision = Decision((ticket(0, TicketState.READY),), RunState(version=3), (ServerRecord(Server("a", "u")),))
     store.commit(decision, {"0.0": b"group"})
     before = store.load()
     store.close()

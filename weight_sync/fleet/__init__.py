@@ -1,1 +1,1 @@
-"""Who gets which version when: one task a server, newest version wins, and nothing but the snapshot holds the learner."""
+"""Who gets which version when: a task a server, the newest version wins, and only the snapshot holds the learner."""

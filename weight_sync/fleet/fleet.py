@@ -1,7 +1,7 @@
 """All servers that the queue knows, each with a member and a task of its own; the registry is read again and again.
 
-What concerns more than one server is decided here: which is too far behind another (stale), which is registered twice, and
-when enough of them have a version.
+What concerns more than one server is decided here: which is too far behind another (stale), which is registered twice,
+and when enough of them have a version.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Fleet:
         self.publications.handed(version, snapshot_s, blocked_s)
         self._read.set()
         for member in self.members.values():
+            if self.publications.counted is None:
+                member.try_afresh()
             member.wake()
 
     def let_go(self, names: list[str]) -> None:

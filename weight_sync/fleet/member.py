@@ -2,8 +2,8 @@
 
 No other server, and no learner, waits for it. What it is told is what the queue is told, one line of the log for each
 state. A server that starts or restarts (another `boot`, or a label that is not ours) is joining, whatever it was before
-(F16); one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a while is
-down. Each of them is tried again with growing pauses, and at once when it answers again.
+(F16); one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a
+while is down. Each of them is tried again with growing pauses, and at once when it answers again.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ class Member:
         self.server = server
         self.wake()
 
+    def try_afresh(self) -> None:
+        """Failures of before count no more."""
+        self.failures, self._next_try = 0, 0.0
+        self.wake()
+
     def let_go(self) -> None:
         """End the publication that is under way, for the sake of its snapshot; the newest is tried next."""
         if self._publishing is not None:
@@ -126,9 +131,10 @@ class Member:
         while True:
             self._wake.clear()
             state = await self._look() if self.server.state is not _S.DRAINING else None
-            if state is not None and not self.up_to_date and self._snapshots.newest is not None:
-                if time.monotonic() >= self._next_try and not await self._must_wait(state):
-                    await self._bring(state)
+            wanted = not self.up_to_date and self._snapshots.newest is not None
+            due = time.monotonic() >= self._next_try
+            if state is not None and wanted and due and not await self._must_wait(state):
+                await self._bring(state)
             await self._pause()
 
     async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
@@ -152,6 +158,8 @@ class Member:
 
     async def _look(self) -> EngineState | None:
         """How the server is; None where its engine does not answer."""
+        if self.waits_for is None and not self.up_to_date:
+            self.waits_for = "an answer of its engine"
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._sync.control.state()
@@ -175,6 +183,8 @@ class Member:
             self._is_new_process()
             await self._tell_through(_S.JOINING, None, "it restarted")
         self._boot = state.boot
+        if self.up_to_date:
+            self.waits_for = None
         return state
 
     async def _does_not_answer(self, why: str) -> None:
@@ -217,7 +227,8 @@ class Member:
         except (*PUBLISH_ERRORS, TimeoutError) as error:
             await self._failed(snapshot, state, error)
         except Refused as refusal:
-            # It registered again or was taken out in between: the registry tells.
+            # It registered again or was taken out in between: the registry, which is read soon, tells.
+            self._is_new_process()
             self._note_failure(snapshot, f"{self.name}: {refusal}")
         except asyncio.CancelledError:
             if self._sync.left_paused:
@@ -307,6 +318,7 @@ class Member:
 
     def _is_new_process(self) -> None:
         self.version, self._boot, self.failures, self._next_try = None, None, 0, 0.0
+        self.behind_since = None
 
     async def _pause(self) -> None:
         """Until there is something to do, or to look."""

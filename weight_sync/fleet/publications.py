@@ -1,4 +1,4 @@
-"""What became of each version: a publication counts when a quorum of servers has it, or is overtaken by one that does."""
+"""What became of each version: its publication counts when a quorum of servers has it, or it is overtaken."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ LET_GO_S = 5.0
 
 
 class Snapshots:
-    """`waited_s`: seconds that the learner's thread has waited for a buffer, in all; `let_go`: is called with the names of servers that hold the oldest version, which must give it back soon;
-    `waits`: with what the learner waits for, then None. Both are called on the learner's thread."""
+    """`waited_s`: seconds that the learner's thread has waited for a buffer, in all; `let_go`: is called
+    with the names of servers that hold the oldest version, which must give it back soon; `waits`: with what the learner
+    waits for, then None. Both are called on the learner's thread."""
 
     def __init__(
         self,

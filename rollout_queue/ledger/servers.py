@@ -319,6 +319,12 @@ def check_unfenced(fleet: Fleet, server: Server) -> None:
             f"server {server.name!r} cannot become {server.state} without the learner's session: others may only "
             f"register it as joining, or report it as down",
         )
+    twin = next((other for other in fleet.servers if other.url == server.url and other.name != server.name), None)
+    if twin is not None and server.state is ServerState.JOINING:
+        raise Refusal(
+            reasons.SERVER_MISMATCH,
+            f"the server at {server.url[:200]!r} is registered already, as {twin.name!r}: one name is enough",
+        )
     known = fleet.get(server.name)
     if known is not None and known.state is ServerState.SERVING and known.url != server.url:
         raise Refusal(

@@ -160,11 +160,23 @@ def vllm(
     context: typer.Context,
     run_file: RunFilePath,
     index: Annotated[int, typer.Option(min=0, help="which of the run file's servers")] = 0,
+    to_join: Annotated[
+        str | None, typer.Option("--join", metavar="QUEUE_URL", help="join the running job of this queue")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="with --join: its name in the run; default: host and port")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="URL", help="with --join: where workers and learner reach it")
+    ] = None,
 ) -> None:
     """Run vLLM's server with the flags that RL needs."""
-    from deploy.vllm_server import run
+    from deploy.vllm_server import join, run
 
-    run(load(run_file, context.args, needs=["model"]), index)
+    if to_join is None and (name or advertise):
+        raise ConfigError("--name and --advertise are for a server that joins: add --join QUEUE_URL")
+    config = load(run_file, context.args, needs=["model"])
+    if to_join is not None:
+        raise typer.Exit(join(config, to_join, name, advertise))
+    run(config, index)
 
 
 @app.command(
@@ -229,6 +241,51 @@ def rollouts(
     except QueueError as error:
         raise ConfigError(str(error)) from None
     (print_json if as_json else print_text)(found)
+
+
+servers = typer.Typer(no_args_is_help=True)
+app.add_typer(servers, name="servers", help="List, add or remove the vLLM servers of a running job.")
+RequiredQueueUrl = Annotated[str, typer.Option("--queue", help="URL of the queue, as http://host:8200")]
+
+
+def _queue_of(url: str) -> QueueClient:
+    return QueueClient(url, os.environ.get("SLIPSTREAM_TOKEN"), patience_s=5.0, timeout_s=10.0)
+
+
+@servers.command("list")
+def servers_list(queue: RequiredQueueUrl) -> None:
+    """Each server with its state, version and what it waits for."""
+    from deploy.servers import listed
+    from deploy.status_view import print_servers
+
+    print_servers(asyncio.run(listed(_queue_of(queue))))
+
+
+@servers.command("add")
+def servers_add(
+    url: Annotated[str, typer.Argument(metavar="URL", help="where workers and learner reach it")],
+    queue: RequiredQueueUrl,
+    name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
+) -> None:
+    """Let a vLLM server that runs join the job. It serves once the learner has brought it up to date."""
+    from deploy.servers import add
+
+    added = asyncio.run(add(_queue_of(queue), url, name, os.environ.get("SLIPSTREAM_TOKEN")))
+    typer.echo(f"{added.name} at {added.url} is {added.state}")
+
+
+@servers.command("remove")
+def servers_remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="as `slipstream servers list` shows it")],
+    queue: RequiredQueueUrl,
+    now: Annotated[bool, typer.Option("--now", help="without waiting for its requests")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds to wait until it is gone")] = 600.0,
+) -> None:
+    """Let a server leave: no new episodes, then the end of its requests; then it may be stopped."""
+    from deploy.servers import remove
+
+    asyncio.run(remove(_queue_of(queue), name, now, timeout))
+    typer.echo(f"{name} is gone")
 
 
 @app.command(**reading(*RUN, "queue.store"))

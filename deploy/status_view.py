@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,7 +13,7 @@ from rich.text import Text
 from learner.report.evaluations import told
 from learner.report.rollout_text import printable
 from protocol.client import QueueClient
-from protocol.status import Status, episodes_at
+from protocol.status import ServerStatus, Status, episodes_at
 
 _NOTICES_SHOWN = 8
 _TOLD_SHARE = 0.05
@@ -163,11 +163,26 @@ def _open(status: Status) -> str:
     return f"{sum(at.values())} episodes open: {places}{why}"
 
 
+def print_servers(servers: Sequence[ServerStatus]) -> None:
+    Console().print(_server_table(servers) if servers else Text("no servers"))
+
+
 def _servers(status: Status) -> Table:
-    table = Table("server", "state", "version", "", box=None, pad_edge=False)
-    for server in status.servers:
-        what = _text(server.reason or server.url)
-        table.add_row(_text(server.name), str(server.state), _or_dash(server.version), what)
+    return _server_table(status.servers)
+
+
+def _server_table(servers: Sequence[ServerStatus]) -> Table:
+    table = Table("server", "state", "version", "lag", "since", "", box=None, pad_edge=False)
+    for server in servers:
+        what = "; ".join(part for part in (server.waits_for and f"waits for {server.waits_for}", server.reason) if part)
+        table.add_row(
+            _text(server.name),
+            str(server.state),
+            _or_dash(server.version),
+            _or_dash(server.lag),
+            _ago(server.since_s).removesuffix(" ago"),
+            _text(what or server.url),
+        )
     return table
 
 

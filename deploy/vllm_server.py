@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deploy import extras, kv_cache
+from deploy import joining as joining_of
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import Server
@@ -30,8 +31,9 @@ def on_cpu() -> bool:
     return True
 
 
-def command(config: RunConfig, index: int) -> list[str]:
-    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours."""
+def command(config: RunConfig, index: int, replica: int | None = None) -> list[str]:
+    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours. `replica`:
+    what its seed is made of in place of the number."""
     vllm = config.vllm
     flags = [
         *("--model", _resolved(config.model.path)),
@@ -43,7 +45,7 @@ def command(config: RunConfig, index: int) -> list[str]:
         *("--max-model-len", str(vllm.max_model_len)),
         *("--max-num-seqs", str(vllm.max_num_seqs)),
         # Replicas with one seed would sample the same episodes.
-        *("--seed", str(config.run.seed * 1000 + index)),
+        *("--seed", str(config.run.seed * 1000 + (index if replica is None else replica))),
         # The log-probs of the sampling distribution, and no sampling defaults from the checkpoint's folder.
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
@@ -123,3 +125,11 @@ def run(config: RunConfig, index: int) -> None:
     asyncio.run(announce(config, index))
     line = command(with_cache_size(config), index)
     os.execve(line[0], line, environment(config))
+
+
+def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:
+    """Run a server that joins the job of a queue elsewhere; returns its exit code."""
+    joining = joining_of.plan(config, queue_url, name, advertise)
+    extras.require("slipstream vllm", extras.VLLM)
+    line = command(with_cache_size(config), 0, joining.replica)
+    return joining_of.run(config, joining, line, environment(config))

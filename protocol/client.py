@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -207,6 +208,12 @@ class QueueClient:
         """
         path = routes.SERVER_OF.format(name=server.name)
         return await self._ask(Server, "PUT", path, ServerChange(server, session))
+
+    async def remove_server(self, name: str, now: bool = False) -> list[Server]:
+        """Let a server drain, or end it `now`; returns those that are registered then. Raises `Refused` for one that is
+        not."""
+        path = routes.SERVER_OF.format(name=quote(name, safe=""))
+        return await self._ask(list[Server], "DELETE", f"{path}?now=true" if now else path)
 
     async def status(self) -> Status:
         return await self._ask(Status, "GET", routes.STATUS)

@@ -141,13 +141,15 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ServerState(StrEnum):
-    """What the queue knows of a vLLM server; only `SERVING` ones may be given an episode (I5)."""
+    """What the queue knows of a vLLM server; only `SERVING` ones may be given an episode (I5). A `DRAINING` one leaves:
+    the requests on it end, and it is given no other."""
 
     JOINING = "joining"
     SYNCING = "syncing"
     SERVING = "serving"
     STALE = "stale"
     QUARANTINED = "quarantined"
+    DRAINING = "draining"
     DOWN = "down"
 
 
@@ -249,7 +251,7 @@ class WorkerReport(msgspec.Struct):
     come back; `waiting_for_servers`: episodes that wait now for a vLLM server that may be asked; `eval_episodes`: of
     evaluations, done or failed, which are in no other count but `failures`, of all kinds by reason. `fingerprint`: what
     the queue accepts or refuses the worker by;
-    `troubles`: the first failure of each kind.
+    `troubles`: the first failure of each kind; `draining`: requests that run on each server that it was told drains.
     """
 
     worker_id: str
@@ -279,6 +281,7 @@ class WorkerReport(msgspec.Struct):
     failures: dict[str, Natural] = {}
     fingerprint: Fingerprint | None = None
     troubles: list[Trouble] = []
+    draining: dict[str, Natural] = {}
 
 
 class WorkerReply(msgspec.Struct):

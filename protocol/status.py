@@ -90,6 +90,15 @@ class WorkerStatus(msgspec.Struct):
     eval_episodes: int = 0
 
 
+class ServerStatus(Server):
+    """A server and how it stands: `lag`, versions that it is behind the learner, None before its first proof;
+    `since_s`: seconds in this state; `waits_for`: whom or what it waits for, None while it serves."""
+
+    lag: int | None = None
+    since_s: float = 0.0
+    waits_for: str | None = None
+
+
 class Wait(msgspec.Struct):
     """`who` waits for `what` since `since_s` seconds."""
 
@@ -155,7 +164,7 @@ class Status(msgspec.Struct):
     rates: Rates
     learner: LearnerStatus
     workers: list[WorkerStatus]
-    servers: list[Server]
+    servers: list[ServerStatus]
     waits: list[Wait]
     stall: Stall
     ledger: TicketCounts

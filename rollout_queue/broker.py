@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ import msgspec
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.evaluations import Evaluation
-from protocol.messages import RunPosition, Server
+from protocol.messages import RunPosition, Server, ServerState
 from protocol.record import FOLDER
 from rollout_queue.ledger import eval_tickets, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, Load
@@ -175,17 +176,17 @@ class Broker:
             raise
         self.ledger.apply(decision, self.now)
         self.evaluations.apply(decision.evals, self.now)
-        if decision.server is not None:
-            self.fleet.apply(decision.server)
+        for server in decision.servers:
+            self.fleet.apply(server)
         try:
             self.observations.decided(decision, self.now)
         except Exception:  # the change has taken effect: what people read of it must not undo that
             logger.exception("a change could not be told")
         states = {record.state for record in decision.tickets}
         moved = decision.run is not None
-        if moved or TicketState.READY in states:
+        if moved or decision.servers or TicketState.READY in states:  # a proof lets go of the groups that wait for it
             self.groups_came.notify()
-        if moved or decision.server is not None or states & _FREES_ROOM or decision.evals.frees_room:
+        if moved or decision.servers or states & _FREES_ROOM or decision.evals.frees_room:
             self.room_came.notify()
         if any(record.result is not None for record in decision.evals.records):
             self.evaluations_ended.notify()
@@ -196,6 +197,29 @@ class Broker:
             decision = tickets.expire(self.ledger, self.now)
             late = eval_tickets.expire(self.evaluations, self.now, self.clock.wall())
             await self.commit(msgspec.structs.replace(decision, evals=late))
+
+    async def remove_drained(self) -> None:
+        """Servers that drain are gone once no worker has a request on them, or their time is over."""
+        if (names := self._drained()) and self.failure is None:
+            async with self.lock:
+                await self.commit(servers.remove(self.fleet, self.ledger, [*self._drained()]))
+            for name in names:
+                logger.info("server %s is gone", name)
+
+    def _drained(self) -> list[str]:
+        draining = [server for server in self.fleet.servers if server.state is ServerState.DRAINING]
+        return [
+            server.name
+            for server in draining
+            if self.clock.wall() - server.changed_at >= self.config.vllm.drain_timeout_s
+            or not self.observations.on_server(server.name, self.now)
+        ]
+
+    def _drain_due(self) -> float:
+        """When the first server's time to drain is over."""
+        draining = [server.changed_at for server in self.fleet.servers if server.state is ServerState.DRAINING]
+        left = [began + self.config.vllm.drain_timeout_s - self.clock.wall() for began in draining]
+        return self.now + min(1.0, *left) if left else math.inf
 
     def grant(self) -> Grant:
         """How many tickets may be issued now."""
@@ -231,10 +255,11 @@ class Broker:
 
     async def _expire_when_due(self) -> None:
         while self.failure is None:
-            due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline())
+            due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline(), self._drain_due())
             await asyncio.sleep(max(0.05, due - self.now))
             with suppress(Refusal):  # where the store failed, `on_failure` tells the service
                 await self.expire()
+                await self.remove_drained()
 
     def _fail(self, message: str) -> None:
         if self.failure is None:

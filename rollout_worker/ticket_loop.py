@@ -172,6 +172,7 @@ class Worker:
             cpu_s=self._cpu_clock() - self._cpu_at_start,
             failures=dict(self.counters.failures),
             troubles=list(self._troubles.found),
+            draining=self._pool.draining,
         )
 
     async def _take_tickets(self, tasks: asyncio.TaskGroup) -> None:

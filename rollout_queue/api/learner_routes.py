@@ -58,7 +58,9 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
                 forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
                 decision = leases.begin(broker.ledger, message, forgotten)
                 gone = eval_tickets.begin(broker.evaluations, message)
-                await broker.commit(msgspec.structs.replace(decision, evals=gone))
+                version = decision.run.version if decision.run is not None else broker.ledger.run.version
+                unproven = servers.distrust_unproven(broker.fleet, version)
+                await broker.commit(msgspec.structs.replace(decision, evals=gone, servers=unproven))
                 broker.trial.begin(broker.ledger.ever_accepted)
             seen.session_began(broker.now)
         case Checkpointed():
@@ -190,12 +192,23 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
         else:
             _fence(broker, change.session)
         decision = servers.put(broker.fleet, broker.ledger, server, broker.clock.wall())
-        if decision.server is not None and server.state is ServerState.QUARANTINED:
-            tainted = eval_tickets.taint(broker.evaluations, servers.Fleet([decision.server]))
+        if decision.servers and server.state is ServerState.QUARANTINED:
+            tainted = eval_tickets.taint(broker.evaluations, servers.Fleet(decision.servers))
             decision = msgspec.structs.replace(decision, evals=tainted)
         await broker.commit(decision)
     _note_ready(broker)
     return reply_json(broker.fleet.get(name))
+
+
+@router.delete(routes.SERVER_OF)
+async def remove_server(name: str, request: Request, broker: ReadyBroker) -> Response:
+    """Let a server drain, or with `now=true` end it at once; answers those that are registered then."""
+    async with broker.lock:
+        await broker.commit(servers.drain(broker.fleet, broker.ledger, name, broker.clock.wall()))
+        if request.query_params.get("now") == "true":
+            await broker.commit(servers.remove(broker.fleet, broker.ledger, [name]))
+    await broker.remove_drained()
+    return reply_json(broker.fleet.servers)
 
 
 @router.post(routes.FINISH)

@@ -92,6 +92,8 @@ async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
         raise Refusal(reasons.WORKER_MISMATCH, f"the path names worker {id!r}, the body {report.worker_id!r}")
     warnings = await _register(broker, id, report.fingerprint)
     broker.observations.worker_reports(report, broker.now)
+    if report.draining:
+        await broker.remove_drained()
     for trouble in report.troubles:
         broker.trial.trouble(trouble.kind, trouble.text)
     lost = []

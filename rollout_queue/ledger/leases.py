@@ -44,7 +44,7 @@ def lease(ledger: Ledger, fleet: Fleet, lease_id: str, max_groups: int, have: Se
     """Up to `max_groups` ready groups: those with the oldest tokens first, which are the next to grow over-age.
 
     What the learner says to `have` and a lapsed lease gave back is leased again, beside those. Groups that a failed
-    proof taints are dropped instead of delivered (I5).
+    proof taints are dropped instead of delivered, and those whose proof is still to come wait (I5).
     """
     held = set(have)
     at_hand = [*ledger.tickets(TicketState.READY), *undelivered(ledger, lease_id, have)]
@@ -52,7 +52,7 @@ def lease(ledger: Ledger, fleet: Fleet, lease_id: str, max_groups: int, have: Se
     dropped = tickets.drop(tainted, reasons.UNVERIFIED_SERVER)
     gone = {record.id for record in dropped}
     sound = [record for record in ledger.tickets(TicketState.READY) if record.id not in gone]
-    fresh = (record for record in sound if record.id not in held)
+    fresh = (record for record in sound if record.id not in held and fleet.unproven(record.group) is None)
     chosen = heapq.nsmallest(max_groups, fresh, key=lambda r: (r.group.oldest_version, r.index))
     chosen += [record for record in sound if record.id in held]
     return Decision((*(record.to(TicketState.LEASED, lease_id=lease_id) for record in chosen), *dropped))

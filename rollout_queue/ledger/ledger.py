@@ -68,6 +68,10 @@ class Ledger:
         """The lowest index with a live ticket or a row to issue again; the next one if there is none."""
         return min([self.next_index, *self.to_reissue, *(record.index for record in self._live.values())])
 
+    def oldest_serial(self) -> int:
+        """Of the live tickets; the next one's where there is none."""
+        return min((record.serial for record in self._live.values()), default=self.issued)
+
     def label(self, reason: str, among: Iterable[str] = ()) -> str:
         """The reason to count a drop by: one of ours, or of a client's first few, beside `among` of this decision."""
         reason = reason[:_REASON_CHARACTERS]

@@ -139,13 +139,17 @@ class Distrust(msgspec.Struct, frozen=True):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once.
-    `restarted_at`: the serial of the first ticket issued since it joined again; None once it is proven anew."""
+    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once;
+    `proven`: the newest version that was, None before. `restarted_at`: the serial of the first ticket issued since it
+    joined again; None once it is proven anew. `removed`: it has left the fleet; what is kept is what its groups, which
+    may still come, are judged by."""
 
     server: Server
     served: bool = False
     distrust: tuple[Distrust, ...] = ()
     restarted_at: int | None = None
+    proven: int | None = None
+    removed: bool = False
 
 
 class RowResult(msgspec.Struct, frozen=True):
@@ -238,11 +242,11 @@ class Decision(msgspec.Struct, frozen=True):
 
     tickets: tuple[TicketRecord, ...] = ()
     run: RunState | None = None
-    server: ServerRecord | None = None
+    servers: tuple[ServerRecord, ...] = ()
     evals: EvalChange = EvalChange()
 
     def __bool__(self) -> bool:
-        return bool(self.tickets) or self.run is not None or self.server is not None or bool(self.evals)
+        return bool(self.tickets) or self.run is not None or bool(self.servers) or bool(self.evals)
 
 
 class StoreContents(msgspec.Struct):

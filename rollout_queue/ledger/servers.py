@@ -5,6 +5,11 @@ samples under that version or a newer one is distrusted until the server is prov
 afterwards: groups with such tokens are rejected at the door, dropped where they wait, and taken back from the learner
 where it has leased but not yet trained them. What a server sampled before it became unreachable stays good; of one
 that joined again, tickets issued from then on take nothing until it is proven.
+
+Between a swap and its proof a server samples tokens that nobody vouches for yet: their groups wait in the queue until
+the proof holds. Where it fails, or the server leaves service before it came, they are dropped; and what a learner left
+without a proof when it died is distrusted by the next session. A server that leaves the fleet drains: it takes no new
+episode, and is gone when no worker has a request on it. Its distrust outlives it.
 """
 
 from __future__ import annotations
@@ -22,18 +27,27 @@ from rollout_queue.ledger.records import Decision, Distrust, ServerRecord, Ticke
 from rollout_queue.ledger.refusal import Refusal
 
 _MOST_SERVERS = 1024
+# With those that have left, whose groups may still come.
+_MOST_EVER = 16 * 1024
+_MOST_DISTRUST = 32
 _REASON_CHARACTERS = 1024
 
 _S = ServerState
 ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
-    _S.JOINING: frozenset({_S.SYNCING}),
-    _S.SYNCING: frozenset({_S.SERVING, _S.STALE, _S.QUARANTINED, _S.DOWN}),
+    _S.JOINING: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
+    _S.SYNCING: frozenset({_S.SERVING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
     # A later version is proven while the one before goes on serving.
-    _S.SERVING: frozenset({_S.SERVING, _S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN}),
-    _S.STALE: frozenset({_S.SYNCING}),
-    _S.QUARANTINED: frozenset({_S.SYNCING}),
-    _S.DOWN: frozenset({_S.SYNCING}),
+    _S.SERVING: frozenset({_S.SERVING, _S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
+    _S.STALE: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
+    _S.QUARANTINED: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
+    _S.DOWN: frozenset({_S.SYNCING, _S.DRAINING}),
+    # It ends by being removed.
+    _S.DRAINING: frozenset(),
 }
+# Where the proof of what a server has sampled meanwhile may still come.
+_AWAITS_PROOF = frozenset({_S.SYNCING, _S.SERVING})
+# Of these, a change of the reason alone is no change of state.
+_SAY_WHY = frozenset({_S.JOINING, _S.SYNCING, _S.STALE, _S.DOWN})
 
 
 class Fleet:
@@ -44,10 +58,15 @@ class Fleet:
 
     @property
     def servers(self) -> list[Server]:
-        return [record.server for record in self._records.values()]
+        return [record.server for record in self.records]
+
+    @property
+    def records(self) -> list[ServerRecord]:
+        """Of those that are in the fleet."""
+        return [record for record in self._records.values() if not record.removed]
 
     def get(self, name: str) -> Server | None:
-        record = self._records.get(name)
+        record = self._present(name)
         return record.server if record is not None else None
 
     @property
@@ -60,49 +79,49 @@ class Fleet:
     def decide(self, wanted: Server, wall_time: float, serial: int) -> ServerRecord | None:
         """The server's next record, None if nothing changes. `serial`: tickets issued so far.
 
-        Refuses an unknown server (SERVER_UNKNOWN) and a change that is not allowed (TRANSITION_FORBIDDEN,
-        VERSION_MISSING).
+        Refuses an unknown server (SERVER_UNKNOWN), one too many (TOO_MANY), and a change that is not allowed
+        (TRANSITION_FORBIDDEN, VERSION_MISSING).
         """
-        known = self._records.get(wanted.name)
-        if known is None and len(self._records) >= _MOST_SERVERS:
-            raise Refusal(
-                reasons.TOO_MANY, f"{len(self._records)} servers are registered, which is all that one run may have"
-            )
-        if wanted.state is not ServerState.JOINING:
-            if known is None:
+        known = self._present(wanted.name)
+        # Cut, not refused: an error's text must not keep a server in service.
+        reason = wanted.reason and wanted.reason[:_REASON_CHARACTERS]
+        if known is None:
+            if wanted.state is not ServerState.JOINING:
                 raise Refusal(
                     reasons.SERVER_UNKNOWN, f"server {wanted.name!r} is not registered: put it as joining first"
                 )
-            now = known.server
-            if (now.state, now.url) == (wanted.state, wanted.url) and wanted.version in (None, now.version):
+            self._check_room(wanted.name)
+        elif (now := known.server) and (now.state, now.url) == (wanted.state, wanted.url):
+            if reason is not None and now.state in _SAY_WHY:
+                return msgspec.structs.replace(known, server=msgspec.structs.replace(now, reason=reason))
+            repeated = wanted.state is not ServerState.JOINING and wanted.version in (None, now.version)
+            if repeated and reason in (None, now.reason):
                 return None  # a repeat, as after a lost answer
-            if wanted.state not in ALLOWED[known.server.state]:
-                allowed = ", ".join(sorted({ServerState.JOINING, *ALLOWED[known.server.state]}))
-                raise Refusal(
-                    reasons.TRANSITION_FORBIDDEN,
-                    f"server {wanted.name!r} is {known.server.state} and cannot become {wanted.state}; from there it "
-                    f"can become: {allowed}",
-                )
-            if wanted.state in (ServerState.SERVING, ServerState.QUARANTINED) and wanted.version is None:
-                raise Refusal(reasons.VERSION_MISSING, f"a server cannot be {wanted.state} without a version: name it")
-        distrust = known.distrust if known is not None else ()
-        if wanted.state is ServerState.QUARANTINED and wanted.version is not None:
-            distrust = (*(d for d in distrust if d.until_serial is not None), _distrust_from(wanted.version, distrust))
-        elif wanted.state is ServerState.SERVING and wanted.version is not None:
-            distrust = tuple(_proven_at(wanted.version, serial, d) for d in distrust)
+        if known is not None:
+            _check_allowed(known.server, wanted)
+        known = known or self._records.get(wanted.name)  # one that was removed and comes back
         version = None if wanted.state is ServerState.JOINING else wanted.version
         if version is None and known is not None and wanted.state is not ServerState.JOINING:
             version = known.server.version
-        # Cut, not refused: an error's text must not keep a server in service.
-        reason = wanted.reason and wanted.reason[:_REASON_CHARACTERS]
         server = msgspec.structs.replace(wanted, version=version, reason=reason, changed_at=wall_time)
-        served = wanted.state is ServerState.SERVING or (known is not None and known.served)
-        restarted_at = known.restarted_at if known is not None else None
-        if wanted.state is ServerState.SERVING:
-            restarted_at = None
-        elif wanted.state is ServerState.JOINING and served and restarted_at is None:
-            restarted_at = serial
-        return ServerRecord(server, served, distrust, restarted_at)
+        return _next_record(known or ServerRecord(server), server, serial)
+
+    def leave(self, name: str, wall_time: float) -> ServerRecord | None:
+        """The record of a server that is to drain, None if it drains already. Refuses an unknown one."""
+        known = self._present(name)
+        if known is None:
+            raise Refusal(reasons.SERVER_UNKNOWN, f"server {name[:80]!r} is not registered")
+        if known.server.state is ServerState.DRAINING:
+            return None
+        server = msgspec.structs.replace(
+            known.server, state=ServerState.DRAINING, reason="it was asked to leave", changed_at=wall_time
+        )
+        return msgspec.structs.replace(known, server=server)
+
+    def gone(self, name: str) -> ServerRecord | None:
+        """What is kept of a server once it has left, None if it has."""
+        known = self._present(name)
+        return msgspec.structs.replace(known, removed=True) if known is not None else None
 
     def apply(self, record: ServerRecord) -> None:
         self._records[record.server.name] = record
@@ -116,6 +135,14 @@ class Fleet:
                 before_end = distrust.until_version is None or sampled.oldest < distrust.until_version
                 if covered and before_end and sampled.newest >= distrust.version:
                     return sampled.server
+        return None
+
+    def unproven(self, group: GroupFacts) -> str | None:
+        """The server, if any, that sampled some of this group's tokens by weights that are not proven on it yet."""
+        for sampled in group.servers:
+            record = self._records.get(sampled.server)
+            if record is not None and (record.proven is None or sampled.newest > record.proven):
+                return sampled.server
         return None
 
     def check(self, group: GroupFacts, serial: int) -> None:
@@ -145,20 +172,128 @@ class Fleet:
                 reasons.UNVERIFIED_SERVER,
                 f"server {server} sampled some of its tokens with weights that failed their proof",
             )
+        for sampled in group.servers:
+            record = self._records[sampled.server]
+            if _lost(record, group):
+                raise Refusal(
+                    reasons.UNVERIFIED_SERVER,
+                    f"server {sampled.server} sampled some of its tokens by version {sampled.newest}, which was never "
+                    f"proven on it: it {'has left' if record.removed else f'is {record.server.state}'}",
+                )
+
+    def _present(self, name: str) -> ServerRecord | None:
+        record = self._records.get(name)
+        return record if record is not None and not record.removed else None
+
+    def _check_room(self, name: str) -> None:
+        if len(self.records) >= _MOST_SERVERS or (name not in self._records and len(self._records) >= _MOST_EVER):
+            raise Refusal(
+                reasons.TOO_MANY,
+                f"{len(self.records)} servers are registered, and {len(self._records)} ever were, which is all that "
+                f"one run may have",
+            )
 
 
 def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
-    """Register a server or change its state; a failed proof drops the ready groups that it taints (I5). The learner
-    hears of the leased ones before it trains them (`leases.revoked`)."""
+    """Register a server or change its state. A failed proof drops the ready groups that it taints, and an end of its
+    service those that it never proved (I5). The learner hears of the leased ones before it trains them
+    (`leases.revoked`)."""
     record = fleet.decide(wanted, wall_time, ledger.issued)
     if record is None:
         return Decision()
-    tainted = []
-    if wanted.state is ServerState.QUARANTINED:
-        alone = Fleet([record])
-        ready = ledger.tickets(TicketState.READY)
-        tainted = [ticket for ticket in ready if alone.distrusted(ticket.group, ticket.serial) is not None]
-    return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), server=record)
+    before = fleet.get(wanted.name)
+    if before is not None and before.state in _AWAITS_PROOF and wanted.state is ServerState.JOINING:
+        record = _left_unproven(record, ledger.run.version + 1)  # its old process may have swapped one in
+    return _changed(ledger, _tidied(record, ledger))
+
+
+def drain(fleet: Fleet, ledger: Ledger, name: str, wall_time: float) -> Decision:
+    """A server is to leave: it takes no new episode from now on."""
+    record = fleet.leave(name, wall_time)
+    return Decision() if record is None else _changed(ledger, record)
+
+
+def remove(fleet: Fleet, ledger: Ledger, names: Iterable[str]) -> Decision:
+    """Servers that have drained, or are to go at once, are gone."""
+    records = [record for name in names if (record := fleet.gone(name)) is not None]
+    dropped = [ticket for record in records for ticket in _changed(ledger, record).tickets]
+    return Decision(tuple({ticket.id: ticket for ticket in dropped}.values()), servers=tuple(records))
+
+
+def distrust_unproven(fleet: Fleet, version: int) -> tuple[ServerRecord, ...]:
+    """A learner session begins at `version`: what the one before left without a proof is not trusted (I5). Its groups
+    are dropped as they would be leased."""
+    records = [
+        _left_unproven(record, version)
+        for record in fleet.records
+        if record.proven is not None and record.proven + 1 < version
+    ]
+    return tuple(records)
+
+
+def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
+    """The record, and the end of the ready groups that can no longer be trained because of it."""
+    alone = Fleet([record])
+    tainted = [
+        ticket
+        for ticket in ledger.tickets(TicketState.READY)
+        if _lost(record, ticket.group) or alone.distrusted(ticket.group, ticket.serial) is not None
+    ]
+    return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), servers=(record,))
+
+
+def _lost(record: ServerRecord, group: GroupFacts) -> bool:
+    """Whether the server left service before it proved what it sampled of the group."""
+    waits = record.server.state in _AWAITS_PROOF and not record.removed
+    return not waits and Fleet([record]).unproven(group) is not None
+
+
+def _check_allowed(now: Server, wanted: Server) -> None:
+    again = wanted.state is ServerState.JOINING and now.state is not ServerState.DRAINING
+    if not again and wanted.state not in ALLOWED[now.state]:
+        others = {ServerState.JOINING, *ALLOWED[now.state]} if ALLOWED[now.state] else set()
+        allowed = ", ".join(sorted(others)) or "nothing; it leaves, and may register again once it is gone"
+        raise Refusal(
+            reasons.TRANSITION_FORBIDDEN,
+            f"server {wanted.name!r} is {now.state} and cannot become {wanted.state}; from there it can become: "
+            f"{allowed}",
+        )
+    if wanted.state in (ServerState.SERVING, ServerState.QUARANTINED) and wanted.version is None:
+        raise Refusal(reasons.VERSION_MISSING, f"a server cannot be {wanted.state} without a version: name it")
+
+
+def _next_record(known: ServerRecord, server: Server, serial: int) -> ServerRecord:
+    distrust, proven, restarted_at = known.distrust, known.proven, known.restarted_at
+    served = known.served or server.state is ServerState.SERVING
+    if server.state is ServerState.QUARANTINED and server.version is not None:
+        distrust = (*(d for d in distrust if d.until_serial is not None), _distrust_from(server.version, distrust))
+    elif server.state is ServerState.SERVING and server.version is not None:
+        distrust = tuple(_proven_at(server.version, serial, d) for d in distrust)
+        proven, restarted_at = max(server.version, -1 if proven is None else proven), None
+    elif server.state is ServerState.JOINING and served and restarted_at is None:
+        restarted_at = serial
+    return ServerRecord(server, served, distrust, restarted_at, proven)
+
+
+def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:
+    """Versions after the one that was proven, and below this one, may have been swapped in; none was proven."""
+    if record.proven is None or record.proven + 1 >= below:
+        return record
+    first, open_ones = record.proven + 1, [d for d in record.distrust if d.until_serial is None]
+    if any(d.version <= first and (d.until_version is None or d.until_version >= below) for d in open_ones):
+        return record
+    # An open one that begins there is carried on, so that sessions which prove nothing do not pile them up.
+    kept = tuple(d for d in record.distrust if d not in open_ones or d.until_version is None or d.version != first)
+    return msgspec.structs.replace(record, distrust=(*kept, Distrust(first, None, below)))
+
+
+def _tidied(record: ServerRecord, ledger: Ledger) -> ServerRecord:
+    """Without the distrust that no ticket of today is old enough for, once there is much of it."""
+    if len(record.distrust) <= _MOST_DISTRUST:
+        return record
+    oldest = ledger.oldest_serial()
+    kept = tuple(d for d in record.distrust if d.until_serial is None or d.until_serial > oldest)
+    return msgspec.structs.replace(record, distrust=kept)
 
 
 def _distrust_from(version: int, distrust: Iterable[Distrust]) -> Distrust:
@@ -183,6 +318,12 @@ def check_unfenced(fleet: Fleet, server: Server) -> None:
             reasons.SESSION_SUPERSEDED,
             f"server {server.name!r} cannot become {server.state} without the learner's session: others may only "
             f"register it as joining, or report it as down",
+        )
+    twin = next((other for other in fleet.servers if other.url == server.url and other.name != server.name), None)
+    if twin is not None and server.state is ServerState.JOINING:
+        raise Refusal(
+            reasons.SERVER_MISMATCH,
+            f"the server at {server.url[:200]!r} is registered already, as {twin.name!r}: one name is enough",
         )
     known = fleet.get(server.name)
     if known is not None and known.state is ServerState.SERVING and known.url != server.url:

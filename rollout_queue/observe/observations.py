@@ -104,8 +104,7 @@ class Observations:
                     self.variance.ended(True, rewards)
         if (text := self.variance.notice()) is not None:
             self.notices.say(reasons.ZERO_VARIANCE, text, now, key=reasons.ZERO_VARIANCE)
-        if decision.server is not None:
-            server = decision.server.server
+        for server in (record.server for record in decision.servers if decision.run is None):
             if server.state in (ServerState.QUARANTINED, ServerState.DOWN):
                 why = server.reason or "no reason was given"
                 text = f"vLLM server {server.name} at {server.url} is {server.state}: {why}"
@@ -184,6 +183,12 @@ class Observations:
         """Episodes that wait for a vLLM server, as workers that are still heard from say."""
         heard = [heard.report for heard in self._workers.values() if now - heard.at <= _WAIT_KEPT_S]
         return sum(report.waiting_for_servers for report in heard)
+
+    def on_server(self, name: str, now: float) -> list[str]:
+        """The workers, of those that are heard from, that may have a request on a server that drains: they have not
+        said yet that they have none."""
+        heard = [heard.report for heard in self._workers.values() if now - heard.at <= _WAIT_KEPT_S]
+        return [report.worker_id for report in heard if report.draining.get(name) != 0]
 
     @property
     def median_step_s(self) -> float | None:

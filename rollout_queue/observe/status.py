@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from protocol.evaluations import Evaluation
-from protocol.messages import ServerState
-from protocol.status import GroupCounts, Stall, Status, Wait
+from protocol.messages import Server, ServerState
+from protocol.status import GroupCounts, ServerStatus, Stall, Status, Wait
 from rollout_queue.broker import Broker
 from rollout_queue.ledger.eval_tickets import MOST_OPEN
 from rollout_queue.ledger.records import TicketState
@@ -20,6 +22,7 @@ _AWAITED = {
     ServerState.STALE: "newer weights",
     ServerState.QUARANTINED: "a proof that holds",
     ServerState.DOWN: "a restart",
+    ServerState.DRAINING: "the end of its requests",
 }
 # More than can be open, so that the newest result is always among them.
 _MOST_EVALUATIONS = 2 * MOST_OPEN
@@ -45,7 +48,7 @@ def assemble(broker: Broker) -> Status:
         rates=seen.rates.rates(now),
         learner=seen.learner(run, now),
         workers=seen.workers(now),
-        servers=broker.fleet.servers,
+        servers=[_server(broker, server) for server in broker.fleet.servers],
         waits=_waits(broker, evaluations),
         stall=_stall(broker, groups),
         ledger=ledger.summary(),
@@ -59,6 +62,26 @@ def assemble(broker: Broker) -> Status:
         gave_up=broker.trial.gave_up,
         evaluations=evaluations[-_MOST_EVALUATIONS:],
     )
+
+
+def _server(broker: Broker, server: Server) -> ServerStatus:
+    lag = None if server.version is None else max(0, broker.ledger.run.version - server.version)
+    return ServerStatus(
+        **msgspec.structs.asdict(server),
+        lag=lag,
+        since_s=max(0.0, broker.clock.wall() - server.changed_at),
+        waits_for=_awaited(broker, server),
+    )
+
+
+def _awaited(broker: Broker, server: Server) -> str | None:
+    """What a server that does not serve waits for; the learner's own word for it, if there is one, is its reason."""
+    if server.state is ServerState.SERVING:
+        return None
+    if server.state is ServerState.DRAINING:
+        workers = broker.observations.on_server(server.name, broker.now)
+        return f"{_AWAITED[server.state]} of {', '.join(workers[:8])}" if workers else _AWAITED[server.state]
+    return _AWAITED[server.state]
 
 
 def _groups(broker: Broker) -> GroupCounts:
@@ -78,7 +101,7 @@ def _groups(broker: Broker) -> GroupCounts:
 
 def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
     """Who said that it waits, what each server that does not serve is short of, and who never came."""
-    now, seen, run = broker.now, broker.observations, broker.ledger.run
+    now, seen, ledger, run = broker.now, broker.observations, broker.ledger, broker.ledger.run
     waits = seen.waits.list(now)
     if run.finished:
         return waits
@@ -92,7 +115,12 @@ def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
         if server.state is not ServerState.SERVING and not proven:
             reason = f" ({server.reason})" if server.reason else ""
             since_s = max(0.0, broker.clock.wall() - server.changed_at)
-            waits.append(Wait(f"server {server.name}", f"{_AWAITED[server.state]}: {server.state}{reason}", since_s))
+            awaited = _awaited(broker, server)
+            waits.append(Wait(f"server {server.name}", f"{awaited}: {server.state}{reason}", since_s))
+    unproven = {broker.fleet.unproven(record.group) for record in ledger.tickets(TicketState.READY)} - {None}
+    if unproven:
+        names = ", ".join(sorted(str(name) for name in unproven))
+        waits.append(Wait("groups in the queue", f"the proof of the weights that {names} sampled them with", 0.0))
     for evaluation in evaluations:
         if evaluation.waits_for is not None:
             waits.append(Wait(f"evaluation of step {evaluation.step}", evaluation.waits_for, evaluation.seconds))

@@ -75,6 +75,17 @@ MIGRATIONS = (
             ) WITHOUT ROWID""",
         ),
     ),
+    # Of a server that has joined again, the version that it had before was not kept: all of the run's, to be safe for
+    # the groups that are under way.
+    Migration(
+        "servers keep the newest version that was proven on them",
+        (
+            """UPDATE servers SET record = json_set(CAST(record AS TEXT), '$.proven', COALESCE(
+                json_extract(CAST(record AS TEXT), '$.server.version'),
+                (SELECT json_extract(CAST(record AS TEXT), '$.version') FROM run), 0
+            )) WHERE json_extract(CAST(record AS TEXT), '$.served')""",
+        ),
+    ),
 )
 LAYOUT = len(MIGRATIONS)
 

@@ -151,7 +151,7 @@ class SqliteStore:
                 self._db.execute("INSERT OR REPLACE INTO run VALUES (1, ?)", (msgspec.json.encode(decision.run),))
                 for statement in _PRUNE:
                     self._db.execute(statement, (decision.run.pruned_below,))
-            if (record := decision.server) is not None:
+            for record in decision.servers:
                 row = (record.server.name, msgspec.json.encode(record))
                 self._db.execute("INSERT OR REPLACE INTO servers VALUES (?, ?)", row)
             if decision.evals:

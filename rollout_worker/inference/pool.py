@@ -86,6 +86,11 @@ class ServerPool:
         return any(self._admits(name) for name in self._router.serving)
 
     @property
+    def draining(self) -> dict[str, int]:
+        """Requests that run on each server that leaves, as far as the registry has been told."""
+        return {name: len(self._requests[name]) for name in sorted(self._router.draining)}
+
+    @property
     def tick(self) -> int:
         """Updates of the registry so far: what an `Affinity` is born at."""
         return self._router.tick
@@ -108,8 +113,12 @@ class ServerPool:
 
     def update(self, servers: Iterable[Server]) -> None:
         """Take the registry over, as it came with an answer of the queue."""
+        told = self._router.draining
         for left in self._router.update(servers):
-            self._end_requests(left)
+            if left.how is not Leave.FINISH:
+                self._end_requests(left)
+        if self._router.draining - told:
+            self._ask()  # the queue waits to hear what runs there
         self._tell_waiting()
 
     def others(self, name: str | None) -> bool:
@@ -162,6 +171,8 @@ class ServerPool:
         finally:
             self._requests[server.name].discard(request)
             self._router.end(server.name, request.tokens)
+            if server.name in self._router.draining and not self._requests[server.name]:
+                self._ask()
 
     def shed(self, request: Request, tokens: int) -> None:
         """One continuation of a running request is finished: its tokens are no longer in flight."""

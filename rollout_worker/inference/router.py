@@ -55,9 +55,11 @@ class Load(NamedTuple):
 
 
 class Leave(Enum):
-    """How the requests that run on a server which has left are ended. ABORT: it still answers, so it is asked to give
-    up what it has; CUT: it is gone, or nothing that it would still say can be used."""
+    """How the requests that run on a server which has left are ended. FINISH: they go on to their end, as it drains;
+    ABORT: it still answers, so it is asked to give up what it has; CUT: it is gone, or nothing that it would still say
+    can be used."""
 
+    FINISH = "finish"
     ABORT = "abort"
     CUT = "cut"
 
@@ -91,6 +93,7 @@ class Router:
     def __init__(self) -> None:
         self.taints = Taints()
         self.newest_version = 0
+        self.draining: set[str] = set()
         self._serving: dict[str, Server] = {}
         self._seen: dict[str, int] = {}
         self._distrusted: dict[str, float] = {}
@@ -116,6 +119,7 @@ class Router:
         records = {server.name: server for server in servers}
         self.taints.update(records.values())
         self.newest_version = max(self.newest_version, *(record.version or 0 for record in records.values()), 0)
+        self.draining = {server.name for server in records.values() if server.state is ServerState.DRAINING}
         known, self._serving = self._serving, {}
         for server in records.values():
             if server.state is not ServerState.SERVING or server.version is None:
@@ -227,6 +231,8 @@ def _left(known: Server, now: Server | None) -> Left | None:
         return Left(known, Leave.CUT, "it was taken out of the registry")
     if now.url != known.url:
         return Left(known, Leave.CUT, f"it serves at {now.url} now")
+    if now.state is ServerState.DRAINING:
+        return Left(known, Leave.FINISH, "it leaves")
     if now.state is not ServerState.SERVING or now.version is None:
         how = Leave.ABORT if now.state in (ServerState.STALE, ServerState.SYNCING) else Leave.CUT
         return Left(known, how, f"it is {now.state}" + (f" ({now.reason})" if now.reason else ""))

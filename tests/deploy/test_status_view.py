@@ -7,12 +7,13 @@ from rich.console import Console
 
 from deploy.status_view import render
 from protocol.evaluations import Evaluation
-from protocol.messages import Server, ServerState
+from protocol.messages import ServerState
 from protocol.status import (
     GroupCounts,
     LearnerStatus,
     Notice,
     Rates,
+    ServerStatus,
     Staleness,
     Stall,
     Status,
@@ -57,8 +58,8 @@ def a_status() -> Status:
         ),
         workers=[worker],
         servers=[
-            Server("vllm-0", "http://127.0.0.1:8100", ServerState.SERVING, 40),
-            Server("vllm-1", "http://127.0.0.1:8101", ServerState.QUARANTINED, 39, "probe differs by 0.31"),
+            ServerStatus("vllm-0", "http://127.0.0.1:8100", ServerState.SERVING, 40),
+            ServerStatus("vllm-1", "http://127.0.0.1:8101", ServerState.QUARANTINED, 39, "probe differs by 0.31"),
         ],
         waits=[Wait("learner", "publication", 12.3), Wait("worker w1", "tickets", 4.0)],
         stall=Stall(False, 0.0),

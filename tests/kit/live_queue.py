@@ -118,7 +118,10 @@ class LiveQueue:
                     await client.heartbeat(WorkerReport("w", [], fingerprint=known))
                     reply = await client.tickets(TicketRequest("w", 1, wait_s=0.5, have=[]))
                     for ticket in reply.tickets:
-                        await client.submit(self.make(ticket))
+                        # Nothing is sampled by weights that no server has.
+                        served = self.broker.fleet.served_version
+                        version = ticket.version if served is None else min(ticket.version, served)
+                        await client.submit(self.make(msgspec.structs.replace(ticket, version=version)))
                 except RunFinished:
                     await asyncio.sleep(0.1)
                 except Refused as refusal:

@@ -49,8 +49,8 @@ class SabotagedQueue(RuleBasedStateMachine):
             return
         self.ledger.apply(decision, self.now)
         self.evaluations.apply(decision.evals, self.now)
-        if decision.server is not None:
-            self.fleet.apply(decision.server)
+        for server in decision.servers:
+            self.fleet.apply(server)
 
     # The saboteur.
 

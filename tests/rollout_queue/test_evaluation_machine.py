@@ -81,8 +81,8 @@ class EvaluationMachine(SabotagedQueue):
         self.put_server(ServerState.SYNCING)
         wanted = Server(SERVER, "http://s", ServerState.QUARANTINED, self.ledger.run.version)
         decision = servers.put(self.fleet, self.ledger, wanted, 0.0)
-        assert decision.server is not None
-        tainted = eval_tickets.taint(self.evaluations, Fleet([decision.server]))
+        assert decision.servers
+        tainted = eval_tickets.taint(self.evaluations, Fleet(decision.servers))
         self.accepted -= {(row.evaluation, row.index) for row in tainted.rows}
         self.commit(msgspec.structs.replace(decision, evals=tainted))
 

@@ -332,8 +332,8 @@ class Bench:
 
     def apply(self, decision: Decision, now: float = 0.0) -> tuple[TicketRecord, ...]:
         self.ledger.apply(decision, now)
-        if decision.server is not None:
-            self.fleet.apply(decision.server)
+        for server in decision.servers:
+            self.fleet.apply(server)
         return decision.tickets
 
     def serve(self) -> None:

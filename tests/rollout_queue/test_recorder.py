@@ -24,7 +24,7 @@ def recording(tmp_path: Path, **queue: Any) -> RunConfig:
 async def lease(client: QueueClient, count: int, name: str) -> list[str]:
     """Have so many groups made, and lease them."""
     for ticket in (await client.tickets(TicketRequest("w", count, wait_s=0.0))).tickets:
-        await client.submit(group(ticket))
+        await client.submit(group(ticket, versions=(None, None, 0, 0, 0)))
     reply = await client.lease(LeaseRequest(1, name, count, wait_s=0.0))
     return [codec.decode(bytes(data), Group).ticket_id for data in reply.groups]
 

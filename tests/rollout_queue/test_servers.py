@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol.messages import Rollout, Server, ServerState
+from rollout_queue.ledger import leases
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import StoreContents, TicketRecord, TicketState
+from rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import ALLOWED, Fleet, put
+from rollout_queue.ledger.servers import ALLOWED, Fleet, distrust_unproven, drain, put, remove
 from tests.kit import config, group
 from tests.kit.messages import segment
 
-J, SY, SE, ST, Q, D = (
+J, SY, SE, ST, Q, D, DR = (
     ServerState.JOINING,
     ServerState.SYNCING,
     ServerState.SERVING,
     ServerState.STALE,
     ServerState.QUARANTINED,
     ServerState.DOWN,
+    ServerState.DRAINING,
 )
-WAY = {J: (), SY: (SY,), SE: (SY, SE), ST: (SY, ST), Q: (SY, Q), D: (SY, D)}
+WAY = {J: (), SY: (SY,), SE: (SY, SE), ST: (SY, ST), Q: (SY, Q), D: (SY, D), DR: (SY, SE, DR)}
 PERMITTED = {
-    *((state, J) for state in ServerState),
+    *((state, J) for state in ServerState if state is not DR),
     *((state, SY) for state in (J, SE, ST, Q, D)),
     *((SY, state) for state in (SE, ST, Q, D)),
     *((SE, state) for state in (SE, ST, Q, D)),
+    *((state, D) for state in (J, ST, Q)),
+    *((state, DR) for state in ServerState if state is not DR),
 }
 
 
@@ -154,8 +160,7 @@ def test_i5_a_failed_proof_drops_the_ready_groups_that_it_taints_and_no_others()
     assert [(record.id, record.state, record.reason) for record in decision.tickets] == [
         ("0.0", TicketState.DROPPED, "unverified_server")
     ]
-    assert decision.server is not None
-    assert decision.server.server.state is Q
+    assert [record.server.state for record in decision.servers] == [Q]
     assert not put(fleet_in(Q), ledger, Server("a", "http://a", Q, 3), wall_time=9.0), "a repeat changes nothing"
 
 
@@ -283,3 +288,120 @@ def test_the_fleet_has_a_greatest_size_and_its_reasons_too() -> None:
     record = fleet.decide(Server("5", "u", J, reason="r" * 9999), 0.0, 0)
     assert record is not None
     assert record.server.reason == "r" * 1024
+
+
+# Between a swap and its proof (I5), and leaving.
+
+
+def ledger_with(*groups: TicketRecord) -> Ledger:
+    return Ledger(config(), StoreContents(live=list(groups), run=RunState(version=5, step=5, session=1)), 0.0)
+
+
+def ready(index: int, facts: GroupFacts) -> TicketRecord:
+    return TicketRecord(index=index, attempt=0, serial=index, worker_id="w", version=0).to(
+        TicketState.READY, group=facts
+    )
+
+
+def test_i5_what_was_sampled_between_swap_and_proof_is_not_leased_before_the_proof() -> None:
+    fleet, ledger = fleet_in(SE), ledger_with(ready(0, sampled(a=(3, 4))), ready(1, sampled(a=(3, 3))))
+    assert fleet.unproven(sampled(a=(3, 4))) == "a"
+    assert [record.id for record in leases.lease(ledger, fleet, "l", 9).tickets] == ["1.0"]
+    move(fleet, SE, 4)
+    assert [record.id for record in leases.lease(ledger, fleet, "l", 9).tickets] == ["0.0", "1.0"]
+
+
+@pytest.mark.parametrize("state", [ST, Q, D, J])
+def test_i5_what_awaits_its_proof_is_dropped_where_the_server_leaves_service_before_it(state: ServerState) -> None:
+    fleet, ledger = fleet_in(SE), ledger_with(ready(0, sampled(a=(3, 4))), ready(1, sampled(a=(3, 3))))
+    decision = put(fleet, ledger, Server("a", "http://a", state, 4 if state is Q else None), 0.0)
+    assert [(record.id, record.reason) for record in decision.tickets] == [("0.0", "unverified_server")]
+    for record in decision.servers:
+        fleet.apply(record)
+    with pytest.raises(Refusal) as refusal:
+        fleet.check(sampled(a=(3, 4)), serial=0)
+    assert refusal.value.reason == "unverified_server"
+    fleet.check(sampled(a=(3, 3)), serial=0)  # unreachable is not unproven
+
+
+def test_i5_what_a_learner_left_unproven_when_it_died_is_distrusted_by_the_next_session() -> None:
+    fleet, ledger = fleet_in(SE), ledger_with(ready(0, sampled(a=(4, 4))), ready(1, sampled(a=(2, 3))))
+    for record in distrust_unproven(fleet, 6):
+        fleet.apply(record)
+    move(fleet, SE, 6, serial=9)
+    decision = leases.lease(ledger, fleet, "l", 9)
+    assert {record.id: record.state for record in decision.tickets} == {
+        "0.0": TicketState.DROPPED,
+        "1.0": TicketState.LEASED,
+    }
+    assert fleet.distrusted(sampled(a=(6, 6)), serial=9) is None
+
+
+def test_sessions_that_prove_nothing_do_not_pile_up_distrust() -> None:
+    fleet = fleet_in(SE)
+    for version in range(6, 60):
+        for record in distrust_unproven(fleet, version):
+            fleet.apply(record)
+    assert len(fleet.records[0].distrust) == 1
+
+
+def test_a_server_that_leaves_drains_then_is_gone_and_its_distrust_outlives_it() -> None:
+    fleet, ledger = fleet_in(SE), ledger_with()
+    move(fleet, Q, 4, serial=3)
+    for decision in (drain(fleet, ledger, "a", 1.0), drain(fleet, ledger, "a", 2.0)):
+        for record in decision.servers:
+            fleet.apply(record)
+    assert [server.state for server in fleet.servers] == [DR]
+    assert fleet.served_version is None
+    for record in remove(fleet, ledger, ["a"]).servers:
+        fleet.apply(record)
+    assert fleet.servers == []
+    assert fleet.get("a") is None
+    assert fleet.distrusted(sampled(a=(4, 4)), serial=0) == "a"
+    fleet.check(sampled(a=(3, 3)), serial=0)  # what it sampled before stays good
+    with pytest.raises(Refusal, match="not registered"):
+        fleet.leave("a", 0.0)
+    move(fleet, J)
+    assert fleet.distrusted(sampled(a=(4, 4)), serial=0) == "a"
+
+
+def test_the_reason_of_a_state_may_change_and_its_beginning_does_not() -> None:
+    fleet = fleet_in(ST)
+    record = fleet.decide(Server("a", "http://a", ST, None, "why"), wall_time=99.0, serial=0)
+    assert record is not None
+    assert (record.server.reason, record.server.changed_at, record.server.version) == ("why", 5.0, 3)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("state"), st.sampled_from(list(ServerState)), st.integers(0, 9)),
+            st.tuples(st.just("session"), st.just(SE), st.integers(0, 9)),
+        ),
+        max_size=25,
+    ),
+    st.integers(0, 9),
+)
+def test_i5_nothing_is_leased_that_no_proof_has_vouched_for(
+    events: list[tuple[str, ServerState, int]], version: int
+) -> None:
+    """Whatever a server goes through, a group of one version is leased only if that version, or a newer one, was proven
+    on it, and no failure of an older or the same version stands against it."""
+    fleet, proven = Fleet(), -1
+    move(fleet, J)
+    for what, state, number in events:
+        if what == "session":
+            for record in distrust_unproven(fleet, number):
+                fleet.apply(record)
+            continue
+        try:
+            move(fleet, state, number)
+        except Refusal:
+            continue
+        if state is SE:
+            proven = max(proven, number)
+    facts = sampled(a=(version, version))
+    leased = leases.lease(ledger_with(ready(0, facts)), fleet, "l", 1).tickets
+    if leased and leased[0].state is TicketState.LEASED:
+        assert proven >= version
+        assert fleet.distrusted(facts, 0) is None

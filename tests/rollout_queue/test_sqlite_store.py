@@ -46,7 +46,9 @@ CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), record BLOB NOT NULL)
 PRAGMA user_version = 1;
 """
 RUN = RunState(version=4, step=4, total_steps=9, session=2, checkpoint_step=2, staleness_max=1)
-SERVER = ServerRecord(Server("vllm-0", "http://s:1", ServerState.SERVING, 4, None, 7.5), True, (Distrust(2, 3),))
+SERVER = ServerRecord(
+    Server("vllm-0", "http://s:1", ServerState.SERVING, 4, None, 7.5), True, (Distrust(2, 3),), proven=4
+)
 OLD_SERVER = {"server": SERVER.server, "distrust": [{"version": 2, "until_serial": 3}]}
 
 # A run at step 4 with a checkpoint of step 2; one row was given up, one failed and waits to be issued again.

@@ -116,9 +116,9 @@ def test_run_and_servers_come_back(store: Store) -> None:
     server = ServerRecord(
         Server("a", "http://a", ServerState.QUARANTINED, 4, "probe", 7.5), True, (Distrust(4), Distrust(2, 8, 3))
     )
-    store.commit(Decision(run=RunState(session=1), server=ServerRecord(Server("a", "http://old"))), {})
-    store.commit(Decision(run=run, server=server), {})
-    store.commit(Decision(server=ServerRecord(Server("b", "http://b"))), {})
+    store.commit(Decision(run=RunState(session=1), servers=(ServerRecord(Server("a", "http://old")),)), {})
+    store.commit(Decision(run=run, servers=(server,)), {})
+    store.commit(Decision(servers=(ServerRecord(Server("b", "http://b")),)), {})
     contents = store.load()
     assert contents.run == run
     assert contents.servers == [server, ServerRecord(Server("b", "http://b"))]
@@ -216,7 +216,7 @@ def test_hole_6_tickets_below_the_mark_are_kept_as_sums_that_go_on_agreeing(stor
 
 def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunConfig) -> None:
     store = stores.build(run_config)
-    decision = Decision((ticket(0, TicketState.READY),), RunState(version=3), ServerRecord(Server("a", "u")))
+    decision = Decision((ticket(0, TicketState.READY),), RunState(version=3), (ServerRecord(Server("a", "u")),))
     store.commit(decision, {"0.0": b"group"})
     before = store.load()
     store.close()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +21,15 @@ from protocol.client import QueueClient, QueueError
 from protocol.config import ModelSection, RunConfig, WeightSyncSection
 from protocol.messages import BeginSession, Server, ServerState
 from rollout_queue.api.app import create_app
+from rollout_queue.ledger.records import ServerRecord
+from rollout_queue.ledger.servers import Fleet
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
+from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
 from weight_sync import cancellation, publisher, server_control
+from weight_sync.fleet import decisions, fleet, member
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.snapshot import Snapshot
 
@@ -43,6 +48,9 @@ class World:
     urls: list[str] = field(default_factory=list)
     transports: FakeTransports = field(default_factory=FakeTransports)
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    max_staleness: int = 4
+    quorum: int = 1
+    changes: list[tuple[str, ServerState, int | None]] = field(default_factory=list)
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
@@ -53,6 +61,13 @@ class World:
         listener = socket.create_server(("127.0.0.1", 0))
         self.queue_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         app = create_app(self.config(), SqliteStore(MEMORY))
+        apply = Fleet.apply
+
+        def noted(fleet: Fleet, record: ServerRecord) -> None:
+            self.changes.append((record.server.name, record.server.state, record.server.version))
+            apply(fleet, record)
+
+        self.stack.enter_context(mock.patch.object(Fleet, "apply", noted))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         running = asyncio.create_task(server._serve([listener]))
 
@@ -68,7 +83,8 @@ class World:
 
     def config(self, timeout_s: float = 20.0, start_timeout_s: float = 5.0) -> RunConfig:
         return config(
-            weight_sync={"timeout_s": timeout_s},
+            weight_sync={"timeout_s": timeout_s, "quorum": self.quorum},
+            queue={"max_staleness": self.max_staleness},
             vllm={"servers": self.urls or ["http://unused"], "start_timeout_s": start_timeout_s},
         )
 
@@ -84,6 +100,20 @@ class World:
     def states(self) -> list[tuple[ServerState, int | None]]:
         return [(server.state, server.version) for server in self.servers().values()]
 
+    def stop(self, index: int) -> None:
+        """As SIGSTOP does: it answers nothing, whatever is asked."""
+        for route in (
+            "/slipstream/state",
+            "/start_weight_update",
+            "/weight_info",
+            "/get_world_size",
+            "/update_weights",
+        ):
+            self.fakes[index].faults.append(Fault("stop", times=None, route=route))
+
+    def go_on(self, index: int) -> None:
+        self.fakes[index].faults.clear()
+
     def hold_transfers(self) -> Held:
         self.transports.send = held = Held()
         return held
@@ -91,8 +121,10 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(publisher, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(publisher, "WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(fleet, "READ_EVERY_S", 0.05)
+    monkeypatch.setattr(fleet, "BUG_PAUSE_S", 0.01)
+    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
     monkeypatch.setattr(server_control, "RESUME_PAUSE_S", 0.01)
     monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
@@ -120,38 +152,149 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_versions_go_out_in_order_to_all_servers_and_are_recorded_as_they_end(world: World) -> None:
+def server_in(world: World, name: str, state: ServerState) -> Callable[[], bool]:
+    return lambda: world.servers()[name].state is state
+
+
+def mismatched(world: World, index: int) -> None:
+    """The server computes with something else than was sent."""
+    world.fakes[index].engine.probe_logprob = lambda token, place: -9.0
+
+
+def sound(world: World, index: int) -> None:
+    world.fakes[index].engine.probe_logprob = logprob_of
+
+
+def test_versions_go_out_to_all_servers_and_are_recorded_as_they_count(world: World) -> None:
     with world.publisher() as publishing:
         for version in (1, 2, 3):
             publishing.publish(version, weights(), probe())
-        until(lambda: publishing.in_flight is None)
+            publishing.wait()
+            until(lambda version=version: world.states() == [(ServerState.SERVING, version)] * 2)  # type: ignore[misc]
+        assert publishing.in_flight is None
         assert [record.version for record in publishing.records] == [1, 2, 3]
-        publishing.wait()
-    assert [record.version for record in publishing.records] == [1, 2, 3]
-    record = publishing.records[-1]
-    assert (record.servers_ok, record.servers_failed) == (["vllm-0", "vllm-1"], {})
+        record = publishing.records[-1]
+        until(lambda: record.servers_ok == ["vllm-0", "vllm-1"])
+    assert record.servers_failed == {}
+    assert set(record.servers) == {"vllm-0", "vllm-1"}
     assert record.probe_max_abs_diff < 1e-6
     assert 0 <= record.snapshot_s <= record.blocked_s
     assert record.pause_s > 0
-    assert world.states() == [(ServerState.SERVING, 3)] * 2
+    assert record.skipped == 0
     assert [transport.sent for transport in world.transports.made] == [[1, 2, 3]] * 2
     assert all(transport.closed for transport in world.transports.made)
 
 
-def test_the_learner_waits_for_the_snapshot_and_an_unfinished_predecessor_only(world: World) -> None:
+def test_the_learner_waits_for_the_snapshot_alone_and_overtaken_versions_are_skipped_and_counted(world: World) -> None:
     held = world.hold_transfers()
-    with world.publisher(timeout_s=5) as publishing:
-        assert publishing.in_flight is None
-        mutable = weights(1.0)
-        assert publishing.publish(1, mutable, probe()) < 1
-        assert publishing.in_flight == 1
+    with world.publisher(timeout_s=20) as publishing:
+        publishing.publish(1, weights(), probe())
         assert held.began.wait(5)
-        threading.Timer(0.2, held.release).start()
-        assert publishing.publish(2, weights(2.0), probe()) >= 0.15
-        assert publishing.in_flight in (2, None)
+        blocked_s = [publishing.publish(version, weights(), probe()) for version in (2, 3, 4, 5)]
+        assert max(blocked_s) < 0.4
+        assert publishing.in_flight == 5
+        assert publishing._snapshots.alive <= 3
+        held.release()
         publishing.wait()
         assert publishing.in_flight is None
-    assert [record.version for record in publishing.records] == [1, 2]
+        until(lambda: world.states() == [(ServerState.SERVING, 5)] * 2)
+    assert [record.version for record in publishing.records] == [1, 5]
+    assert [record.skipped for record in publishing.records] == [0, 3]
+    assert [transport.sent for transport in world.transports.made] == [[1, 5]] * 2
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_f5_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_mended_when_it_goes_on(
+    world: World, max_staleness: int
+) -> None:
+    world.max_staleness = max_staleness
+    with world.publisher(timeout_s=20) as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.stop(1)
+        for version in range(2, 4 + max_staleness):
+            assert publishing.publish(version, weights(), probe()) < 0.4
+            publishing.wait()  # the other one is a quorum
+        newest = 3 + max_staleness
+        until(server_in(world, "vllm-1", ServerState.STALE))
+        assert world.servers()["vllm-1"].version == 1
+        reason = world.servers()["vllm-1"].reason
+        assert reason is not None
+        assert "versions behind vllm-0; it waits for " in reason
+        assert world.states()[0] == (ServerState.SERVING, newest)
+        assert world.do(world.queue.position()).served_version == newest  # type: ignore[union-attr]
+        world.go_on(1)
+        until(lambda: world.states() == [(ServerState.SERVING, newest)] * 2)
+
+
+def test_a_publication_counts_when_a_quorum_has_it_and_a_wait_for_the_others_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "TELL_EVERY_S", 0.05)
+    world.quorum = 2
+    with world.publisher(timeout_s=20) as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        world.stop(1)
+        publishing.publish(2, weights(), probe())
+        until(lambda: world.states()[0] == (ServerState.SERVING, 2))
+        assert publishing.in_flight == 2
+        waiting = threading.Thread(target=publishing.wait, daemon=True)
+        waiting.start()
+        until(lambda: any("vllm-1" in wait.what for wait in world.do(world.queue.status()).waits))  # type: ignore[union-attr]
+        world.go_on(1)
+        waiting.join(10)
+        assert not waiting.is_alive()
+    assert [record.servers_ok for record in publishing.records] == [["vllm-0", "vllm-1"]] * 2
+
+
+def test_one_server_under_two_names_is_taken_out_under_the_second(world: World) -> None:
+    world.do(world.queue.put_server(Server("twin", world.urls[0].replace("127.0.0.1", "localhost"))))  # type: ignore[union-attr]
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: [server.state for server in world.servers().values()].count(ServerState.SERVING) == 2)
+        until(lambda: ServerState.DOWN in [server.state for server in world.servers().values()])
+    down = next(server for server in world.servers().values() if server.state is ServerState.DOWN)
+    assert down.name in ("twin", "vllm-0")
+    assert "it is the same server process as" in str(down.reason)
+
+
+def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:
+    world.fakes[1].engine.pause()
+    world.fakes[1].engine.pause_owner = "person"
+    with world.publisher(start_timeout_s=2) as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        until(server_in(world, "vllm-1", ServerState.STALE))
+        assert "paused by a person" in str(world.servers()["vllm-1"].reason)
+        assert world.fakes[1].engine.paused
+        world.fakes[1].engine.resume()
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+
+
+def test_f16_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: World) -> None:
+    with world.publisher() as publishing:
+        publishing.publish(3, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
+        world.fakes[1].engine.restart()
+        until(lambda: world.fakes[1].engine.weight_version == "3")
+        until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
+        assert len(publishing.records) == 1
+    assert [transport.sent for transport in world.transports.made].count([3]) == 3
+
+
+def test_a_server_that_leaves_and_one_that_comes_are_followed(world: World) -> None:
+    assert world.queue is not None
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.do(world.queue.remove_server("vllm-1"))
+        until(lambda: list(world.servers()) == ["vllm-0"])
+        publishing.publish(2, weights(), probe())
+        publishing.wait()
+        assert world.fakes[1].engine.weight_version == "1"
+        world.do(world.queue.put_server(Server("other", world.urls[1])))
+        until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
 
 
 def test_what_is_published_is_what_the_weights_were_when_they_were_handed_over(world: World) -> None:
@@ -185,31 +328,55 @@ def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
     assert {server.state for server in world.servers().values()} == {state}
 
 
-def test_i5_a_server_that_fails_is_quarantined_with_the_reason_and_the_others_go_on(world: World) -> None:
-    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
+def test_i5_a_server_that_fails_its_proof_is_quarantined_and_mended_by_the_next_version(world: World) -> None:
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
-        publishing.wait()
-        assert world.states() == [(ServerState.SERVING, 1), (ServerState.QUARANTINED, 1)]
-        reason = world.servers()["vllm-1"].reason
-        assert reason is not None
-        assert f"{world.urls[1]}/finish_weight_update: HTTP 500" in reason
-        assert publishing.records[0].servers_ok == ["vllm-0"]
-        assert publishing.records[0].servers_failed == {"vllm-1": reason}
-        assert not world.fakes[1].engine.paused
-
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        mismatched(world, 1)
         publishing.publish(2, weights(), probe())
         publishing.wait()
-    assert world.states() == [(ServerState.SERVING, 2)] * 2
-    assert publishing.records[1].servers_ok == ["vllm-0", "vllm-1"]
+        until(lambda: world.states() == [(ServerState.SERVING, 2), (ServerState.QUARANTINED, 2)])
+        reason = world.servers()["vllm-1"].reason
+        assert reason is not None
+        assert "log-probs after version 2 differ" in reason
+        until(lambda: publishing.records[1].servers_failed == {"vllm-1": reason})
+        assert publishing.records[1].servers_ok == ["vllm-0"]
+        assert not world.fakes[1].engine.paused
+        sound(world, 1)
+        publishing.publish(3, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
 
 
-def test_i5_a_server_that_hangs_is_quarantined_in_time(world: World) -> None:
-    world.fakes[0].faults.append(Fault("hang", times=None, route="/update_weights"))
-    with world.publisher(timeout_s=3) as publishing:
+def test_i5_a_mismatch_is_tried_once_in_full_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 60.0)
+    mismatched(world, 1)
+    with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
-        publishing.wait()
-        assert world.states() == [(ServerState.QUARANTINED, 1), (ServerState.SERVING, 1)]
+        until(lambda: sum(transport.sent.count(1) for transport in world.transports.made) == 3)
+        time.sleep(0.3)
+        assert sum(transport.sent.count(1) for transport in world.transports.made) == 3
+
+
+def test_a_transfer_that_fails_leaves_a_server_in_service_with_what_it_has(world: World) -> None:
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].faults.append(Fault("status", times=2, route="/start_weight_update"))
+        publishing.publish(2, weights(), probe())
+        until(lambda: world.states()[1] == (ServerState.SERVING, 2))
+    assert not [record for record in world.changes if record[0] == "vllm-1" and record[1] is ServerState.QUARANTINED]
+
+
+def test_i5_a_swap_whose_proof_did_not_end_is_distrusted_and_tried_again(world: World) -> None:
+    with world.publisher(timeout_s=0.5) as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].faults.append(Fault("hang", times=1))  # of the probe
+        publishing.publish(2, weights(), probe())
+        until(lambda: ("vllm-1", ServerState.QUARANTINED, 2) in world.changes)
+        until(lambda: publishing.records[-1].servers_ok == ["vllm-0", "vllm-1"])
+    assert ("vllm-1", ServerState.QUARANTINED, 2) in world.changes
+    assert world.states() == [(ServerState.SERVING, 2)] * 2
 
 
 def test_when_every_server_fails_the_version_is_tried_again(world: World) -> None:
@@ -218,18 +385,17 @@ def test_when_every_server_fails_the_version_is_tried_again(world: World) -> Non
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         publishing.wait()
-    assert world.states() == [(ServerState.SERVING, 1)] * 2
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
     assert len(publishing.records) == 1
 
 
-@pytest.mark.parametrize("through", ["wait", "publish"])
-def test_when_no_server_can_be_reached_the_error_holds_all_reasons(world: World, through: str) -> None:
+def test_when_no_server_can_be_reached_the_first_publication_ends_with_all_reasons(world: World) -> None:
     for fake, route in zip(world.fakes, ("/pause", "/finish_weight_update"), strict=True):
         fake.faults.append(Fault("status", times=None, route=route))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
-        with pytest.raises(PublishError, match=r"version 1 reached no vLLM server in 3 attempts: .*") as caught:
-            publishing.wait() if through == "wait" else publishing.publish(2, weights(), probe())
+        with pytest.raises(PublishError, match=r"version 1 reached 0 vLLM servers of the 1 of .*quorum.*: ") as caught:
+            publishing.wait()
         assert f"{world.urls[0]}/pause" in str(caught.value)
         assert f"{world.urls[1]}/finish_weight_update" in str(caught.value)
         assert publishing.in_flight is None
@@ -239,7 +405,21 @@ def test_when_no_server_can_be_reached_the_error_holds_all_reasons(world: World,
             fake.faults.clear()
         publishing.publish(3, weights(), probe())
         publishing.wait()
-    assert world.states() == [(ServerState.SERVING, 3)] * 2
+        until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
+
+
+def test_later_failures_never_end_the_run(world: World) -> None:
+    with world.publisher(timeout_s=0.5) as publishing:
+        publishing.publish(1, weights(), probe())
+        publishing.wait()
+        for fake in world.fakes:
+            fake.faults.append(Fault("status", times=None, route="/start_weight_update"))
+        publishing.publish(2, weights(), probe())
+        publishing.wait()
+        assert publishing.in_flight == 2
+        for fake in world.fakes:
+            fake.faults.clear()
+        until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
 
 
 def test_f26_a_transport_that_fails_ends_the_publication_with_its_error(world: World) -> None:
@@ -251,30 +431,30 @@ def test_f26_a_transport_that_fails_ends_the_publication_with_its_error(world: W
             publishing.wait()
 
 
-def test_a_server_that_comes_up_late_is_waited_for(world: World) -> None:
+def test_a_server_that_never_comes_up_does_not_hold_the_first_publication_and_comes_late(world: World) -> None:
+    assert world.queue is not None
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-    assert world.queue is not None
     world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}")))
-    with world.publisher() as publishing:
+    with world.publisher(start_timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
-        until(lambda: world.states()[0] == (ServerState.SERVING, 1))
-        assert publishing.in_flight == 1
+        publishing.wait()
+        assert publishing.records[0].servers_ok == ["vllm-0"]
+        until(lambda: "not up yet" in str(world.servers()["vllm-1"].reason))
         world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
-        publishing.wait()
-    assert world.states() == [(ServerState.SERVING, 1)] * 2
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
 
 
-def test_a_server_that_never_comes_up_is_given_up_and_the_others_go_on(world: World) -> None:
+def test_a_fleet_that_never_comes_up_ends_the_first_publication_in_time_and_is_named(world: World) -> None:
     assert world.queue is not None
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-    world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}")))
-    with world.publisher(start_timeout_s=0.2) as publishing:
+    for name in ("vllm-0", "vllm-1"):
+        world.do(world.queue.put_server(Server(name, f"http://127.0.0.1:{port}")))
+    with world.publisher(start_timeout_s=0.3) as publishing:
         publishing.publish(1, weights(), probe())
-        publishing.wait()
-    assert "not up after vllm.start_timeout_s = 0.2 s" in publishing.records[0].servers_failed["vllm-1"]
-    assert world.states()[0] == (ServerState.SERVING, 1)
+        with pytest.raises(PublishError, match=r"vllm-0 is joining: an answer of its engine \(.*vllm-1 is joining"):
+            publishing.wait()
 
 
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.STALE])
@@ -295,17 +475,17 @@ def test_f16_a_server_that_restarted_is_caught_up_without_a_new_version(world: W
 
 def broken_for(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look whether a server is up fails in a way that nobody foresaw."""
-    left, look = [RuntimeError("a bug")] * times, server_control.ServerControl.is_up
+    left, look = [RuntimeError("a bug")] * times, server_control.ServerControl.state
 
-    async def is_up(self: server_control.ServerControl) -> bool:
+    async def state(self: server_control.ServerControl) -> server_control.EngineState:
         if left:
             raise left.pop()
         return await look(self)
 
-    monkeypatch.setattr(server_control.ServerControl, "is_up", is_up)
+    monkeypatch.setattr(server_control.ServerControl, "state", state)
 
 
-def test_hole_8_the_watch_survives_errors_of_any_kind_and_logs_them(
+def test_hole_8_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with world.publisher() as publishing:
@@ -316,11 +496,12 @@ def test_hole_8_the_watch_survives_errors_of_any_kind_and_logs_them(
         world.do(world.queue.put_server(Server("vllm-1", world.urls[1])))
         until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
     traces = [record for record in caplog.records if record.exc_info]
-    assert [record.message.partition("(")[2] for record in traces] == ["failure 1)", "failure 2)"]
+    assert {record.message.partition("(")[2] for record in traces} <= {"failure 1)", "failure 2)"}
+    assert len(traces) == 2
 
 
 def test_hole_8_a_watch_that_only_fails_ends_the_learner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "WATCH_FAILURES", 3)
+    monkeypatch.setattr(fleet, "MOST_BUGS", 3)
     ended: list[BaseException] = []
     with world.publisher() as publishing:
         publishing.on_failure = ended.append
@@ -333,21 +514,6 @@ def test_hole_8_a_watch_that_only_fails_ends_the_learner(world: World, monkeypat
         with pytest.raises(PublishError, match="3 times in a row; the last time: RuntimeError: a bug"):
             publishing.publish(4, weights(), probe())
     assert isinstance(ended[0], PublishError)
-
-
-def test_a_server_that_is_still_starting_does_not_hold_up_later_versions(world: World) -> None:
-    assert world.queue is not None
-    with world.publisher(start_timeout_s=60) as publishing:
-        publishing.publish(1, weights(), probe())
-        publishing.wait()
-        with socket.create_server(("127.0.0.1", 0)) as reserved:
-            port = reserved.getsockname()[1]
-        world.do(world.queue.put_server(Server("vllm-1", f"http://127.0.0.1:{port}"), world.session))
-        publishing.publish(2, weights(), probe())
-        publishing.wait()
-        assert world.states() == [(ServerState.SERVING, 2), (ServerState.JOINING, None)]
-        world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
-        until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
 
 
 def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World) -> None:
@@ -366,7 +532,6 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert not any(fake.engine.paused for fake in world.fakes)
-    assert publishing.in_flight is None
 
 
 def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
@@ -375,11 +540,8 @@ def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_unti
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         publishing.wait()
-        assert world.states() == [(ServerState.SERVING, 1), (ServerState.QUARANTINED, 1)]
-        assert [fake.engine.paused for fake in world.fakes] == [False, True]
-        publishing.publish(2, weights(), probe())
-        publishing.wait()
-    assert world.states() == [(ServerState.SERVING, 2)] * 2
+        until(lambda: ("vllm-1", ServerState.QUARANTINED, 1) in world.changes)
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
     assert not any(fake.engine.paused for fake in world.fakes)
 
 
@@ -387,7 +549,7 @@ def test_i6_leaving_in_the_middle_of_a_load_in_place_takes_the_server_out_of_ser
     world.transports = FakeTransports(stages=False)
     with world.publisher(timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
-        publishing.wait()
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
         held = world.hold_transfers()
         publishing.publish(2, weights(), probe())
         assert held.began.wait(5)
@@ -427,10 +589,9 @@ def test_a_queue_that_does_not_answer_is_an_error_not_a_hang(world: World) -> No
         publishing.publish(1, weights(), probe())
         with pytest.raises(QueueError, match="did not answer"):
             publishing.wait()
-        assert publishing.in_flight is None
 
 
-def test_a_server_that_registers_anew_on_the_way_fails_alone_and_comes_with_the_next_version(world: World) -> None:
+def test_a_server_that_registers_anew_on_the_way_is_published_to_again(world: World) -> None:
     held = world.hold_transfers()
     with world.publisher(timeout_s=5) as publishing:
         publishing.publish(1, weights(), probe())
@@ -439,8 +600,4 @@ def test_a_server_that_registers_anew_on_the_way_fails_alone_and_comes_with_the_
         world.do(world.queue.put_server(Server("vllm-1", world.urls[1])))
         held.release()
         publishing.wait()
-        assert "transition_forbidden" in publishing.records[0].servers_failed["vllm-1"]
-        assert world.states() == [(ServerState.SERVING, 1), (ServerState.JOINING, None)]
-        publishing.publish(2, weights(), probe())
-        publishing.wait()
-    assert world.states() == [(ServerState.SERVING, 2)] * 2
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)

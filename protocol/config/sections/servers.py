@@ -17,6 +17,11 @@ class WeightSyncSection(Section):
         description="N: optimiser steps between publications",
         why="the fresher the better, and a publication costs little",
     )
+    quorum: Count = setting(
+        1,
+        description="servers that must have a version, proven, for its publication to count",
+        why="the others follow in the background, and none of them can hold the run",
+    )
     host: str = setting(
         "127.0.0.1", description="the learner's address as the servers see it", why="right on one machine"
     )
@@ -72,6 +77,11 @@ class VllmSection(Section):
     )
     start_timeout_s: Seconds = setting(
         600.0, description="time-out of a server's start", why="loading a large model and compiling it"
+    )
+    drain_timeout_s: Seconds = setting(
+        300.0,
+        description="a server that leaves is gone after this time, whether or not its requests have ended",
+        why="longer than a turn takes",
     )
     args: list[str] = setting(
         [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class FakeEngine:
     running: int = 0
     generated_tokens: int = 0
     aborted_after: int = 0
-    boot: str = "boot 1"
+    boot: str = field(default_factory=lambda: secrets.token_hex(4))
     whole: bool = True
     pause_owner: str = "none"
     staged: dict[str, Any] = field(default_factory=lambda: {"stage": "ready", "error": None, "seconds": {}})
@@ -156,7 +157,7 @@ class FakeEngine:
         self.weight_version = BASE_WEIGHTS
         self.transfer_ready = self.updating = False
         self.whole = True
-        self.boot = f"boot {int(self.boot.split()[1]) + 1}"
+        self.boot = secrets.token_hex(4)
         self.resume()
 
     def _require_transfer(self) -> None:

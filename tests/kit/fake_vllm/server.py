@@ -99,6 +99,8 @@ class FakeVllm:
             request[FAULT] = fault
             if fault.kind == "hang":
                 await asyncio.Event().wait()
+            while fault.kind == "stop" and fault in self.faults:  # noqa: ASYNC110 (tests clear a list)
+                await asyncio.sleep(0.01)
             if fault.kind == "slow":
                 await asyncio.sleep(fault.seconds)
             if fault.kind == "status":

@@ -1,0 +1,150 @@
+"""`slipstream vllm run.toml --join QUEUE`: a vLLM server that joins a running job, and leaves it by draining.
+
+vLLM runs as a child: a SIGTERM or SIGINT lets the queue take the server out first, and ends vLLM when its requests have
+ended. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from deploy.servers import (
+    LEAVE_MARGIN_S,
+    check_free,
+    check_reachable_by_others,
+    checked_name,
+    default_name,
+    until_gone,
+)
+from protocol.client import QueueClient, QueueError
+from protocol.config import ConfigError, RunConfig
+from protocol.config.sections import LOOPBACK
+from protocol.config.sections.base import url_of
+from protocol.messages import Server, ServerState
+
+logger = logging.getLogger(__name__)
+
+QUEUE_PATIENCE_S = 10.0
+# After SIGTERM, what has not ended within this time is killed.
+GRACE_S = 20.0
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True)
+class Joining:
+    """`url`: where others reach the server; `replica`: makes its seed another than that of the run's own servers."""
+
+    name: str
+    url: str
+    queue_url: str
+    replica: int
+
+
+def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> Joining:
+    """Name and address of a server that joins; raises `ConfigError` where others could not reach it."""
+    if not urlsplit(queue_url).hostname:
+        raise ConfigError(f"--join {queue_url}: give the queue's URL, as http://host:8200")
+    url = (advertise or _own_url(config, queue_url)).rstrip("/")
+    if not urlsplit(url).hostname or urlsplit(url).hostname in _WILDCARDS:
+        raise ConfigError(f"--advertise {url}: give the URL at which others reach this server, as http://host:port")
+    check_reachable_by_others(
+        url, queue_url, "listen for others with --vllm.host 0.0.0.0, and name the address with --advertise URL"
+    )
+    chosen = checked_name(name) if name is not None else default_name(url)
+    return Joining(chosen, url, queue_url, 64 + zlib.crc32(chosen.encode()) % 900)
+
+
+def _own_url(config: RunConfig, queue_url: str) -> str:
+    """As the run file says; for a wildcard, the address of this machine on the way to the queue."""
+    host, port = config.vllm.host, config.vllm.port
+    if host not in _WILDCARDS:
+        return url_of(host, port)
+    queue = urlsplit(queue_url)
+    if queue.hostname in LOOPBACK:
+        return url_of("127.0.0.1", port)
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((queue.hostname, queue.port or 80))  # sends nothing
+            return url_of(probe.getsockname()[0], port)
+    except OSError as error:
+        raise ConfigError(
+            f"no address of this machine leads to the queue at {queue_url} ({error}): name one with --advertise URL"
+        ) from None
+
+
+def run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Register, run the server, and let it leave when told to. Returns the exit code."""
+    return asyncio.run(_run(config, joining, command, env))
+
+
+async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mapping[str, str]) -> int:
+    async with QueueClient(joining.queue_url, config.token, QUEUE_PATIENCE_S) as queue:
+        await check_free(queue, joining.name, joining.url)
+        await queue.put_server(Server(joining.name, joining.url))
+        logger.info("%s joins the run at %s, as %s", joining.name, joining.queue_url, joining.url)
+        told = asyncio.Queue[int]()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, told.put_nowait, number)
+        # In a session of its own: Ctrl-C is ours to pass on.
+        child = await asyncio.create_subprocess_exec(*command, env=dict(env), start_new_session=True)
+        ended = asyncio.create_task(child.wait())
+        stop = asyncio.create_task(told.get())
+        await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            stop.cancel()
+            await _say_down(queue, joining, f"its process ended with code {child.returncode}")
+            return child.returncode or 0
+        await _drain(config, queue, joining, told, ended)
+        await _end(child, ended)
+        return 0
+
+
+async def _drain(
+    config: RunConfig, queue: QueueClient, joining: Joining, told: asyncio.Queue[int], ended: asyncio.Task[int]
+) -> None:
+    """Until the queue has let it go, vLLM has ended, or somebody is impatient."""
+    logger.info("%s leaves: no new episodes; a second signal ends it at once", joining.name)
+
+    async def leave() -> None:
+        timeout_s = config.vllm.drain_timeout_s + LEAVE_MARGIN_S
+        left = await queue.remove_server(joining.name)
+        await until_gone(queue, joining.name, left, timeout_s)
+
+    leaving, again = asyncio.create_task(leave()), asyncio.create_task(told.get())
+    await asyncio.wait([leaving, again, ended], return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not leaving.done():
+        leaving.cancel()
+        with contextlib.suppress(QueueError, TimeoutError):
+            async with asyncio.timeout(5):
+                await queue.remove_server(joining.name, now=True)
+    with contextlib.suppress(asyncio.CancelledError):
+        try:
+            await leaving
+        except QueueError as error:
+            logger.warning("%s ends without the queue's word: %s", joining.name, error)
+
+
+async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    done, _ = await asyncio.wait([ended], timeout=GRACE_S)
+    if not done:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await ended
+
+
+async def _say_down(queue: QueueClient, joining: Joining, reason: str) -> None:
+    with contextlib.suppress(QueueError):
+        await queue.put_server(Server(joining.name, joining.url, ServerState.DOWN, None, reason))

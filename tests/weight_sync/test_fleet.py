@@ -1,0 +1,152 @@
+"""What is decided about several servers and several snapshots, without any of them: tables and properties."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.messages import ServerState
+from tests.kit.sync import probe
+from weight_sync.fleet import snapshots
+from weight_sync.fleet.decisions import Standing, behind, retry_pause_s
+from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.snapshots import MOST_ALIVE, Snapshots
+
+SE, ST = ServerState.SERVING, ServerState.STALE
+FIGURES = ServerFigures(0.1, 0.01, 0.2, 1e-6)
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("w", torch.full((4,), value))]
+
+
+@pytest.mark.parametrize(
+    ("state", "version", "others", "max_staleness", "stale"),
+    [
+        (SE, 4, [(SE, 5)], 0, True),
+        (SE, 4, [(SE, 5)], 1, True),
+        (SE, 4, [(SE, 7)], 4, False),
+        (SE, 4, [(SE, 8)], 4, True),
+        (SE, 4, [(ST, 8)], 4, False),  # nobody else serves: it is the best there is
+        (SE, 4, [], 0, False),
+        (ST, 4, [(SE, 8)], 4, False),  # it is already
+        (ServerState.SYNCING, None, [(SE, 8)], 0, False),
+    ],
+)
+def test_a_server_is_stale_only_behind_another_that_serves(
+    state: ServerState,
+    version: int | None,
+    others: list[tuple[ServerState, int]],
+    max_staleness: int,
+    stale: bool,
+) -> None:
+    standings = [Standing(f"o{i}", of, has) for i, (of, has) in enumerate(others)]
+    mine = Standing("a", state, version)
+    assert (behind(mine, [mine, *standings], max_staleness) is not None) is stale
+
+
+def test_the_grace_of_a_server_that_is_behind_is_twice_what_the_other_took() -> None:
+    found = behind(Standing("a", SE, 1), [Standing("b", SE, 2, took_s=3.0)], 0)
+    assert found is not None
+    assert (found.versions, found.ahead, found.grace_s) == (1, "b", 6.0)
+
+
+def test_pauses_grow_and_have_an_end() -> None:
+    assert [retry_pause_s(failures) for failures in (1, 2, 3, 100)] == [2.0, 4.0, 8.0, 60.0]
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.one_of(st.none(), st.tuples(st.sampled_from("abc"), st.integers(0, 3))), min_size=1, max_size=40),
+)
+def test_every_version_counts_once_or_is_skipped_and_counted(quorum: int, events: list[tuple[str, int] | None]) -> None:
+    """None: a version is handed over; else a server gets the version that is so many behind the newest."""
+    publications, newest = Publications(quorum), 0
+    for event in events:
+        if event is None:
+            newest += 1
+            publications.handed(newest, 0.0, 0.0)
+        elif newest - event[1] > 0:
+            publications.proven(event[0], newest - event[1], FIGURES, {})
+        counted = [record.version for record in publications.records]
+        assert counted == sorted(set(counted))
+        assert sum(record.skipped + 1 for record in publications.records) == (counted[-1] if counted else 0)
+        assert all(len(record.servers_ok) >= quorum for record in publications.records)
+        assert publications.in_flight in (newest, None)
+
+
+def test_at_most_three_snapshots_are_alive_and_what_no_server_took_is_overtaken() -> None:
+    pool = Snapshots()
+    pool.fill(1, weights(1), probe(), None)
+    first = pool.take("a")
+    for version in (2, 3, 4):
+        pool.fill(version, weights(version), probe(), None)
+        assert pool.alive == MOST_ALIVE  # with the one that is filled next
+    newest = pool.take("b")
+    assert first is not None
+    assert newest is not None
+    assert (first.version, newest.version) == (1, 4)
+    assert float(first.manifest.views(first.flat)["w"][0]) == 1.0
+    assert float(newest.manifest.views(newest.flat)["w"][0]) == 4.0
+
+
+def test_a_buffer_is_filled_again_only_when_no_thread_can_read_it() -> None:
+    pool = Snapshots()
+    for whole in (True, False):
+        pool.fill(1, weights(1), probe(), None)
+        taken = pool.take("a")
+        assert taken is not None
+        pool.fill(2, weights(2), probe(), None)
+        pool.give_back("a", taken, whole)
+        pool.fill(3, weights(3), probe(), None)
+        pool.fill(4, weights(4), probe(), None)
+        read = float(taken.manifest.views(taken.flat)["w"][0])
+        assert (read != 1.0) is whole
+        pool = Snapshots()
+
+
+def test_a_full_house_is_waited_for_named_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "HELD_S", 0.05)
+    monkeypatch.setattr(snapshots, "LET_GO_S", 0.05)
+    said: list[str | None] = []
+    told: list[list[str]] = []
+    pool = Snapshots(told.append, said.append)
+    for version, name in ((1, "a"), (2, "b"), (3, "c")):
+        pool.fill(version, weights(version), probe(), None)
+        pool.take(name)
+    began = time.monotonic()
+    pool.fill(4, weights(4), probe(), None)
+    assert 0.1 <= time.monotonic() - began < 1
+    assert told[0] == ["a"]
+    assert said[0] == "a, to which version 1 is still on its way"
+    assert said[-1] is None
+    assert pool.waited_s >= 0.1
+
+
+def test_a_full_house_is_left_as_soon_as_a_server_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "HELD_S", 30.0)
+    pool = Snapshots()
+    held = []
+    for version, name in ((1, "a"), (2, "b"), (3, "c")):
+        pool.fill(version, weights(version), probe(), None)
+        held.append(pool.take(name))
+    assert held[1] is not None
+    threading.Timer(0.1, pool.give_back, ("b", held[1], True)).start()
+    began = time.monotonic()
+    pool.fill(4, weights(4), probe(), None)
+    assert time.monotonic() - began < 5
+
+
+def test_beside_the_copy_a_snapshot_costs_less_than_a_millisecond() -> None:
+    pool, costs = Snapshots(), []
+    for version in range(50):
+        began = time.perf_counter()
+        pool.fill(version, weights(1.0), probe(), None)
+        costs.append(time.perf_counter() - began)
+    assert statistics.median(costs) < 1e-3

@@ -1,0 +1,54 @@
+"""What is decided about a server that is brought up to date. Pure: no I/O, and time comes in as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from protocol.messages import ServerState
+
+RETRY_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 60.0
+# A server that is a version behind is not stale while it may only be a moment slower than the one that is ahead.
+LEAST_GRACE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A server as the others are measured by it: `version` it serves, and the seconds that the publication of it
+    took."""
+
+    name: str
+    state: ServerState
+    version: int | None
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Behind:
+    """`versions` by which a server is behind; `ahead`: the server that has the newest; once that has lasted for
+    `grace_s` seconds, it is stale."""
+
+    versions: int
+    ahead: str
+    grace_s: float
+
+
+def behind(server: Standing, others: Iterable[Standing], max_staleness: int) -> Behind | None:
+    """Whether a serving server is max(1, K) versions or more behind another serving one, so that it holds admission.
+
+    It has as long again as the other one took, twice, before it leaves service: its requests would be given up for the
+    sake of milliseconds.
+    """
+    if server.state is not ServerState.SERVING or server.version is None:
+        return None
+    serving = [of for of in others if of.state is ServerState.SERVING and of.version is not None]
+    ahead = max(serving, key=lambda of: of.version or 0, default=None)
+    if ahead is None or ahead.version is None or ahead.version - server.version < max(1, max_staleness):
+        return None
+    return Behind(ahead.version - server.version, ahead.name, max(LEAST_GRACE_S, 2 * ahead.took_s))
+
+
+def retry_pause_s(failures: int) -> float:
+    """The pause after so many failures in a row; it doubles with each, up to a minute."""
+    return min(LONGEST_PAUSE_S, RETRY_PAUSE_S * 2.0 ** max(0, min(failures, 30) - 1))

@@ -1,0 +1,334 @@
+"""One server of the fleet and its task: look whether it answers, bring it to the newest version, say how it stands.
+
+No other server, and no learner, waits for it. What it is told is what the queue is told, one line of the log for each
+state. A server that starts or restarts (another `boot`, or a label that is not ours) is joining, whatever it was before
+(F16); one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a
+while is down. Each of them is tried again with growing pauses, and at once when it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from protocol.client import QueueError, Refused
+from protocol.messages import Server, ServerState
+from weight_sync.cancellation import to_its_end
+from weight_sync.fleet.decisions import Standing, retry_pause_s
+from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.snapshots import Snapshots
+from weight_sync.proof.server_proof import ProofFailed
+from weight_sync.server_control import LOOK_TIMEOUT_S, ControlError, EngineState
+from weight_sync.server_sync import PUBLISH_ERRORS, Outcome, ServerSync
+from weight_sync.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+# A server that is up to date is looked at so often, to notice that it restarted; others as often at first.
+LOOK_EVERY_S = 2.0
+# One that serves and does not answer for so long is down: requests to it would hang.
+DOWN_AFTER_S = 10.0
+# How long a publication that is cancelled tries to take a server out of service.
+QUARANTINE_TIMEOUT_S = 5.0
+
+_S = ServerState
+Put = Callable[[Server], Awaitable[Server]]
+
+
+class Others(Protocol):
+    """What a member asks of the fleet."""
+
+    def claim(self, boot: str, name: str) -> str | None:
+        """The other name, if any, under which the server process of this `boot` is in the fleet already."""
+
+    def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
+        """A server has a version."""
+
+
+class Member:
+    """`server`: as the queue knows it; `version`: what this learner proved on its present process, None before.
+
+    `waits_for`: what keeps it from being up to date, for people; `failures`: publications in a row that failed.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        sync: ServerSync,
+        put: Put,
+        snapshots: Snapshots,
+        publications: Publications,
+        others: Others,
+        timeout_s: float,
+    ) -> None:
+        self.server = server
+        self.version: int | None = None
+        self.waits_for: str | None = None
+        self.failures = 0
+        self.paused_by_person = False
+        self.answers = False
+        self.told = 0
+        self.behind_since: float | None = None
+        self.busy_with: int | None = None
+        self._sync = sync
+        self._put = put
+        self._snapshots = snapshots
+        self._publications = publications
+        self._others = others
+        self._timeout_s = timeout_s
+        self._boot: str | None = None
+        self._barred = False
+        self._took_s = 0.0
+        self._silent_since: float | None = None
+        self._next_try = 0.0
+        self._looks_failed = 0
+        self._wake = asyncio.Event()
+        self._giving_up = False
+        self._publishing: asyncio.Task[Outcome] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.name, self.server.state, self.server.version, self._took_s)
+
+    @property
+    def up_to_date(self) -> bool:
+        newest = self._snapshots.newest
+        if self.server.state is _S.DRAINING:
+            return True
+        return self.server.state is _S.SERVING and (newest is None or self.version == newest.version)
+
+    def wake(self) -> None:
+        """There is something new: a version, or a change of the registry."""
+        self._wake.set()
+
+    def registered_anew(self, server: Server) -> None:
+        """The queue says that it starts, or somebody else changed its state."""
+        if server.state is _S.JOINING:
+            self._is_new_process()
+        self.server = server
+        self.wake()
+
+    def try_afresh(self) -> None:
+        """Failures of before count no more."""
+        self.failures, self._next_try = 0, 0.0
+        self.wake()
+
+    def let_go(self) -> None:
+        """End the publication that is under way, for the sake of its snapshot; the newest is tried next."""
+        if self._publishing is not None:
+            self._giving_up = True
+            self._publishing.cancel()
+
+    async def run(self) -> None:
+        """For ever; raises `QueueError` where the queue fails, and whatever nobody foresaw."""
+        while True:
+            self._wake.clear()
+            state = await self._look() if self.server.state is not _S.DRAINING else None
+            wanted = not self.up_to_date and self._snapshots.newest is not None
+            due = time.monotonic() >= self._next_try
+            if state is not None and wanted and due and not await self._must_wait(state):
+                await self._bring(state)
+            await self._pause()
+
+    async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
+        """Tell the queue, unless it knows. Raises `QueueError`; `Refused` where it knows better."""
+        known = self.server
+        if (known.state, known.reason) == (state, reason) and version in (None, known.version):
+            return
+        if known.state is not state and state is not _S.SERVING:
+            (logger.info if state in (_S.SYNCING, _S.JOINING) else logger.warning)(
+                "%s at %s is %s%s", self.name, known.url, state, f": {reason}" if reason else ""
+            )
+        self.told += 1
+        try:
+            self.server = await self._put(Server(self.name, known.url, state, version, reason))
+        finally:
+            self.told += 1
+
+    async def leave(self) -> None:
+        """Let go of the connection."""
+        await self._sync.disconnect()
+
+    async def _look(self) -> EngineState | None:
+        """How the server is; None where its engine does not answer."""
+        if self.waits_for is None and not self.up_to_date:
+            self.waits_for = "an answer of its engine"
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                state = await self._sync.control.state()
+        except (ControlError, TimeoutError) as error:
+            await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
+            return None
+        if not self.answers:
+            self.answers, self._silent_since, self._looks_failed = True, None, 0
+            self._next_try = 0.0
+        other = self._others.claim(state.boot, self.name)
+        self._barred = other is not None
+        if other is not None:
+            reason = f"it is the same server process as {other}: remove one of the two names"
+            self.waits_for = reason
+            if self.server.state is not _S.DOWN:
+                await self._tell_through(_S.DOWN, None, reason)
+            return None
+        ours = self.version is None or state.label == str(self.version)
+        if (self._boot is not None and state.boot != self._boot) or not ours:
+            logger.warning("%s at %s restarted: it holds weights %r", self.name, self.server.url, state.label)
+            self._is_new_process()
+            await self._tell_through(_S.JOINING, None, "it restarted")
+        self._boot = state.boot
+        if self.up_to_date:
+            self.waits_for = None
+        return state
+
+    async def _does_not_answer(self, why: str) -> None:
+        now = time.monotonic()
+        self.answers, self._looks_failed = False, self._looks_failed + 1
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        self.waits_for = f"an answer of its engine ({why})"
+        state = self.server.state
+        if state in (_S.JOINING, _S.DOWN):
+            if state is _S.JOINING and self.server.reason is None:
+                await self._tell_through(_S.JOINING, None, f"not up yet: {why}")
+        elif now - self._silent_since >= DOWN_AFTER_S or "HTTP 503" in why:
+            await self._tell_through(_S.DOWN, None, f"its engine does not answer: {why}")
+
+    async def _must_wait(self, state: EngineState) -> bool:
+        """A pause that a person asked for stands: nothing is published under it (nobody could prove it)."""
+        self.paused_by_person = state.paused and state.pause_owner == "person"
+        if self.paused_by_person:
+            reason = "paused by a person: waits for POST /resume"
+            self.waits_for = "a person's POST /resume"
+            if self.server.state in (_S.JOINING, _S.DOWN):
+                await self._tell_through(_S.SYNCING)
+            if self.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
+                await self._tell_through(_S.STALE, None, reason)
+        return self.paused_by_person
+
+    async def _bring(self, state: EngineState) -> None:
+        """Publish the newest version to the server, and tell the queue what came of it."""
+        snapshot = self._snapshots.take(self.name)
+        if snapshot is None:
+            return
+        began, whole = time.monotonic(), False
+        self.busy_with, self.waits_for = snapshot.version, f"version {snapshot.version}, which is on its way"
+        try:
+            if self.server.state is _S.JOINING:
+                await self.tell(_S.SYNCING)
+            outcome = await self._published(snapshot)
+            whole = True
+            await self._holds(snapshot, ServerFigures.of(outcome, time.monotonic() - began))
+        except (*PUBLISH_ERRORS, TimeoutError) as error:
+            await self._failed(snapshot, state, error)
+        except Refused as refusal:
+            # It registered again or was taken out in between: the registry, which is read soon, tells.
+            self._is_new_process()
+            self._note_failure(snapshot, f"{self.name}: {refusal}")
+        except asyncio.CancelledError:
+            if self._sync.left_paused:
+                await to_its_end(self._leave_quarantined(snapshot.version))
+            task = asyncio.current_task()
+            if not self._giving_up or (task is not None and task.cancelling()):
+                raise
+            self._note_failure(snapshot, f"{self.server.url}: given up for a newer version")
+        finally:
+            self._giving_up = False
+            self.busy_with = None
+            self._snapshots.give_back(self.name, snapshot, whole)
+
+    async def _published(self, snapshot: Snapshot) -> Outcome:
+        async def publish() -> Outcome:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._sync.publish(snapshot)
+
+        self._publishing = asyncio.ensure_future(publish())
+        try:
+            return await self._publishing
+        except asyncio.CancelledError:
+            if not self._publishing.done():
+                self._publishing.cancel()
+                await asyncio.wait([self._publishing])
+            raise
+        finally:
+            self._publishing = None
+
+    async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
+        if self.server.state not in (_S.SYNCING, _S.SERVING):
+            await self.tell(_S.SYNCING)
+        await self.tell(_S.SERVING, snapshot.version)
+        self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, figures.took_s
+        self.behind_since = None
+        self._others.proven(self, snapshot.version, figures)
+
+    async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
+        reason = str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"
+        mismatch = isinstance(error, ProofFailed)
+        self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
+        if mismatch or self._sync.left_paused:
+            await self._quarantine(snapshot.version, reason)
+            return
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                now = await self._sync.control.state()
+        except (ControlError, TimeoutError):
+            now = None  # the next look says that it does not answer
+        if now is not None and now.label == snapshot.label:
+            await self._quarantine(snapshot.version, f"swapped, but not proven: {reason}")
+        elif now is not None and not now.whole:
+            await self._quarantine(snapshot.version, reason)
+        elif self.server.state is _S.SERVING:
+            # It serves on with what was proven; if it falls too far behind, it is stale.
+            logger.warning("%s keeps version %s: %s", self.name, self.server.version, reason)
+        elif self.server.state is not _S.QUARANTINED:
+            if self.server.state is _S.DOWN:
+                await self._tell_through(_S.SYNCING)
+            await self._tell_through(_S.STALE, None, reason)
+
+    def _note_failure(self, snapshot: Snapshot, reason: str, at_once: bool = False) -> None:
+        self.failures += 1
+        pause_s = 0.0 if at_once else retry_pause_s(self.failures)
+        self._next_try = time.monotonic() + pause_s
+        self.waits_for = f"another try of version {snapshot.version} or newer, in {pause_s:.0f} s: {reason}"
+        self._publications.failed(self.name, snapshot.version, reason)
+
+    async def _quarantine(self, version: int, reason: str) -> None:
+        if self.server.state not in (_S.SYNCING, _S.SERVING):
+            await self._tell_through(_S.SYNCING)
+        await self._tell_through(_S.QUARANTINED, version, reason)
+
+    async def _tell_through(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
+        """`tell`, where a refusal means that the registry has changed, which is looked at soon."""
+        with suppress(Refused):
+            await self.tell(state, version, reason)
+
+    async def _leave_quarantined(self, version: int) -> None:
+        """Take a server that is left paused out of service (I6), if the queue answers in time."""
+        reason = f"{self.server.url}: left paused: the learner ended before it had loaded version {version}"
+        try:
+            async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
+                await self._quarantine(version, reason)
+        except (QueueError, TimeoutError) as error:
+            logger.error("%s is left paused and could not be quarantined: %s", self.name, error or "no answer")
+
+    def _is_new_process(self) -> None:
+        self.version, self._boot, self.failures, self._next_try = None, None, 0, 0.0
+        self.behind_since = None
+
+    async def _pause(self) -> None:
+        """Until there is something to do, or to look."""
+        left = self._next_try - time.monotonic()
+        pause_s = min(LOOK_EVERY_S, left) if left > 0 else 0.0 if self._can_try() else LOOK_EVERY_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(pause_s, 0.001)):
+                await self._wake.wait()
+
+    def _can_try(self) -> bool:
+        barred = self._barred or self.paused_by_person
+        return self.answers and not barred and not self.up_to_date and self._snapshots.newest is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from protocol.config import RunConfig
@@ -69,6 +70,23 @@ class SabotagedQueue(RuleBasedStateMachine):
         self.put_server(ServerState.SYNCING)
         self.put_server(ServerState.SERVING)
 
+    @rule(state=st.sampled_from([ServerState.STALE, ServerState.DOWN]))
+    def server_leaves_service(self, state: ServerState) -> None:
+        self.put_server(ServerState.SYNCING)
+        self.put_server(state)
+
+    @rule()
+    def server_drains(self) -> None:
+        self.put_server(ServerState.SYNCING)
+        self.commit(servers.drain(self.fleet, self.ledger, SERVER, 0.0))
+
     def put_server(self, state: ServerState) -> None:
+        """One that drains is gone then, and registers again."""
+        known = self.fleet.get(SERVER)
+        if known is not None and known.state is ServerState.DRAINING:
+            self.commit(servers.remove(self.fleet, self.ledger, [SERVER]))
+        if self.fleet.get(SERVER) is None:
+            joins = Server(SERVER, "http://s")
+            self.commit(servers.put(self.fleet, self.ledger, joins, 0.0))
         wanted = Server(SERVER, "http://s", state, self.ledger.run.version)
         self.commit(servers.put(self.fleet, self.ledger, wanted, 0.0))

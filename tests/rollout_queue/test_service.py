@@ -849,3 +849,83 @@ async def test_a_finished_run_is_open_again_where_more_steps_are_asked_for(tmp_p
         await client.finish(1)
     async with serving(again, SqliteStore(store)) as queue, QueueClient(queue.url) as client:
         assert (await client.heartbeat(WorkerReport("w", []))).finished == (steps == 1)
+
+
+# A server that leaves.
+
+
+async def says(client: QueueClient, worker: str = "w", **fields: Any) -> list[Server]:
+    return (await client.heartbeat(WorkerReport(worker, [], **fields))).servers
+
+
+async def test_a_server_that_leaves_is_gone_once_every_worker_has_said_that_nothing_runs_there() -> None:
+    async with running() as (_, client):
+        await says(client, "w")
+        await says(client, "x")
+        assert [server.state for server in await client.remove_server(SERVER)] == [ServerState.DRAINING]
+        assert not await take(client)
+        waits = [wait.what for wait in (await client.status()).waits if wait.who == f"server {SERVER}"]
+        assert waits == ["the end of its requests of w, x: draining (it was asked to leave)"]
+        await says(client, "w", draining={SERVER: 2})
+        await says(client, "x", draining={SERVER: 0})
+        assert [server.state for server in await client.servers()] == [ServerState.DRAINING]
+        with pytest.raises(Refused, match="is draining and cannot become joining"):
+            await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))
+        await says(client, "w", draining={SERVER: 0})
+        assert await client.servers() == []
+        with pytest.raises(Refused, match="not registered"):
+            await client.remove_server(SERVER)
+
+
+async def test_a_server_that_leaves_is_gone_after_its_time_whoever_is_silent() -> None:
+    async with running(vllm={"drain_timeout_s": 30.0}) as (queue, client):
+        await says(client, "w")
+        await client.remove_server(SERVER)
+        await queue.broker.remove_drained()
+        assert len(await client.servers()) == 1
+        queue.time.now += 31.0
+        await queue.broker.remove_drained()
+        assert await client.servers() == []
+
+
+async def test_a_server_may_be_removed_at_once_and_what_it_sampled_stays_good() -> None:
+    async with running() as (_, client):
+        (ticket,) = await take(client)
+        await says(client, "w")
+        assert await client.remove_server(SERVER, now=True) == []
+        await client.submit(group(ticket))
+        assert len((await lease(client)).groups) == 1
+
+
+async def test_one_server_is_not_registered_under_two_names() -> None:
+    async with running() as (_, client):
+        url = (await client.servers())[0].url
+        with pytest.raises(Refused, match=f"registered already, as '{SERVER}'"):
+            await client.put_server(Server("twin", url))
+
+
+async def test_i5_a_proof_that_comes_wakes_a_lease_that_waits() -> None:
+    async with running() as (_, client):
+        ids = [ticket.id for ticket in await take(client, 2)]
+        for ticket_id in ids:
+            await client.submit(group(ticket_id, index=int(ticket_id.split(".")[0])))
+        await step(client, [codec.decode(bytes(of), Group).ticket_id for of in (await lease(client)).groups], 1)
+        (ticket,) = await take(client)
+        await client.submit(group(ticket, versions=(None, None, 1, 1, 1)))  # swapped, and not proven yet
+        assert (await lease(client)).groups == []
+        waits = [wait.what for wait in (await client.status()).waits if wait.who == "groups in the queue"]
+        assert waits == [f"the proof of the weights that {SERVER} sampled them with"]
+        waiting = asyncio.create_task(lease(client, wait_s=20.0))
+        await asyncio.sleep(0.05)
+        await serve_version(client, 1)
+        assert len((await asyncio.wait_for(waiting, 5)).groups) == 1
+
+
+async def test_the_status_says_how_far_behind_a_server_is_and_since_when() -> None:
+    async with running() as (queue, client):
+        await move_server(client, ServerState.STALE, reason="2 versions behind vllm-1")
+        queue.time.now += 7.0
+        (server,) = (await client.status()).servers
+        assert (server.state, server.version, server.lag, server.since_s) == (ServerState.STALE, 0, 0, 7.0)
+        assert server.waits_for == "newer weights"
+        assert server.reason == "2 versions behind vllm-1"

@@ -281,3 +281,15 @@ class Routing(RuleBasedStateMachine):
 
 TestRouting = Routing.TestCase
 TestRouting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_server_that_drains_takes_no_new_episode_and_no_next_turn():
+    router = router_of("a", "b")
+    tied = Affinity("a")
+    left = router.update([server("a", ServerState.DRAINING), server("b")])
+    assert [(of.server.name, of.how) for of in left] == [("a", Leave.FINISH)]
+    assert router.draining == {"a"}
+    assert start(router, [tied]) == "b"
+    assert start(router, [Affinity()]) == "b"
+    assert router.update([server("b")]) == []
+    assert router.draining == set()

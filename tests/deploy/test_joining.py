@@ -1,0 +1,129 @@
+"""Servers that join a running job and leave it: names, addresses, and what a person is told who got them wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import joining, servers
+from protocol.client import QueueClient
+from protocol.config import ConfigError, RunConfig
+from protocol.messages import Server, ServerState
+from tests.kit import config
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.fake_vllm import serving as fake_serving
+from tests.kit.queue import serving
+
+FAR = "http://10.0.0.5:8200"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "t")
+
+
+def listening_at(host: str, port: int = 8100) -> RunConfig:
+    return config(vllm={"host": host, "port": port})
+
+
+def test_two_servers_of_one_machine_and_one_of_another_have_names_of_their_own() -> None:
+    plans = [joining.plan(listening_at("10.0.0.7", port), FAR, None, None) for port in (8100, 8101)] + [
+        joining.plan(listening_at("10.0.0.8"), FAR, None, None)
+    ]
+    assert [plan.name for plan in plans] == ["10.0.0.7-8100", "10.0.0.7-8101", "10.0.0.8-8100"]
+    assert [plan.url for plan in plans] == ["http://10.0.0.7:8100", "http://10.0.0.7:8101", "http://10.0.0.8:8100"]
+    assert len({plan.replica for plan in plans}) == 3
+    assert all(64 <= plan.replica < 1000 for plan in plans)
+
+
+def test_the_advertised_address_is_what_others_are_told() -> None:
+    plan = joining.plan(listening_at("0.0.0.0"), FAR, "left", "http://gpu-7.example:9000/")
+    assert (plan.name, plan.url) == ("left", "http://gpu-7.example:9000")
+
+
+def test_a_server_that_listens_on_all_addresses_names_the_one_towards_the_queue() -> None:
+    plan = joining.plan(listening_at("0.0.0.0"), "http://127.0.0.1:8200", None, None)
+    assert plan.url == "http://127.0.0.1:8100"
+
+
+@pytest.mark.parametrize(
+    ("host", "queue", "name", "advertise", "match"),
+    [
+        ("127.0.0.1", FAR, None, None, r"only this machine can reach.*--vllm.host 0\.0\.0\.0.*--advertise"),
+        ("0.0.0.0", FAR, None, "http://localhost:8100", "only this machine can reach"),
+        ("0.0.0.0", FAR, None, "http://0.0.0.0:8100", "--advertise http://0.0.0.0:8100: give the URL"),
+        ("10.0.0.7", FAR, "a b", None, "--name a b"),
+        ("10.0.0.7", "10.0.0.5:8200", None, None, "--join 10.0.0.5:8200: give the queue's URL"),
+    ],
+)
+def test_what_others_could_not_reach_is_refused_with_the_remedy(
+    host: str, queue: str, name: str | None, advertise: str | None, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        joining.plan(listening_at(host), queue, name, advertise)
+
+
+async def test_a_name_or_a_server_that_is_there_already_is_refused_with_the_remedy() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        await client.put_server(Server("a", "http://a:1"))
+        with pytest.raises(ConfigError, match=r"'a' is in the run already, at http://a:1 .*another --name"):
+            await servers.check_free(client, "a", "http://b:1")
+        with pytest.raises(ConfigError, match=r"in the run already, as 'a'.*servers remove a"):
+            await servers.check_free(client, "b", "http://a:1")
+        await servers.check_free(client, "a", "http://a:1")  # it was started again
+        await client.put_server(Server("a", "http://a:1", ServerState.DOWN))
+        await servers.check_free(client, "a", "http://b:1")
+
+
+async def test_add_list_and_remove() -> None:
+    async with serving(config()) as queue, fake_serving(FakeVllm()) as url:
+
+        def client() -> QueueClient:
+            return QueueClient(queue.url, patience_s=1.0)
+
+        added = await servers.add(client(), url, "mine", None)
+        assert (added.name, added.url, added.state) == ("mine", url, ServerState.JOINING)
+        assert "mine" in [server.name for server in await servers.listed(client())]
+        with pytest.raises(ConfigError, match="no server answers at"):
+            await servers.add(client(), "http://127.0.0.1:1", None, None)
+        with pytest.raises(ConfigError, match=r"'nobody' is not registered.*the run's servers: .*mine"):
+            await servers.remove(client(), "nobody", False, 5.0)
+        await servers.remove(client(), "mine", False, 5.0)
+        assert "mine" not in [server.name for server in await servers.listed(client())]
+
+
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_ends(tmp_path: Path) -> None:
+    mark = tmp_path / "up"
+    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        child = [sys.executable, "-c", CHILD, str(mark)]
+        running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
+        async with asyncio.timeout(20):
+            while not mark.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert [server.state for server in await client.servers() if server.name == "mine"] == [ServerState.JOINING]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, 20) == 0
+        assert not [server for server in await client.servers() if server.name == "mine"]
+
+
+async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        child = [sys.executable, "-c", "raise SystemExit(3)"]
+        assert await joining._run(config(), plan, child, os.environ) == 3
+        (down,) = [server for server in await client.servers() if server.name == "mine"]
+        assert (down.state, down.reason) == (ServerState.DOWN, "its process ended with code 3")

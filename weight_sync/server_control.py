@@ -11,6 +11,8 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from protocol import tokens
+
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
 # A server that does not answer within this time counts as still starting.
@@ -160,7 +162,7 @@ class ServerControl:
                 if response.status >= 400:
                     text = (await response.text())[:500]
                     raise ControlError(
-                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
+                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status, text)}"
                     )
                 return await response.json()
         except TimeoutError as error:
@@ -169,7 +171,9 @@ class ServerControl:
             raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
 
 
-def _hint(path: str, status: int) -> str:
+def _hint(path: str, status: int, text: str) -> str:
+    if status == 403 and tokens.VARIABLE in text:
+        return ""  # the guard's, which says it all
     if status == 401:
         return "; set SLIPSTREAM_TOKEN to the server's"
     if status == 404:

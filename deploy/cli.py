@@ -274,7 +274,7 @@ def token(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="worker, learner or viewer")],
     file: Annotated[Path | None, typer.Option(help="where the secret is, mode 0600; default: SLIPSTREAM_TOKEN")] = None,
 ) -> None:
-    """Print the token of a role, for a process elsewhere; made of the run's secret in SLIPSTREAM_TOKEN."""
+    """Print the token of a role, for a process elsewhere."""
     typer.echo(token_of(role, file))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -141,10 +142,12 @@ def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
-    assert "--middleware" not in vllm_server.command(config(), 0)
+    assert "weight_sync.vllm.guard.RequireToken" not in vllm_server.command(config(), 0)
     guarded = config(queue={"token": "s3cret"})
     line = vllm_server.command(guarded, 0)
-    assert line[line.index("--middleware") + 1] == "weight_sync.vllm.guard.RequireToken"
+    # vLLM puts each around those before it: nothing is read, nor answered, before the guard has looked.
+    loaded = [name for flag, name in pairwise(line) if flag == "--middleware"]
+    assert loaded[-1] == "weight_sync.vllm.guard.RequireToken"
     assert not any("s3cret" in argument for argument in line)
     assert vllm_server.environment(guarded)["SLIPSTREAM_TOKEN"] == "s3cret"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")

@@ -87,7 +87,7 @@ def run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mappin
 
 
 async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mapping[str, str]) -> int:
-    async with QueueClient(joining.queue_url, config.token, QUEUE_PATIENCE_S) as queue:
+    async with QueueClient(joining.queue_url, config.token_for("learner"), QUEUE_PATIENCE_S) as queue:
         await check_free(queue, joining.name, joining.url)
         await queue.put_server(Server(joining.name, joining.url))
         logger.info("%s joins the run at %s, as %s", joining.name, joining.queue_url, joining.url)

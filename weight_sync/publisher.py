@@ -145,7 +145,9 @@ class Publisher:
             raise self._failure
 
     async def _connect(self) -> Fleet:
-        client = await self._resources.enter_async_context(QueueClient(self._queue_url, self._config.token))
+        client = await self._resources.enter_async_context(
+            QueueClient(self._queue_url, self._config.token_for("learner"))
+        )
         self._client = client
         fleet = Fleet(self._config, client, self._make_transport, lambda: self.session, self._snapshots, self._ended_by)
         return await self._resources.enter_async_context(fleet)

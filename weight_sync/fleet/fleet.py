@@ -177,7 +177,7 @@ class Fleet:
     async def _came(self, server: Server) -> None:
         section = self._config.weight_sync
         control = await self._resources.enter_async_context(
-            ServerControl(server.url, section.timeout_s, self._config.token)
+            ServerControl(server.url, section.timeout_s, self._config.token_for("learner"))
         )
         config = self._config
         sync = ServerSync(

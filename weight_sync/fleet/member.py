@@ -80,7 +80,9 @@ class Member:
         self._others = others
         self._timeout_s = timeout_s
         self._boot: str | None = None
-        self._barred = False
+        # Those that the server may hold by what was done to it.
+        self._labels: set[str] = set()
+        self._barred = self._no_room = False
         self._took_s = 0.0
         self._silent_since: float | None = None
         self._next_try = 0.0
@@ -130,6 +132,7 @@ class Member:
         """For ever; raises `QueueError` where the queue fails, and whatever nobody foresaw."""
         while True:
             self._wake.clear()
+            self._no_room = False
             state = await self._look() if self.server.state is not _S.DRAINING else None
             wanted = not self.up_to_date and self._snapshots.newest is not None
             due = time.monotonic() >= self._next_try
@@ -177,7 +180,7 @@ class Member:
             if self.server.state is not _S.DOWN:
                 await self._tell_through(_S.DOWN, None, reason)
             return None
-        ours = self.version is None or state.label == str(self.version)
+        ours = self.version is None or state.label in self._labels
         if (self._boot is not None and state.boot != self._boot) or not ours:
             logger.warning("%s at %s restarted: it holds weights %r", self.name, self.server.url, state.label)
             self._is_new_process()
@@ -214,9 +217,12 @@ class Member:
     async def _bring(self, state: EngineState) -> None:
         """Publish the newest version to the server, and tell the queue what came of it."""
         snapshot = self._snapshots.take(self.name)
+        self._no_room = snapshot is None
         if snapshot is None:
+            self.waits_for = "servers that still get an older version"
             return
         began, whole = time.monotonic(), False
+        self._labels.add(snapshot.label)
         self.busy_with, self.waits_for = snapshot.version, f"version {snapshot.version}, which is on its way"
         try:
             if self.server.state is _S.JOINING:
@@ -263,7 +269,7 @@ class Member:
             await self.tell(_S.SYNCING)
         await self.tell(_S.SERVING, snapshot.version)
         self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, figures.took_s
-        self.behind_since = None
+        self.behind_since, self._labels = None, {snapshot.label}
         self._others.proven(self, snapshot.version, figures)
 
     async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
@@ -329,5 +335,5 @@ class Member:
                 await self._wake.wait()
 
     def _can_try(self) -> bool:
-        barred = self._barred or self.paused_by_person
+        barred = self._barred or self.paused_by_person or self._no_room
         return self.answers and not barred and not self.up_to_date and self._snapshots.newest is not None

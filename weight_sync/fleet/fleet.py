@@ -159,7 +159,7 @@ class Fleet:
 
     async def _follow(self) -> None:
         """Take the registry over."""
-        told = {name: member.told for name, member in self.members.items()}
+        told = {name: member.at_queue.told for name, member in self.members.items()}
         known = {server.name: server for server in await self._client.servers()}
         for name, server in known.items():
             member = self.members.get(name)
@@ -168,7 +168,11 @@ class Fleet:
                 member = None
             if member is None:
                 await self._came(server)
-            elif member.told == told.get(name) and not member.told % 2 and _differs(member.server, server):
+            elif (
+                member.at_queue.told == told.get(name)
+                and not member.at_queue.told % 2
+                and _differs(member.server, server)
+            ):
                 member.registered_anew(server)
         for name in [*self.members]:
             if name not in known:
@@ -235,7 +239,7 @@ class Fleet:
                 doing = f"; it waits for {member.waits_for}" if member.waits_for else ""
                 reason = f"{found.versions} versions behind {found.ahead}{doing}"
                 with suppress(Refused):
-                    await member.tell(ServerState.STALE, None, reason)
+                    await member.at_queue.tell(ServerState.STALE, None, reason)
 
     def _make_room(self) -> None:
         """Servers that hold an old version, and so keep others from the newest, have to let go of it."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from protocol.client import Refused
-from protocol.messages import Server, ServerState
+from protocol.messages import PAUSED_BY_PERSON, Server, ServerState
 from weight_sync.cancellation import to_its_end
 from weight_sync.fleet.at_queue import AtQueue, Put
 from weight_sync.fleet.decisions import Standing, retry_pause_s
@@ -191,7 +191,7 @@ class Member:
         """A pause that a person asked for stands: nothing is published under it (nobody could prove it)."""
         self.paused_by_person = state.paused and state.pause_owner == "person"
         if self.paused_by_person:
-            reason = "paused by a person: waits for POST /resume"
+            reason = f"{PAUSED_BY_PERSON}: waits for POST /resume"
             self.waits_for = "a person's POST /resume"
             if self.server.state in (_S.JOINING, _S.DOWN):
                 await self.at_queue.try_to_tell(_S.SYNCING)

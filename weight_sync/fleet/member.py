@@ -81,7 +81,6 @@ class Member:
         self._took_s = 0.0
         self._silent_since: float | None = None
         self._next_try = 0.0
-        self._looks_failed = 0
         self._wake = asyncio.Event()
         self._giving_up = False
         self._publishing: asyncio.Task[Outcome] | None = None
@@ -155,7 +154,7 @@ class Member:
             await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
             return None
         if not self.answers:
-            self.answers, self._silent_since, self._looks_failed = True, None, 0
+            self.answers, self._silent_since = True, None
             self._next_try = 0.0
         other = self._others.claim(state.boot, self.name)
         self._barred = other is not None
@@ -177,7 +176,7 @@ class Member:
 
     async def _does_not_answer(self, why: str) -> None:
         now = time.monotonic()
-        self.answers, self._looks_failed = False, self._looks_failed + 1
+        self.answers = False
         self._silent_since = now if self._silent_since is None else self._silent_since
         self.waits_for = f"an answer of its engine ({why})"
         state = self.server.state

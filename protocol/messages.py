@@ -153,6 +153,10 @@ class ServerState(StrEnum):
     DOWN = "down"
 
 
+# How the reason of a server begins that stands still because a person asked for it: no failure, however long it lasts.
+PAUSED_BY_PERSON = "paused by a person"
+
+
 class Server(msgspec.Struct):
     """A vLLM server in the fleet registry. `version` is the last one proven on it, None before the first; of a
     quarantined server it is the one that failed."""

@@ -70,7 +70,7 @@ class Publisher:
         self._queue_url = queue_url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
-        self._snapshots = Snapshots(self._let_go, self._say_waits)
+        self._snapshots = Snapshots()
         self._handed: int | None = None
         self._handed_at = 0.0
         self._resources = AsyncExitStack()
@@ -98,26 +98,23 @@ class Publisher:
     @property
     def in_flight(self) -> int | None:
         """The newest version that was handed over, while it does not count; may be read from any thread."""
-        return self._fleet.publications.in_flight
+        handed, counted = self._handed, self._fleet.publications.counted
+        return handed if handed is not None and (counted is None or handed > counted) else None
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
         """Take a snapshot of `weights` (names and tensors as in a checkpoint) and publish it in the background.
 
-        Returns the seconds that the caller was held up: by the snapshot, and by a place for it where three are alive
-        (at most `snapshots.HELD_S` + `LET_GO_S`, and named). Raises what ended the publisher's work, or its first
-        publication.
+        Returns the seconds that the caller was held up by the snapshot. Raises what ended the publisher's work.
         """
         began = time.monotonic()
         self._raise_failure()
         dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        waited = self._snapshots.waited_s
         self._snapshots.fill(version, weights, probe, dtype)
         blocked_s = time.monotonic() - began
-        snapshot_s = blocked_s - (self._snapshots.waited_s - waited)
         if self._handed is None:
             self._handed_at = began
         self._handed = version
-        self._loop.call_soon_threadsafe(self._fleet.handed, version, snapshot_s, blocked_s)
+        self._loop.call_soon_threadsafe(self._fleet.handed, version, blocked_s)
         return time.monotonic() - began
 
     def wait(self) -> None:
@@ -212,12 +209,6 @@ class Publisher:
         with suppress(QueueError, TimeoutError):
             async with asyncio.timeout(2.0):
                 await self._client.waiting(self.session, text)
-
-    def _say_waits(self, what: str | None) -> None:
-        self._run(self._tell(what))
-
-    def _let_go(self, names: list[str]) -> None:
-        self._loop.call_soon_threadsafe(self._fleet.let_go, names)
 
     def _ended_by(self, error: BaseException) -> None:
         if isinstance(error, FleetBroken):

@@ -27,7 +27,16 @@ from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol import codec, reasons
 from protocol.client import QueueError, Refused, RunFinished
 from protocol.config import RunConfig
-from protocol.messages import Group, LearnerReport, LeaseAck, LeaseReply, LeaseRequest, RunPosition, ServerState
+from protocol.messages import (
+    PAUSED_BY_PERSON,
+    Group,
+    LearnerReport,
+    LeaseAck,
+    LeaseReply,
+    LeaseRequest,
+    RunPosition,
+    ServerState,
+)
 
 LEASE_WAIT_S = 30.0
 RELEASE_TIMEOUT_S = 5.0
@@ -253,7 +262,11 @@ class Feeder:
 
     async def _servers_load(self) -> bool:
         servers = await self._client.queue.servers()
-        return any(server.state in (ServerState.JOINING, ServerState.SYNCING) for server in servers)
+        return any(
+            server.state in (ServerState.JOINING, ServerState.SYNCING)
+            or (server.reason or "").startswith(PAUSED_BY_PERSON)
+            for server in servers
+        )
 
     async def _renew_leases(self) -> None:
         await self._leased.wait()

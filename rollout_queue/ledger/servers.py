@@ -14,184 +14,21 @@ episode, and is gone when no worker has a request on it. Its distrust outlives i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
 from protocol import reasons
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger import tickets
-from rollout_queue.ledger.group_facts import GroupFacts
+from rollout_queue.ledger.fleet import ALLOWED, AWAITS_PROOF, Fleet, lost
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Distrust, ServerRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 
-_MOST_SERVERS = 1024
-# With those that have left, whose groups may still come.
-_MOST_EVER = 16 * 1024
+__all__ = ["ALLOWED", "Fleet", "check_unfenced", "distrust_unproven", "drain", "put", "remove"]
+
 _MOST_DISTRUST = 32
-_REASON_CHARACTERS = 1024
-
-_S = ServerState
-ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
-    _S.JOINING: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
-    _S.SYNCING: frozenset({_S.SERVING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
-    # A later version is proven while the one before goes on serving.
-    _S.SERVING: frozenset({_S.SERVING, _S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
-    _S.STALE: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
-    _S.QUARANTINED: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
-    _S.DOWN: frozenset({_S.SYNCING, _S.DRAINING}),
-    # It ends by being removed.
-    _S.DRAINING: frozenset(),
-}
-# Where the proof of what a server has sampled meanwhile may still come.
-_AWAITS_PROOF = frozenset({_S.SYNCING, _S.SERVING})
-# Of these, a change of the reason alone is no change of state.
-_SAY_WHY = frozenset({_S.JOINING, _S.SYNCING, _S.STALE, _S.DOWN})
-
-
-class Fleet:
-    """The registry of servers. `decide` is pure; `apply` takes in what was stored."""
-
-    def __init__(self, records: Iterable[ServerRecord] = ()) -> None:
-        self._records = {record.server.name: record for record in records}
-
-    @property
-    def servers(self) -> list[Server]:
-        return [record.server for record in self.records]
-
-    @property
-    def records(self) -> list[ServerRecord]:
-        """Of those that are in the fleet."""
-        return [record for record in self._records.values() if not record.removed]
-
-    def get(self, name: str) -> Server | None:
-        record = self._present(name)
-        return record.server if record is not None else None
-
-    @property
-    def served_version(self) -> int | None:
-        """Lowest version proven on a serving server; None if none serves."""
-        return min(
-            (server.version or 0 for server in self.servers if server.state is ServerState.SERVING), default=None
-        )
-
-    def decide(self, wanted: Server, wall_time: float, serial: int) -> ServerRecord | None:
-        """The server's next record, None if nothing changes. `serial`: tickets issued so far.
-
-        Refuses an unknown server (SERVER_UNKNOWN), one too many (TOO_MANY), and a change that is not allowed
-        (TRANSITION_FORBIDDEN, VERSION_MISSING).
-        """
-        known = self._present(wanted.name)
-        # Cut, not refused: an error's text must not keep a server in service.
-        reason = wanted.reason and wanted.reason[:_REASON_CHARACTERS]
-        if known is None:
-            if wanted.state is not ServerState.JOINING:
-                raise Refusal(
-                    reasons.SERVER_UNKNOWN, f"server {wanted.name!r} is not registered: put it as joining first"
-                )
-            self._check_room(wanted.name)
-        elif (now := known.server) and (now.state, now.url) == (wanted.state, wanted.url):
-            if reason is not None and now.state in _SAY_WHY:
-                return msgspec.structs.replace(known, server=msgspec.structs.replace(now, reason=reason))
-            repeated = wanted.state is not ServerState.JOINING and wanted.version in (None, now.version)
-            if repeated and reason in (None, now.reason):
-                return None  # a repeat, as after a lost answer
-        if known is not None:
-            _check_allowed(known.server, wanted)
-        known = known or self._records.get(wanted.name)  # one that was removed and comes back
-        version = None if wanted.state is ServerState.JOINING else wanted.version
-        if version is None and known is not None and wanted.state is not ServerState.JOINING:
-            version = known.server.version
-        server = msgspec.structs.replace(wanted, version=version, reason=reason, changed_at=wall_time)
-        return _next_record(known or ServerRecord(server), server, serial)
-
-    def leave(self, name: str, wall_time: float) -> ServerRecord | None:
-        """The record of a server that is to drain, None if it drains already. Refuses an unknown one."""
-        known = self._present(name)
-        if known is None:
-            raise Refusal(reasons.SERVER_UNKNOWN, f"server {name[:80]!r} is not registered")
-        if known.server.state is ServerState.DRAINING:
-            return None
-        server = msgspec.structs.replace(
-            known.server, state=ServerState.DRAINING, reason="it was asked to leave", changed_at=wall_time
-        )
-        return msgspec.structs.replace(known, server=server)
-
-    def gone(self, name: str) -> ServerRecord | None:
-        """What is kept of a server once it has left, None if it has."""
-        known = self._present(name)
-        return msgspec.structs.replace(known, removed=True) if known is not None else None
-
-    def apply(self, record: ServerRecord) -> None:
-        self._records[record.server.name] = record
-
-    def distrusted(self, group: GroupFacts, serial: int) -> str | None:
-        """The server, if any, because of which this group, of the ticket with this serial, must not be trained."""
-        for sampled in group.servers:
-            record = self._records.get(sampled.server)
-            for distrust in record.distrust if record is not None else ():
-                covered = distrust.until_serial is None or serial < distrust.until_serial
-                before_end = distrust.until_version is None or sampled.oldest < distrust.until_version
-                if covered and before_end and sampled.newest >= distrust.version:
-                    return sampled.server
-        return None
-
-    def unproven(self, group: GroupFacts) -> str | None:
-        """The server, if any, that sampled some of this group's tokens by weights that are not proven on it yet."""
-        for sampled in group.servers:
-            record = self._records.get(sampled.server)
-            if record is not None and (record.proven is None or sampled.newest > record.proven):
-                return sampled.server
-        return None
-
-    def check(self, group: GroupFacts, serial: int) -> None:
-        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, that was not
-        proven between its restart and the ticket, or that is distrusted for it (UNVERIFIED_SERVER)."""
-        for name in (sampled.server for sampled in group.servers):
-            record = self._records.get(name)
-            if record is None:
-                raise Refusal(
-                    reasons.SPAN_SERVER_UNKNOWN,
-                    f"server {name[:80]!r} sampled some of its tokens but is not registered",
-                )
-            if not record.served:
-                raise Refusal(
-                    reasons.UNVERIFIED_SERVER,
-                    f"server {name} sampled some of its tokens but was never proven: it is {record.server.state}",
-                )
-            if record.restarted_at is not None and serial >= record.restarted_at:
-                raise Refusal(
-                    reasons.UNVERIFIED_SERVER,
-                    f"server {name} sampled some of its tokens, for a ticket issued after it joined again, but is not "
-                    f"proven since: it is {record.server.state}",
-                )
-        server = self.distrusted(group, serial)
-        if server is not None:
-            raise Refusal(
-                reasons.UNVERIFIED_SERVER,
-                f"server {server} sampled some of its tokens with weights that failed their proof",
-            )
-        for sampled in group.servers:
-            record = self._records[sampled.server]
-            if _lost(record, group):
-                raise Refusal(
-                    reasons.UNVERIFIED_SERVER,
-                    f"server {sampled.server} sampled some of its tokens by version {sampled.newest}, which was never "
-                    f"proven on it: it {'has left' if record.removed else f'is {record.server.state}'}",
-                )
-
-    def _present(self, name: str) -> ServerRecord | None:
-        record = self._records.get(name)
-        return record if record is not None and not record.removed else None
-
-    def _check_room(self, name: str) -> None:
-        if len(self.records) >= _MOST_SERVERS or (name not in self._records and len(self._records) >= _MOST_EVER):
-            raise Refusal(
-                reasons.TOO_MANY,
-                f"{len(self.records)} servers are registered, and {len(self._records)} ever were, which is all that "
-                f"one run may have",
-            )
 
 
 def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
@@ -202,7 +39,7 @@ def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decis
     if record is None:
         return Decision()
     before = fleet.get(wanted.name)
-    if before is not None and before.state in _AWAITS_PROOF and wanted.state is ServerState.JOINING:
+    if before is not None and before.state in AWAITS_PROOF and wanted.state is ServerState.JOINING:
         record = _left_unproven(record, ledger.run.version + 1)  # its old process may have swapped one in
     return _changed(ledger, _tidied(record, ledger))
 
@@ -237,42 +74,9 @@ def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
     tainted = [
         ticket
         for ticket in ledger.tickets(TicketState.READY)
-        if _lost(record, ticket.group) or alone.distrusted(ticket.group, ticket.serial) is not None
+        if lost(record, ticket.group) or alone.distrusted(ticket.group, ticket.serial) is not None
     ]
     return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), servers=(record,))
-
-
-def _lost(record: ServerRecord, group: GroupFacts) -> bool:
-    """Whether the server left service before it proved what it sampled of the group."""
-    waits = record.server.state in _AWAITS_PROOF and not record.removed
-    return not waits and Fleet([record]).unproven(group) is not None
-
-
-def _check_allowed(now: Server, wanted: Server) -> None:
-    again = wanted.state is ServerState.JOINING and now.state is not ServerState.DRAINING
-    if not again and wanted.state not in ALLOWED[now.state]:
-        others = {ServerState.JOINING, *ALLOWED[now.state]} if ALLOWED[now.state] else set()
-        allowed = ", ".join(sorted(others)) or "nothing; it leaves, and may register again once it is gone"
-        raise Refusal(
-            reasons.TRANSITION_FORBIDDEN,
-            f"server {wanted.name!r} is {now.state} and cannot become {wanted.state}; from there it can become: "
-            f"{allowed}",
-        )
-    if wanted.state in (ServerState.SERVING, ServerState.QUARANTINED) and wanted.version is None:
-        raise Refusal(reasons.VERSION_MISSING, f"a server cannot be {wanted.state} without a version: name it")
-
-
-def _next_record(known: ServerRecord, server: Server, serial: int) -> ServerRecord:
-    distrust, proven, restarted_at = known.distrust, known.proven, known.restarted_at
-    served = known.served or server.state is ServerState.SERVING
-    if server.state is ServerState.QUARANTINED and server.version is not None:
-        distrust = (*(d for d in distrust if d.until_serial is not None), _distrust_from(server.version, distrust))
-    elif server.state is ServerState.SERVING and server.version is not None:
-        distrust = tuple(_proven_at(server.version, serial, d) for d in distrust)
-        proven, restarted_at = max(server.version, -1 if proven is None else proven), None
-    elif server.state is ServerState.JOINING and served and restarted_at is None:
-        restarted_at = serial
-    return ServerRecord(server, served, distrust, restarted_at, proven)
 
 
 def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:
@@ -294,20 +98,6 @@ def _tidied(record: ServerRecord, ledger: Ledger) -> ServerRecord:
     oldest = ledger.oldest_serial()
     kept = tuple(d for d in record.distrust if d.until_serial is None or d.until_serial > oldest)
     return msgspec.structs.replace(record, distrust=kept)
-
-
-def _distrust_from(version: int, distrust: Iterable[Distrust]) -> Distrust:
-    """The distrust of a server that failed at `version`, and perhaps at others since it was last proven."""
-    return Distrust(min([version, *(d.version for d in distrust if d.until_serial is None)]))
-
-
-def _proven_at(version: int, serial: int, distrust: Distrust) -> Distrust:
-    """The distrust that is left once the server is proven at `version`."""
-    if distrust.until_serial is None:
-        distrust = msgspec.structs.replace(distrust, until_serial=serial)
-    if distrust.until_version is None and version > distrust.version:
-        distrust = msgspec.structs.replace(distrust, until_version=version)
-    return distrust
 
 
 def check_unfenced(fleet: Fleet, server: Server) -> None:

@@ -188,7 +188,7 @@ class Observations:
         """The workers, of those that are heard from, that may have a request on a server that drains: they have not
         said yet that they have none."""
         heard = [heard.report for heard in self._workers.values() if now - heard.at <= _WAIT_KEPT_S]
-        return [report.worker_id for report in heard if report.draining.get(name) != 0]
+        return sorted(report.worker_id for report in heard if report.draining.get(name) != 0)
 
     @property
     def median_step_s(self) -> float | None:

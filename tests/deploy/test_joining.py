@@ -69,7 +69,7 @@ def test_what_others_could_not_reach_is_refused_with_the_remedy(
 
 
 async def test_a_name_or_a_server_that_is_there_already_is_refused_with_the_remedy() -> None:
-    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+    async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         await client.put_server(Server("a", "http://a:1"))
         with pytest.raises(ConfigError, match=r"'a' is in the run already, at http://a:1 .*another --name"):
             await servers.check_free(client, "a", "http://b:1")
@@ -84,9 +84,9 @@ async def test_add_list_and_remove() -> None:
     async with serving(config()) as queue, fake_serving(FakeVllm()) as url:
 
         def client() -> QueueClient:
-            return QueueClient(queue.url, patience_s=1.0)
+            return QueueClient(queue.url, "t", patience_s=1.0)
 
-        added = await servers.add(client(), url, "mine", None)
+        added = await servers.add(client(), url, "mine", "t")
         assert (added.name, added.url, added.state) == ("mine", url, ServerState.JOINING)
         assert "mine" in [server.name for server in await servers.listed(client())]
         with pytest.raises(ConfigError, match="no server answers at"):
@@ -107,7 +107,7 @@ time.sleep(60)
 
 async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_ends(tmp_path: Path) -> None:
     mark = tmp_path / "up"
-    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+    async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
         child = [sys.executable, "-c", CHILD, str(mark)]
         running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
@@ -121,7 +121,7 @@ async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_e
 
 
 async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
-    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+    async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
         child = [sys.executable, "-c", "raise SystemExit(3)"]
         assert await joining._run(config(), plan, child, os.environ) == 3

@@ -321,7 +321,8 @@ def test_i5_what_awaits_its_proof_is_dropped_where_the_server_leaves_service_bef
     with pytest.raises(Refusal) as refusal:
         fleet.check(sampled(a=(3, 4)), serial=0)
     assert refusal.value.reason == "unverified_server"
-    fleet.check(sampled(a=(3, 3)), serial=0)  # unreachable is not unproven
+    if state is not J:  # of which the tickets since then take nothing
+        fleet.check(sampled(a=(3, 3)), serial=0)  # unreachable is not unproven
 
 
 def test_i5_what_a_learner_left_unproven_when_it_died_is_distrusted_by_the_next_session() -> None:

@@ -1,5 +1,6 @@
 """Where requests go: to servers that serve, back to the one that holds the prefix, else to the least loaded."""
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from protocol.messages import Server, ServerState
+from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.router import Affinity, Leave, Load, Router, Siblings, stays
 
 NEED = 100
@@ -293,3 +295,21 @@ def test_a_server_that_drains_takes_no_new_episode_and_no_next_turn():
     assert start(router, [Affinity()]) == "b"
     assert router.update([server("b")]) == []
     assert router.draining == set()
+
+
+async def test_the_requests_on_a_server_that_drains_go_on_and_the_queue_hears_when_they_have_ended():
+    asked = []
+
+    async def report(of):
+        raise AssertionError("nothing is wrong with it")
+
+    pool = ServerPool(report, ask=lambda: asked.append(pool.draining))
+    pool.update([server("a")])
+    async with pool.request([Affinity()], 10, 10):
+        pool.update([server("a", ServerState.DRAINING)])
+        assert pool.draining == {"a": 1}
+        assert not pool.serving
+        await asyncio.sleep(0.05)
+    assert asked == [{"a": 1}, {"a": 0}]
+    pool.update([])
+    assert pool.draining == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 
 import pytest
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 
 from protocol.messages import ServerState
 from tests.kit.sync import probe
-from weight_sync.fleet import snapshots
 from weight_sync.fleet.decisions import Standing, behind, retry_pause_s
 from weight_sync.fleet.publications import Publications, ServerFigures
-from weight_sync.fleet.snapshots import MOST_ALIVE, Snapshots
+from weight_sync.fleet.snapshots import MOST_ON_THEIR_WAY, Snapshots
 
 SE, ST = ServerState.SERVING, ServerState.STALE
 FIGURES = ServerFigures(0.1, 0.01, 0.2, 1e-6)
@@ -48,7 +46,8 @@ def test_a_server_is_stale_only_behind_another_that_serves(
 ) -> None:
     standings = [Standing(f"o{i}", of, has) for i, (of, has) in enumerate(others)]
     mine = Standing("a", state, version)
-    assert (behind(mine, [mine, *standings], max_staleness) is not None) is stale
+    found = behind(mine, [mine, *standings], max_staleness)
+    assert (found is not None and found.too_far) is stale
 
 
 def test_the_grace_of_a_server_that_is_behind_is_twice_what_the_other_took() -> None:
@@ -85,62 +84,49 @@ def test_at_most_three_snapshots_are_alive_and_what_no_server_took_is_overtaken(
     pool = Snapshots()
     pool.fill(1, weights(1), probe(), None)
     first = pool.take("a")
-    for version in (2, 3, 4):
+    pool.fill(2, weights(2), probe(), None)
+    second = pool.take("b")
+    for version in (3, 4, 5):
         pool.fill(version, weights(version), probe(), None)
-        assert pool.alive == MOST_ALIVE  # with the one that is filled next
-    newest = pool.take("b")
+        assert pool.alive == MOST_ON_THEIR_WAY + 1
+        assert pool.take("c") is None  # two are on their way
     assert first is not None
+    assert second is not None
+    pool.give_back("a", first, whole=True)
+    newest = pool.take("c")
     assert newest is not None
-    assert (first.version, newest.version) == (1, 4)
-    assert float(first.manifest.views(first.flat)["w"][0]) == 1.0
-    assert float(newest.manifest.views(newest.flat)["w"][0]) == 4.0
+    assert [of.version for of in (first, second, newest)] == [1, 2, 5]
+    assert float(second.manifest.views(second.flat)["w"][0]) == 2.0
+    assert float(newest.manifest.views(newest.flat)["w"][0]) == 5.0
 
 
-def test_a_buffer_is_filled_again_only_when_no_thread_can_read_it() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_buffer_is_filled_again_only_when_no_thread_can_read_it(whole: bool) -> None:
     pool = Snapshots()
-    for whole in (True, False):
-        pool.fill(1, weights(1), probe(), None)
-        taken = pool.take("a")
-        assert taken is not None
-        pool.fill(2, weights(2), probe(), None)
-        pool.give_back("a", taken, whole)
-        pool.fill(3, weights(3), probe(), None)
-        pool.fill(4, weights(4), probe(), None)
-        read = float(taken.manifest.views(taken.flat)["w"][0])
-        assert (read != 1.0) is whole
-        pool = Snapshots()
+    pool.fill(1, weights(1), probe(), None)
+    taken = pool.take("a")
+    assert taken is not None
+    pool.fill(2, weights(2), probe(), None)
+    pool.give_back("a", taken, whole)
+    pool.fill(3, weights(3), probe(), None)
+    pool.fill(4, weights(4), probe(), None)
+    assert (float(taken.manifest.views(taken.flat)["w"][0]) != 1.0) is whole
 
 
-def test_a_full_house_is_waited_for_named_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "HELD_S", 0.05)
-    monkeypatch.setattr(snapshots, "LET_GO_S", 0.05)
-    said: list[str | None] = []
-    told: list[list[str]] = []
-    pool = Snapshots(told.append, said.append)
-    for version, name in ((1, "a"), (2, "b"), (3, "c")):
+def test_who_keeps_others_from_the_newest_is_named_and_in_the_end_forgotten() -> None:
+    pool, freed = Snapshots(), []
+    pool.freed = lambda: freed.append(1)
+    for version, name in ((1, "a"), (2, "b")):
         pool.fill(version, weights(version), probe(), None)
         pool.take(name)
-    began = time.monotonic()
-    pool.fill(4, weights(4), probe(), None)
-    assert 0.1 <= time.monotonic() - began < 1
-    assert told[0] == ["a"]
-    assert said[0] == "a, to which version 1 is still on its way"
-    assert said[-1] is None
-    assert pool.waited_s >= 0.1
-
-
-def test_a_full_house_is_left_as_soon_as_a_server_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "HELD_S", 30.0)
-    pool = Snapshots()
-    held = []
-    for version, name in ((1, "a"), (2, "b"), (3, "c")):
-        pool.fill(version, weights(version), probe(), None)
-        held.append(pool.take(name))
-    assert held[1] is not None
-    threading.Timer(0.1, pool.give_back, ("b", held[1], True)).start()
-    began = time.monotonic()
-    pool.fill(4, weights(4), probe(), None)
-    assert time.monotonic() - began < 5
+    pool.fill(3, weights(3), probe(), None)
+    assert pool.held_up(0.0) == []
+    assert pool.take("c") is None
+    assert pool.held_up(0.0) == ["a"]
+    assert pool.held_up(60.0) == []
+    assert pool.forget_oldest() == 1
+    assert freed
+    assert pool.take("c") is not None
 
 
 def test_beside_the_copy_a_snapshot_costs_less_than_a_millisecond() -> None:

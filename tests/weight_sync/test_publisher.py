@@ -449,8 +449,8 @@ def test_a_fleet_that_never_comes_up_ends_the_first_publication_in_time_and_is_n
     assert world.queue is not None
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-    for name in ("vllm-0", "vllm-1"):
-        world.do(world.queue.put_server(Server(name, f"http://127.0.0.1:{port}")))
+    for name, host in (("vllm-0", "127.0.0.1"), ("vllm-1", "localhost")):
+        world.do(world.queue.put_server(Server(name, f"http://{host}:{port}")))
     with world.publisher(start_timeout_s=0.3) as publishing:
         publishing.publish(1, weights(), probe())
         with pytest.raises(PublishError, match=r"vllm-0 is joining: an answer of its engine \(.*vllm-1 is joining"):

@@ -10,7 +10,7 @@ from protocol.messages import ServerState
 RETRY_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
 # A server that is a version behind is not stale while it may only be a moment slower than the one that is ahead.
-LEAST_GRACE_S = 0.5
+LEAST_GRACE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,17 @@ class Standing:
 
 @dataclass(frozen=True)
 class Behind:
-    """`versions` by which a server is behind; `ahead`: the server that has the newest; once that has lasted for
-    `grace_s` seconds, it is stale."""
+    """`versions` by which a server is behind; `ahead`: the server that has the newest. Where that is `too_far`, and it
+    has been behind for `grace_s` seconds, it is stale."""
 
     versions: int
     ahead: str
     grace_s: float
+    too_far: bool
 
 
 def behind(server: Standing, others: Iterable[Standing], max_staleness: int) -> Behind | None:
-    """Whether a serving server is max(1, K) versions or more behind another serving one, so that it holds admission.
+    """Whether a serving server is behind another serving one; by max(1, K) versions or more it holds admission.
 
     It has as long again as the other one took, twice, before it leaves service: its requests would be given up for the
     sake of milliseconds.
@@ -44,9 +45,11 @@ def behind(server: Standing, others: Iterable[Standing], max_staleness: int) -> 
         return None
     serving = [of for of in others if of.state is ServerState.SERVING and of.version is not None]
     ahead = max(serving, key=lambda of: of.version or 0, default=None)
-    if ahead is None or ahead.version is None or ahead.version - server.version < max(1, max_staleness):
+    if ahead is None or ahead.version is None or ahead.version <= server.version:
         return None
-    return Behind(ahead.version - server.version, ahead.name, max(LEAST_GRACE_S, 2 * ahead.took_s))
+    versions = ahead.version - server.version
+    grace_s = max(LEAST_GRACE_S, 2 * ahead.took_s)
+    return Behind(versions, ahead.name, grace_s, versions >= max(1, max_staleness))
 
 
 def retry_pause_s(failures: int) -> float:

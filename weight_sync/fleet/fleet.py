@@ -33,6 +33,9 @@ READ_EVERY_S = 1.0
 # Failures in a row that nobody foresaw, of one server's task, after which it is a bug that ends the learner.
 MOST_BUGS = 6
 BUG_PAUSE_S = 2.0
+# How long a server waits for room that others take up with an older version, and how long they have to give it free.
+HELD_S = 1.0
+LET_GO_S = 5.0
 
 
 class FleetBroken(RuntimeError):
@@ -61,6 +64,7 @@ class Fleet:
         self._make_transport = make_transport
         self._session = session
         self._snapshots = snapshots
+        snapshots.freed = self._wake_all
         self._on_failure = on_failure
         self._boots: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -77,19 +81,14 @@ class Fleet:
         await asyncio.gather(*(self._left(name) for name in [*self.members]), return_exceptions=True)
         await self._resources.aclose()
 
-    def handed(self, version: int, snapshot_s: float, blocked_s: float) -> None:
+    def handed(self, version: int, snapshot_s: float) -> None:
         """A version is there to be published."""
-        self.publications.handed(version, snapshot_s, blocked_s)
+        self.publications.handed(version, snapshot_s, snapshot_s)
         self._read.set()
         for member in self.members.values():
             if self.publications.counted is None:
                 member.try_afresh()
             member.wake()
-
-    def let_go(self, names: list[str]) -> None:
-        for name in names:
-            if (member := self.members.get(name)) is not None:
-                member.let_go()
 
     async def run(self) -> None:
         """For ever: follow the registry, and take servers that are too far behind out of service."""
@@ -98,6 +97,7 @@ class Fleet:
             try:
                 await self._follow()
                 await self._judge()
+                self._make_room()
                 self._heals()
             except QueueError as error:
                 self._is_troubled(error)
@@ -159,7 +159,7 @@ class Fleet:
 
     async def _follow(self) -> None:
         """Take the registry over."""
-        told = {name: member.told for name, member in self.members.items()}
+        told = {name: member.at_queue.told for name, member in self.members.items()}
         known = {server.name: server for server in await self._client.servers()}
         for name, server in known.items():
             member = self.members.get(name)
@@ -168,7 +168,11 @@ class Fleet:
                 member = None
             if member is None:
                 await self._came(server)
-            elif member.told == told.get(name) and not member.told % 2 and _differs(member.server, server):
+            elif (
+                member.at_queue.told == told.get(name)
+                and not member.at_queue.told % 2
+                and _differs(member.server, server)
+            ):
                 member.registered_anew(server)
         for name in [*self.members]:
             if name not in known:
@@ -234,11 +238,25 @@ class Fleet:
                 member.behind_since = None
                 continue
             member.behind_since = now if member.behind_since is None else member.behind_since
-            if now - member.behind_since >= found.grace_s:
+            if found.too_far and now - member.behind_since >= found.grace_s:
                 doing = f"; it waits for {member.waits_for}" if member.waits_for else ""
                 reason = f"{found.versions} versions behind {found.ahead}{doing}"
                 with suppress(Refused):
-                    await member.tell(ServerState.STALE, None, reason)
+                    await member.at_queue.tell(ServerState.STALE, None, reason)
+
+    def _make_room(self) -> None:
+        """Servers that hold an old version, and so keep others from the newest, have to let go of it."""
+        names = self._snapshots.held_up(HELD_S)
+        for name in names:
+            if (member := self.members.get(name)) is not None:
+                member.let_go()
+        if names and self._snapshots.held_up(HELD_S + LET_GO_S):
+            version = self._snapshots.forget_oldest()
+            logger.error("%s did not let go of version %d within %g s", ", ".join(names), version, LET_GO_S)
+
+    def _wake_all(self) -> None:
+        for member in self.members.values():
+            member.wake()
 
     def _next_judgement_s(self) -> float:
         """Soon, while somebody's grace runs."""

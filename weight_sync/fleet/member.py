@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
-from protocol.client import QueueError, Refused
-from protocol.messages import Server, ServerState
+from protocol.client import Refused
+from protocol.messages import PAUSED_BY_PERSON, Server, ServerState
 from weight_sync.cancellation import to_its_end
+from weight_sync.fleet.at_queue import AtQueue, Put
 from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
@@ -32,11 +32,8 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 2.0
 # One that serves and does not answer for so long is down: requests to it would hang.
 DOWN_AFTER_S = 10.0
-# How long a publication that is cancelled tries to take a server out of service.
-QUARANTINE_TIMEOUT_S = 5.0
 
 _S = ServerState
-Put = Callable[[Server], Awaitable[Server]]
 
 
 class Others(Protocol):
@@ -50,7 +47,7 @@ class Others(Protocol):
 
 
 class Member:
-    """`server`: as the queue knows it; `version`: what this learner proved on its present process, None before.
+    """`version`: what this learner proved on its present process, None before.
 
     `waits_for`: what keeps it from being up to date, for people; `failures`: publications in a row that failed.
     """
@@ -65,30 +62,34 @@ class Member:
         others: Others,
         timeout_s: float,
     ) -> None:
-        self.server = server
+        self.at_queue = AtQueue(server, put)
         self.version: int | None = None
         self.waits_for: str | None = None
         self.failures = 0
         self.paused_by_person = False
         self.answers = False
-        self.told = 0
         self.behind_since: float | None = None
         self.busy_with: int | None = None
         self._sync = sync
-        self._put = put
         self._snapshots = snapshots
         self._publications = publications
         self._others = others
         self._timeout_s = timeout_s
         self._boot: str | None = None
-        self._barred = False
+        # Those that the server may hold by what was done to it.
+        self._labels: set[str] = set()
+        self._barred = self._no_room = False
         self._took_s = 0.0
         self._silent_since: float | None = None
         self._next_try = 0.0
-        self._looks_failed = 0
         self._wake = asyncio.Event()
         self._giving_up = False
         self._publishing: asyncio.Task[Outcome] | None = None
+
+    @property
+    def server(self) -> Server:
+        """As the queue knows it."""
+        return self.at_queue.server
 
     @property
     def name(self) -> str:
@@ -113,7 +114,7 @@ class Member:
         """The queue says that it starts, or somebody else changed its state."""
         if server.state is _S.JOINING:
             self._is_new_process()
-        self.server = server
+        self.at_queue.server = server
         self.wake()
 
     def try_afresh(self) -> None:
@@ -131,27 +132,13 @@ class Member:
         """For ever; raises `QueueError` where the queue fails, and whatever nobody foresaw."""
         while True:
             self._wake.clear()
+            self._no_room = False
             state = await self._look() if self.server.state is not _S.DRAINING else None
             wanted = not self.up_to_date and self._snapshots.newest is not None
             due = time.monotonic() >= self._next_try
             if state is not None and wanted and due and not await self._must_wait(state):
                 await self._bring(state)
             await self._pause()
-
-    async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
-        """Tell the queue, unless it knows. Raises `QueueError`; `Refused` where it knows better."""
-        known = self.server
-        if (known.state, known.reason) == (state, reason) and version in (None, known.version):
-            return
-        if known.state is not state and state is not _S.SERVING:
-            (logger.info if state in (_S.SYNCING, _S.JOINING) else logger.warning)(
-                "%s at %s is %s%s", self.name, known.url, state, f": {reason}" if reason else ""
-            )
-        self.told += 1
-        try:
-            self.server = await self._put(Server(self.name, known.url, state, version, reason))
-        finally:
-            self.told += 1
 
     async def leave(self) -> None:
         """Let go of the connection."""
@@ -168,7 +155,7 @@ class Member:
             await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
             return None
         if not self.answers:
-            self.answers, self._silent_since, self._looks_failed = True, None, 0
+            self.answers, self._silent_since = True, None
             self._next_try = 0.0
         other = self._others.claim(state.boot, self.name)
         self._barred = other is not None
@@ -176,13 +163,13 @@ class Member:
             reason = f"it is the same server process as {other}: remove one of the two names"
             self.waits_for = reason
             if self.server.state is not _S.DOWN:
-                await self._tell_through(_S.DOWN, None, reason)
+                await self.at_queue.try_to_tell(_S.DOWN, None, reason)
             return None
-        ours = self.version is None or state.label == str(self.version)
+        ours = self.version is None or state.label in self._labels
         if (self._boot is not None and state.boot != self._boot) or not ours:
             logger.warning("%s at %s restarted: it holds weights %r", self.name, self.server.url, state.label)
             self._is_new_process()
-            await self._tell_through(_S.JOINING, None, "it restarted")
+            await self.at_queue.try_to_tell(_S.JOINING, None, "it restarted")
         self._boot = state.boot
         if self.up_to_date:
             self.waits_for = None
@@ -190,38 +177,41 @@ class Member:
 
     async def _does_not_answer(self, why: str) -> None:
         now = time.monotonic()
-        self.answers, self._looks_failed = False, self._looks_failed + 1
+        self.answers = False
         self._silent_since = now if self._silent_since is None else self._silent_since
         self.waits_for = f"an answer of its engine ({why})"
         state = self.server.state
         if state in (_S.JOINING, _S.DOWN):
             if state is _S.JOINING and self.server.reason is None:
-                await self._tell_through(_S.JOINING, None, f"not up yet: {why}")
+                await self.at_queue.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
         elif now - self._silent_since >= DOWN_AFTER_S or "HTTP 503" in why:
-            await self._tell_through(_S.DOWN, None, f"its engine does not answer: {why}")
+            await self.at_queue.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
 
     async def _must_wait(self, state: EngineState) -> bool:
         """A pause that a person asked for stands: nothing is published under it (nobody could prove it)."""
         self.paused_by_person = state.paused and state.pause_owner == "person"
         if self.paused_by_person:
-            reason = "paused by a person: waits for POST /resume"
+            reason = f"{PAUSED_BY_PERSON}: waits for POST /resume"
             self.waits_for = "a person's POST /resume"
             if self.server.state in (_S.JOINING, _S.DOWN):
-                await self._tell_through(_S.SYNCING)
+                await self.at_queue.try_to_tell(_S.SYNCING)
             if self.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
-                await self._tell_through(_S.STALE, None, reason)
+                await self.at_queue.try_to_tell(_S.STALE, None, reason)
         return self.paused_by_person
 
     async def _bring(self, state: EngineState) -> None:
         """Publish the newest version to the server, and tell the queue what came of it."""
         snapshot = self._snapshots.take(self.name)
+        self._no_room = snapshot is None
         if snapshot is None:
+            self.waits_for = "servers that still get an older version"
             return
         began, whole = time.monotonic(), False
+        self._labels.add(snapshot.label)
         self.busy_with, self.waits_for = snapshot.version, f"version {snapshot.version}, which is on its way"
         try:
             if self.server.state is _S.JOINING:
-                await self.tell(_S.SYNCING)
+                await self.at_queue.tell(_S.SYNCING)
             outcome = await self._published(snapshot)
             whole = True
             await self._holds(snapshot, ServerFigures.of(outcome, time.monotonic() - began))
@@ -233,7 +223,7 @@ class Member:
             self._note_failure(snapshot, f"{self.name}: {refusal}")
         except asyncio.CancelledError:
             if self._sync.left_paused:
-                await to_its_end(self._leave_quarantined(snapshot.version))
+                await to_its_end(self.at_queue.leave_quarantined(snapshot.version))
             task = asyncio.current_task()
             if not self._giving_up or (task is not None and task.cancelling()):
                 raise
@@ -261,10 +251,10 @@ class Member:
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
         if self.server.state not in (_S.SYNCING, _S.SERVING):
-            await self.tell(_S.SYNCING)
-        await self.tell(_S.SERVING, snapshot.version)
+            await self.at_queue.tell(_S.SYNCING)
+        await self.at_queue.tell(_S.SERVING, snapshot.version)
         self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, figures.took_s
-        self.behind_since = None
+        self.behind_since, self._labels = None, {snapshot.label}
         self._others.proven(self, snapshot.version, figures)
 
     async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
@@ -272,7 +262,7 @@ class Member:
         mismatch = isinstance(error, ProofFailed)
         self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
         if mismatch or self._sync.left_paused:
-            await self._quarantine(snapshot.version, reason)
+            await self.at_queue.quarantine(snapshot.version, reason)
             return
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
@@ -280,16 +270,16 @@ class Member:
         except (ControlError, TimeoutError):
             now = None  # the next look says that it does not answer
         if now is not None and now.label == snapshot.label:
-            await self._quarantine(snapshot.version, f"swapped, but not proven: {reason}")
+            await self.at_queue.quarantine(snapshot.version, f"swapped, but not proven: {reason}")
         elif now is not None and not now.whole:
-            await self._quarantine(snapshot.version, reason)
+            await self.at_queue.quarantine(snapshot.version, reason)
         elif self.server.state is _S.SERVING:
             # It serves on with what was proven; if it falls too far behind, it is stale.
             logger.warning("%s keeps version %s: %s", self.name, self.server.version, reason)
         elif self.server.state is not _S.QUARANTINED:
             if self.server.state is _S.DOWN:
-                await self._tell_through(_S.SYNCING)
-            await self._tell_through(_S.STALE, None, reason)
+                await self.at_queue.try_to_tell(_S.SYNCING)
+            await self.at_queue.try_to_tell(_S.STALE, None, reason)
 
     def _note_failure(self, snapshot: Snapshot, reason: str, at_once: bool = False) -> None:
         self.failures += 1
@@ -298,28 +288,9 @@ class Member:
         self.waits_for = f"another try of version {snapshot.version} or newer, in {pause_s:.0f} s: {reason}"
         self._publications.failed(self.name, snapshot.version, reason)
 
-    async def _quarantine(self, version: int, reason: str) -> None:
-        if self.server.state not in (_S.SYNCING, _S.SERVING):
-            await self._tell_through(_S.SYNCING)
-        await self._tell_through(_S.QUARANTINED, version, reason)
-
-    async def _tell_through(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
-        """`tell`, where a refusal means that the registry has changed, which is looked at soon."""
-        with suppress(Refused):
-            await self.tell(state, version, reason)
-
-    async def _leave_quarantined(self, version: int) -> None:
-        """Take a server that is left paused out of service (I6), if the queue answers in time."""
-        reason = f"{self.server.url}: left paused: the learner ended before it had loaded version {version}"
-        try:
-            async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
-                await self._quarantine(version, reason)
-        except (QueueError, TimeoutError) as error:
-            logger.error("%s is left paused and could not be quarantined: %s", self.name, error or "no answer")
-
     def _is_new_process(self) -> None:
         self.version, self._boot, self.failures, self._next_try = None, None, 0, 0.0
-        self.behind_since = None
+        self.behind_since, self._labels = None, set()
 
     async def _pause(self) -> None:
         """Until there is something to do, or to look."""
@@ -330,5 +301,5 @@ class Member:
                 await self._wake.wait()
 
     def _can_try(self) -> bool:
-        barred = self._barred or self.paused_by_person
+        barred = self._barred or self.paused_by_person or self._no_room
         return self.answers and not barred and not self.up_to_date and self._snapshots.newest is not None

@@ -1,0 +1,63 @@
+"""What the queue is told of one server, and what it knows: one line of the log for each state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from protocol.client import QueueError, Refused
+from protocol.messages import Server, ServerState
+
+logger = logging.getLogger(__name__)
+
+# How long a publication that is cancelled tries to take a server out of service.
+QUARANTINE_TIMEOUT_S = 5.0
+
+_S = ServerState
+Put = Callable[[Server], Awaitable[Server]]
+
+
+class AtQueue:
+    """`server`: as the queue knows it; `told` grows before and after each call, so that an answer to an older question
+    can be told from a newer state."""
+
+    def __init__(self, server: Server, put: Put) -> None:
+        self.server = server
+        self.told = 0
+        self._put = put
+
+    async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
+        """Tell the queue, unless it knows. Raises `QueueError`; `Refused` where it knows better."""
+        known = self.server
+        if (known.state, known.reason) == (state, reason) and version in (None, known.version):
+            return
+        if known.state is not state and state is not _S.SERVING:
+            level = logging.INFO if state in (_S.SYNCING, _S.JOINING) else logging.WARNING
+            logger.log(level, "%s at %s is %s%s", known.name, known.url, state, f": {reason}" if reason else "")
+        self.told += 1
+        try:
+            self.server = await self._put(Server(known.name, known.url, state, version, reason))
+        finally:
+            self.told += 1
+
+    async def try_to_tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
+        """`tell`, where a refusal means that the registry has changed, which is looked at soon."""
+        with suppress(Refused):
+            await self.tell(state, version, reason)
+
+    async def quarantine(self, version: int, reason: str) -> None:
+        if self.server.state not in (_S.SYNCING, _S.SERVING):
+            await self.try_to_tell(_S.SYNCING)
+        await self.try_to_tell(_S.QUARANTINED, version, reason)
+
+    async def leave_quarantined(self, version: int) -> None:
+        """Take a server that is left paused out of service (I6), if the queue answers in time."""
+        server = self.server
+        reason = f"{server.url}: left paused: the learner ended before it had loaded version {version}"
+        try:
+            async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
+                await self.quarantine(version, reason)
+        except (QueueError, TimeoutError) as error:
+            logger.error("%s is left paused and could not be quarantined: %s", server.name, error or "no answer")

@@ -16,17 +16,28 @@ if TYPE_CHECKING:
 class Ends:
     """A transport's two ends as `module:class`, so that each process imports only its own.
 
-    learner: a `base.Transport`, made from `WeightSyncSection`. engine: a `WeightTransferEngine` of vLLM.
+    learner: a `base.Transport`, made from `WeightSyncSection`. engine: a `WeightTransferEngine` of vLLM. backend: the
+    name of the engine at vLLM, where another engine has the transport's own.
     """
 
     learner: str
     engine: str
+    backend: str | None = None
 
 
-# The names are those of the setting, and of vLLM's weight-transfer backends.
+# The names are those of the setting.
 TRANSPORTS = {
     "gloo": Ends("weight_sync.transports.gloo.sender:GlooTransport", "weight_sync.transports.gloo.engine:GlooEngine"),
+    "nccl": Ends(
+        "weight_sync.transports.nccl.sender:NcclTransport",
+        "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine",
+    ),
 }
+
+
+def backend(transport: str) -> str:
+    """What vLLM's `--weight-transfer-config` calls the engine of `transport`."""
+    return TRANSPORTS[transport].backend or transport
 
 
 def build(section: WeightSyncSection) -> Transport:

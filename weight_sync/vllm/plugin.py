@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from weight_sync.transports import TRANSPORTS
+from weight_sync.transports import TRANSPORTS, backend
 
 
 def register() -> None:
-    """Make every transport known to vLLM by its name, for `--weight-transfer-config '{"backend": NAME}'`.
+    """Make every transport's engine known to vLLM, for `--weight-transfer-config '{"backend": NAME}'`.
 
     Engines are imported when used. May be called again.
     """
@@ -17,4 +17,4 @@ def register() -> None:
     for name, ends in TRANSPORTS.items():
         module, _, engine = ends.engine.partition(":")
         with contextlib.suppress(ValueError):  # registered already, by an earlier call or by vLLM itself
-            WeightTransferEngineFactory.register_engine(name, module, engine)
+            WeightTransferEngineFactory.register_engine(backend(name), module, engine)

@@ -68,6 +68,10 @@ class Communicator:
         done = self.stream.mark()
         self._bounded(None, what, done)
 
+    def stop(self) -> None:
+        """Have the call that is under way raise `NcclError`; returns at once. `abort` is still to be called."""
+        self._ended.set()
+
     def abort(self) -> None:
         """End the group: what is under way here raises `NcclError`, and there is nothing after it."""
         self._ended.set()
@@ -79,9 +83,7 @@ class Communicator:
         else:  # a thread is held inside NCCL, which this ends
             self._let_go()
 
-    def _bounded(
-        self, begin: Callable[[], None] | None, what: str, also: Callable[[], bool] = lambda: True
-    ) -> None:
+    def _bounded(self, begin: Callable[[], None] | None, what: str, also: Callable[[], bool] = lambda: True) -> None:
         with self._in_call:
             try:
                 ends = time.monotonic() + self._timeout_s

@@ -62,7 +62,7 @@ class Link:
             try:
                 await call
             except BaseException:
-                group.abort()
+                group.stop()
                 raise
 
         def worked() -> None:
@@ -71,7 +71,7 @@ class Link:
             except NcclError as error:
                 raise TransferError(f"the transfer broke off: {error}") from error
             except BaseException:
-                group.abort()
+                group.stop()
                 raise
 
         try:

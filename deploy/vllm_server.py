@@ -9,11 +9,13 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deploy import extras, kv_cache
+from deploy import devices, extras, kv_cache
+from deploy.devices import SHARE, Seat
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME
+from weight_sync.transports import backend, choice
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,12 @@ def on_cpu() -> bool:
     return True
 
 
-def command(config: RunConfig, index: int) -> list[str]:
-    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours."""
-    vllm = config.vllm
+def command(config: RunConfig, index: int, seat: Seat | None = None) -> list[str]:
+    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours. seat: its
+    GPUs' part, if it has any; by then `weight_sync.transport` is settled where they decide it."""
+    vllm, transport = config.vllm, config.weight_sync.transport
+    if transport == "auto":
+        transport = choice(on_cpu(), shares_gpu=False, quantised=devices.is_quantised(vllm.args))
     flags = [
         *("--model", _resolved(config.model.path)),
         *_model_flags(config.model),
@@ -49,12 +54,14 @@ def command(config: RunConfig, index: int) -> list[str]:
         *("--generation-config", "vllm"),
         # /inference/v1/generate: tokens in, tokens out.
         "--enable-scale-out",
-        *("--weight-transfer-config", f'{{"backend": "{config.weight_sync.transport}"}}'),
+        *("--weight-transfer-config", f'{{"backend": "{backend(transport)}"}}'),
         "--disable-uvicorn-access-log",
     ]
     if config.token:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
+    if seat is not None and seat.share:
+        flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
     if on_cpu():
         # A compiled CPU graph would keep using the packed weights that it was compiled with.
         flags.append("--enforce-eager")
@@ -79,12 +86,15 @@ def _resolved(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def environment(config: RunConfig) -> dict[str, str]:
-    """The server's environment: this process's, the RL routes switched on, and what the CPU build needs."""
+def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
+    """The server's environment: this process's, the RL routes switched on, its GPUs, and what the CPU build needs."""
     model = config.model
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if seat is not None and seat.entries:
+        wanted |= {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries)}
+    wanted |= devices.nccl_environment(config)
     if all(Path(path).exists() for path in (model.path, model.tokenizer_path)) and not model.trust_remote_code:
         wanted |= {"HF_HUB_OFFLINE": "1"}
     token = {"SLIPSTREAM_TOKEN": config.token} if config.token else {}
@@ -117,6 +127,11 @@ def run(config: RunConfig, index: int) -> None:
             f"--index {index}: the run file launches {launched} servers (vllm.servers, vllm.count), counted from 0"
         )
     extras.require("slipstream vllm", extras.VLLM)
+    devices.check_quantised(config)
     asyncio.run(announce(config, index))
-    line = command(with_cache_size(config), index)
-    os.execve(line[0], line, environment(config))
+    planned = None if SHARE in os.environ else devices.here(config, on_cpu())
+    config = devices.settled(config, planned, on_cpu())
+    logger.info("weights travel by %s", config.weight_sync.transport)
+    seat = devices.seat_of(planned, index, os.environ)
+    line = command(with_cache_size(config), index, seat)
+    os.execve(line[0], line, environment(config, seat))

@@ -77,14 +77,15 @@ class StandIn:
         with self.world.changed:
             group = self.world.groups.setdefault(unique_id, Group(size))
             assert group.size == size, f"rank {rank} comes with size {size}, another with {group.size}"
-            assert rank not in group.joined and rank < size, f"rank {rank} of {size} is taken or not one"
+            assert rank in {*range(size)} - group.joined, f"rank {rank} of {size} is taken or not one"
             group.joined.add(rank)
             group.ops[rank] = []
             self._say(rank, "join")
             return Place(group, rank)
 
     def result(self, place: Place | None) -> Result:
-        assert place is not None and not place.aborted, "asked about a group that was aborted: use after free"
+        assert place is not None, "asked about a group that was let go"
+        assert not place.aborted, "asked about a group that was aborted: use after free"
         with self.world.changed:
             return Result.SUCCESS if len(place.group.joined) == place.group.size else Result.IN_PROGRESS
 

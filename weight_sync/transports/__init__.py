@@ -32,7 +32,27 @@ TRANSPORTS = {
         "weight_sync.transports.nccl.sender:NcclTransport",
         "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine",
     ),
+    "nccl_staged": Ends(
+        "weight_sync.transports.nccl_staged.sender:NcclStagedTransport",
+        "weight_sync.transports.nccl_staged.engine:NcclStagedEngine",
+    ),
+    # vLLM's own engine of that name pickles, and loads in place.
+    "ipc": Ends(
+        "weight_sync.transports.ipc.sender:IpcTransport",
+        "weight_sync.transports.ipc.engine:IpcEngine",
+        "slipstream_ipc",
+    ),
 }
+
+
+def choice(cpu: bool, shares_gpu: bool, quantised: bool) -> str:
+    """For a server. cpu: its vLLM is the build for CPUs. shares_gpu: the learner is on the same GPU. quantised: it
+    serves weights in another type than the checkpoint's, which only vLLM's own reload makes anew."""
+    if cpu:
+        return "gloo"
+    if shares_gpu:
+        return "ipc"
+    return "nccl" if quantised else "nccl_staged"
 
 
 def backend(transport: str) -> str:
@@ -42,6 +62,10 @@ def backend(transport: str) -> str:
 
 def build(section: WeightSyncSection) -> Transport:
     """The learner's end of the transport that `section` names, not connected yet."""
+    if section.transport == "auto":
+        from weight_sync.transports.auto import AutoTransport
+
+        return AutoTransport(section)
     module, _, name = TRANSPORTS[section.transport].learner.partition(":")
     transport: Transport = getattr(import_module(module), name)(section)
     return transport

@@ -32,8 +32,14 @@ class Link:
             raise TransferError("the transport is not connected")
         return self._group
 
-    async def open(self, server: ServerControl, workers: int, info: dict[str, Any]) -> streams.Gpu:
-        """Meet the server's workers: `info` and the group's secret id go to them as their init info.
+    @property
+    def connected(self) -> bool:
+        return self._group is not None and not self._group.ended
+
+    async def open(
+        self, server: ServerControl, workers: int, info: Callable[[streams.Gpu], dict[str, Any]]
+    ) -> streams.Gpu:
+        """Meet the server's workers: `info`, of this end's GPU, and the group's secret id go to them as their init info.
 
         The id travels by the server's guarded route: who does not know it cannot join. Raises `TransferError`,
         `ControlError`.
@@ -48,7 +54,7 @@ class Link:
         named = {
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
             "world_size": size,
-            **info,
+            **info(gpu),
         }
         await self.beside(server.init_transfer(named), group.meet, unique_id, size, 0)
         return gpu

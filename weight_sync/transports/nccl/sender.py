@@ -34,7 +34,7 @@ class NcclTransport:
         self._gpu = await self._link.open(
             server,
             workers,
-            {
+            lambda gpu: {
                 "rank_offset": 1,
                 "packed": True,
                 "packed_buffer_size_bytes": self._section.bucket_bytes,

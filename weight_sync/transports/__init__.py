@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 class Ends:
     """A transport's two ends as `module:class`, so that each process imports only its own.
 
-    learner: a `base.Transport`, made from `WeightSyncSection`. engine: a `WeightTransferEngine` of vLLM. backend: the
-    name of the engine at vLLM, where another engine has the transport's own.
+    learner: a `base.Transport`, made from `WeightSyncSection`. engine: a `WeightTransferEngine` of vLLM. backend: what
+    vLLM calls that engine, where another of its own has the transport's name. stages: as `base.Transport.stages`.
     """
 
     learner: str
     engine: str
     backend: str | None = None
+    stages: bool = True
 
 
 # The names are those of the setting.
@@ -31,6 +32,7 @@ TRANSPORTS = {
     "nccl": Ends(
         "weight_sync.transports.nccl.sender:NcclTransport",
         "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine",
+        stages=False,
     ),
     "nccl_staged": Ends(
         "weight_sync.transports.nccl_staged.sender:NcclStagedTransport",
@@ -58,6 +60,11 @@ def choice(cpu: bool, shares_gpu: bool, quantised: bool) -> str:
 def backend(transport: str) -> str:
     """What vLLM's `--weight-transfer-config` calls the engine of `transport`."""
     return TRANSPORTS[transport].backend or transport
+
+
+def of_backend(name: str) -> str | None:
+    """The transport whose engine vLLM calls `name`; None for one that is not ours to send to."""
+    return next((transport for transport in TRANSPORTS if name == backend(transport)), None)
 
 
 def build(section: WeightSyncSection) -> Transport:

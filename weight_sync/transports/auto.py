@@ -12,7 +12,7 @@ from protocol.config import WeightSyncSection
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports import TRANSPORTS, backend, build
+from weight_sync.transports import build, of_backend
 from weight_sync.transports.base import TransferError, Transport
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class AutoTransport:
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         found = (await server.state()).transport
-        name = next((name for name in TRANSPORTS if found in (name, backend(name))), None)
+        name = of_backend(found)
         if name is None:
             raise TransferError(
                 f"{server.url}: its weight transfer is {found or 'off'}, which Slipstream does not know; start it with "

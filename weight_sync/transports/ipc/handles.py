@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Handle:
-    """What torch's storage says of itself for another process. gpu: uuid. Bytes are base64; size and offset in bytes."""
+    """What torch's storage says of itself for another process. gpu: uuid. Bytes are base64; sizes are in bytes."""
 
     gpu: str
     memory: str

@@ -39,7 +39,7 @@ class Link:
     async def open(
         self, server: ServerControl, workers: int, info: Callable[[streams.Gpu], dict[str, Any]]
     ) -> streams.Gpu:
-        """Meet the server's workers: `info`, of this end's GPU, and the group's secret id go to them as their init info.
+        """Meet the server's workers: what `info` gives for this end's GPU and the group's secret id go to them.
 
         The id travels by the server's guarded route: who does not know it cannot join. Raises `TransferError`,
         `ControlError`.

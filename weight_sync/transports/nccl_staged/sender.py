@@ -52,7 +52,7 @@ class NcclStagedTransport(StagedTransport):
         await self._link.close()
 
     async def _received(self, server: ServerControl) -> None:
-        """Until no worker receives any more. Raises `TransferError` when one has failed, so that nobody waits for it."""
+        """Until no worker receives any more. Raises `TransferError` when one has failed: nobody waits for it then."""
         while True:
             staged = await server.staged(WATCH_EVERY_S)
             if staged.stage == "failed":

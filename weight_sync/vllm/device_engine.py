@@ -1,0 +1,50 @@
+"""Staging on a GPU: bytes arrive on the device, and the pause holds nothing but copies from device to device.
+
+Captured graphs hold pointers into the live model, so its tensors stay where they are, and are written to (on a CPU,
+whose layers hold packed copies, handles are exchanged instead).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weight_sync.vllm.copies import Copies
+from weight_sync.vllm.staged_engine import StagedEngine
+from weight_sync.vllm.staging import Weights
+
+
+class DeviceEngine(StagedEngine):
+    """`StagedEngine` of a worker on a GPU. A transport gives the same as there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stream: Any = None
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """uint8 [size] on the worker's GPU, the same memory at every update of that size."""
+        if self._buffer is None or len(self._buffer) != size:
+            self._buffer = None  # the old one is let go first
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._buffer
+
+    def build(self, weights: Weights) -> Any:
+        """What copies `weights` into the live model, made ready on a stream beside generation's.
+
+        Raises ValueError where they are not the model's.
+        """
+        if self.device.type != "cuda":
+            return self._built(weights)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._stream):
+            built = self._built(weights)
+            self._stream.synchronize()  # the swap copies on another stream
+        return built
+
+    def _built(self, weights: Weights) -> Any:
+        shadow = super().build(weights)
+        # A model as the live one, whose tensors are its own; without it, the shadow loads under the pause.
+        model = getattr(shadow, "model", None)
+        return shadow if model is None else Copies(self.model, model)

@@ -24,11 +24,13 @@ from weight_sync.transports.nccl.streams import Gpu
 
 @dataclass(frozen=True)
 class Op:
-    """One rank's part of a collective. kind: "broadcast" (address of `count` bytes) or "sum" (of one float32)."""
+    """One rank's part of a collective. kind: "broadcast" (address of `count` bytes) or "sum" (of one float32). held:
+    what lay there when the collective's turn on its stream came; what follows on the stream may write to it again."""
 
     kind: str
     address: int
     count: int
+    held: bytes
 
 
 @dataclass
@@ -43,6 +45,7 @@ class World:
     # Broadcasts from now on that arrive with a bit turned over.
     damaged: int = 0
     streams: dict[int, Place] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
@@ -84,7 +87,8 @@ class StandIn:
             group.joined.add(rank)
             group.ops[rank] = []
             self._say(rank, "join")
-            return Place(group, rank)
+            self.world.places.append(Place(group, rank))
+            return self.world.places[-1]
 
     def result(self, place: Place | None) -> Result:
         assert place is not None, "asked about a group that was let go"
@@ -93,10 +97,10 @@ class StandIn:
             return Result.SUCCESS if len(place.group.joined) == place.group.size else Result.IN_PROGRESS
 
     def broadcast(self, place: Place, address: int, count: int, stream: int) -> None:
-        self._issue(place, Op("broadcast", address, count), stream)
+        self._issue(place, Op("broadcast", address, count, ctypes.string_at(address, count) if count else b""), stream)
 
     def sum_one(self, place: Place, address: int, stream: int) -> None:
-        self._issue(place, Op("sum", address, 4), stream)
+        self._issue(place, Op("sum", address, 4, b""), stream)
 
     def abort(self, place: Place) -> None:
         with self.world.changed:
@@ -130,7 +134,7 @@ class StandIn:
                     ctypes.c_float.from_address(op.address).value = total
             else:
                 for op in ops[1:]:
-                    ctypes.memmove(op.address, ops[0].address, op.count)
+                    ctypes.memmove(op.address, ops[0].held, op.count)
                     if self.world.damaged and op.count:
                         self.world.damaged -= 1
                         ctypes.c_ubyte.from_address(op.address + op.count // 2).value ^= 1

@@ -1,7 +1,7 @@
 """Staging on a GPU: bytes arrive on the device, and the pause holds nothing but copies from device to device.
 
-Captured graphs hold pointers into the live model, so its tensors stay where they are, and are written to (on a CPU,
-whose layers hold packed copies, handles are exchanged instead).
+Captured graphs hold pointers into the live model, so its tensors stay where they are and are written to; the shadow
+does that for tensors of a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from weight_sync.vllm.copies import Copies
 from weight_sync.vllm.staged_engine import StagedEngine
 from weight_sync.vllm.staging import Weights
 
@@ -30,21 +29,18 @@ class DeviceEngine(StagedEngine):
         return self._buffer
 
     def build(self, weights: Weights) -> Any:
-        """What copies `weights` into the live model, made ready on a stream beside generation's.
-
-        Raises ValueError where they are not the model's.
-        """
+        """As `StagedEngine.build`, on a stream beside generation's, and done when it returns."""
         if self.device.type != "cuda":
-            return self._built(weights)
+            return super().build(weights)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._stream):
-            built = self._built(weights)
+            shadow = super().build(weights)
             self._stream.synchronize()  # the swap copies on another stream
-        return built
+        return shadow
 
-    def _built(self, weights: Weights) -> Any:
-        shadow = super().build(weights)
-        # A model as the live one, whose tensors are its own; without it, the shadow loads under the pause.
-        model = getattr(shadow, "model", None)
-        return shadow if model is None else Copies(self.model, model)
+    def finish_weight_update(self) -> None:
+        """As `StagedEngine.finish_weight_update`; a copy that fails raises here, not in somebody's forward."""
+        super().finish_weight_update()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

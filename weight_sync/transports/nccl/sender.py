@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from protocol.config import WeightSyncSection
+from weight_sync.lease import renewed
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
@@ -47,7 +48,7 @@ class NcclTransport:
         group = self._link.group
         manifest = wire_order(snapshot.manifest)
         update = {"names": manifest.names, "dtype_names": manifest.dtypes, "shapes": manifest.shapes}
-        async with pause.held():
+        async with pause.held(), renewed(server):
             await server.start_update()
             await self._link.beside(server.update(update), self._send, group, snapshot)
             await server.finish_update(snapshot.label)

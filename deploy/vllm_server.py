@@ -35,7 +35,8 @@ def on_cpu() -> bool:
 def command(config: RunConfig, index: int, seat: Seat | None = None) -> list[str]:
     """The command line of the server number `index`. `vllm.args` stand last, so that they override ours. seat: its
     GPUs' part, if it has any; by then `weight_sync.transport` is settled where they decide it."""
-    vllm, transport = config.vllm, config.weight_sync.transport
+    vllm = config.vllm
+    transport: str = config.weight_sync.transport
     if transport == "auto":
         transport = choice(on_cpu(), shares_gpu=False, quantised=devices.is_quantised(vllm.args))
     flags = [

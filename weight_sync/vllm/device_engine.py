@@ -33,7 +33,8 @@ class DeviceEngine(StagedEngine):
         if self.device.type != "cuda":
             return super().build(weights)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            make: Any = torch.cuda.Stream
+            self._stream = make(self.device)
         with torch.cuda.stream(self._stream):
             shadow = super().build(weights)
             self._stream.synchronize()  # the swap copies on another stream

@@ -43,7 +43,8 @@ def opened(handle: Handle, device: torch.device) -> torch.Tensor:
         _bytes(handle.event),
         handle.event_wait,
     )
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (handle.size,))
+    memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return memory
 
 
 def _text(data: bytes) -> str:

@@ -30,7 +30,8 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        make: Any = torch.cuda.Stream
+        self._stream = make(device)
         self.pointer = int(self._stream.cuda_stream)
 
     def current(self) -> AbstractContextManager[Any]:
@@ -39,9 +40,11 @@ class CudaStream:
         return context
 
     def mark(self) -> Callable[[], bool]:
-        event = torch.cuda.Event()
+        make: Any = torch.cuda.Event
+        event = make()
         event.record(self._stream)
-        return event.query  # type: ignore[no-any-return]
+        query: Callable[[], bool] = event.query
+        return query
 
 
 @dataclass(frozen=True)

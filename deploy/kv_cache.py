@@ -116,6 +116,12 @@ def sized(config: RunConfig) -> RunConfig:
     )
 
 
+def weights_bytes(config: RunConfig) -> int | None:
+    """Of the model as it is served; None where it is of no usual kind, or not here yet."""
+    model = _model(config)
+    return None if model is None else model.weights
+
+
 def is_set(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether the user has set the size."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from deploy import epochs, extras, kv_cache, learner_check, model_check, run_directory, server_check
+from deploy import devices, epochs, extras, kv_cache, learner_check, model_check, run_directory, server_check
 from deploy.ports import check_port
 from deploy.vllm_server import on_cpu
 from deploy.warn import warn
@@ -57,6 +57,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
     learner_check.check_adapter(config, resume)
     if not config.vllm.servers and on_cpu():
         kv_cache.check(config)
+    devices.check_quantised(config)
     task_check.check(config, task)
     return rows
 

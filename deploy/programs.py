@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from deploy.devices import Plan, environment_of, nccl_environment
 from deploy.placement import Placement, place
 from deploy.vllm_server import on_cpu
 from protocol import routes, tokens
@@ -45,8 +46,9 @@ def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Progra
     return Program("preflight", "preflight", command, _environment(config, "preflight"), terminal="stderr")
 
 
-def programs(config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
-    """All processes of the run that `run_file` describes, in the order in which they are started."""
+def programs(config: RunConfig, run_file: Path, resume: bool, devices: Plan | None = None) -> list[Program]:
+    """All processes of the run that `run_file` describes, in the order in which they are started. devices: who gets
+    which GPU, where there are any."""
     placement = _placement(config)
     servers = {} if config.vllm.servers else config.server_names
 
@@ -62,15 +64,22 @@ def programs(config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
         return Program(name, role, command, _environment(config, role) | threads, cores, health, terminal)
 
     learner = program("learner", "learner", *_resume(resume), terminal="stdout")
+    seats = devices.servers if devices else ()
+    on_gpus = {f"vllm-{index}": environment_of(seat) for index, seat in enumerate(seats)}
+    own = environment_of(devices.learner) if devices else {}
     return [
         program("queue", "queue", health=config.queue.url + routes.HEALTH),
         *(
-            program(name, "vllm", "--index", str(index), health=f"{url}/health")
+            _with(program(name, "vllm", "--index", str(index), health=f"{url}/health"), on_gpus.get(name, {}))
             for index, (name, url) in enumerate(servers.items())
         ),
         *(program(name, "worker", "--name", name) for name in (f"worker-{i}" for i in range(config.worker.count))),
-        replace(learner, env={**learner.env, "SLIPSTREAM_COMMAND": _typed()}),
+        _with(learner, {**own, **nccl_environment(config), "SLIPSTREAM_COMMAND": _typed()}),
     ]
+
+
+def _with(program: Program, env: Mapping[str, str]) -> Program:
+    return replace(program, env={**program.env, **env})
 
 
 def _placement(config: RunConfig) -> Placement | None:

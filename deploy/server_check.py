@@ -16,6 +16,7 @@ from urllib.error import HTTPError
 
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.inference.client import SERVED_MODEL_NAME
+from weight_sync.transports import TRANSPORTS, backend
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class ServerFacts:
     max_model_len: int | None
     transport: str | None
     scale_out: bool
+    quantization: str | None = None
 
     @classmethod
     def parse(cls, version: str | None, info: Mapping[str, Any], scale_out: bool) -> ServerFacts:
@@ -52,6 +54,7 @@ class ServerFacts:
             max_model_len=model.get("max_model_len"),
             transport=_table(vllm, "weight_transfer_config").get("backend"),
             scale_out=scale_out,
+            quantization=model.get("quantization"),
         )
 
 
@@ -67,6 +70,7 @@ def judge(facts: ServerFacts, config: RunConfig) -> list[Fault]:
     """What keeps the run from using the server, or would make its data wrong."""
     transport, length, dtype = config.weight_sync.transport, config.vllm.max_model_len, config.model.dtype
     mode = "processed_logprobs"
+    wanted = backend("gloo" if transport == "auto" else transport)
     faults = {
         Fault("it generates no tokens from tokens", "--enable-scale-out"): not facts.scale_out,
         Fault(
@@ -86,8 +90,13 @@ def judge(facts: ServerFacts, config: RunConfig) -> list[Fault]:
         Fault(
             f"its weight transfer is {facts.transport or 'off'}, and weight_sync.transport = {transport}: it would "
             f"never get new weights",
-            f'--weight-transfer-config \'{{"backend": "{transport}"}}\'',
-        ): facts.transport != transport,
+            f'--weight-transfer-config \'{{"backend": "{wanted}"}}\'',
+        ): facts.transport not in ({backend(name) for name in TRANSPORTS} if transport == "auto" else {wanted}),
+        Fault(
+            f"it is quantised ({facts.quantization}), so that its log-probs differ from the learner's by more than "
+            f"weight_sync.probe_tolerance = auto allows: measure by how much, and set it, such as 1.0",
+            "(without --quantization)",
+        ): facts.quantization is not None and config.weight_sync.probe_tolerance == "auto",
         Fault(
             f"it serves the model as {facts.served_name!r}, and requests name {SERVED_MODEL_NAME!r}",
             f"--served-model-name {SERVED_MODEL_NAME}",

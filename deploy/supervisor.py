@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy import epochs
+from deploy import devices, epochs
 from deploy.children import Child, Children, describe_end
 from deploy.programs import Program, preflight_program, programs
 from deploy.restart import WRONG_SETTING, Again, Done, Over, RestartPolicy
@@ -34,7 +34,7 @@ from deploy.run_directory import (
     write_resolved,
 )
 from deploy.terminal import Terminal
-from deploy.vllm_server import with_cache_size
+from deploy.vllm_server import on_cpu, with_cache_size
 from protocol import checkpoints, reasons, routes
 from protocol.config import ConfigError, RunConfig
 
@@ -67,6 +67,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
         if resume and (made := finished(counted)) is not None:
             terminal.say(checkpoints.nothing_to_do(config.run.name, made, counted.learner.steps))
             return
+        planned, counted = devices.settle(counted, on_cpu(), terminal.say)
         with held_alone(config):
             if not resume and (aside := clear(config)):
                 terminal.say(f"an earlier start made no step; what it left is in {aside}")
@@ -78,7 +79,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
                 terminal.say(epochs.told(config, rows))
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
             keeper = Keeper(counted, children, policy, run_file.parent / "logs", terminal)
-            await keeper.keep(programs(counted, run_file, resume))
+            await keeper.keep(programs(counted, run_file, resume, planned))
 
     with contextlib.ExitStack() as settings:  # till all have ended: the learner may make a step on its way out
         under_signals(work, config.deploy.grace_s)

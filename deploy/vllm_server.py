@@ -9,14 +9,16 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deploy import extras, kv_cache
+from deploy import devices, extras, kv_cache
 from deploy import joining as joining_of
+from deploy.devices import SHARE, Seat
 from deploy.token_command import check_secret
 from protocol import tokens
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME
+from weight_sync.transports import backend, choice
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,14 @@ def on_cpu() -> bool:
     return True
 
 
-def command(config: RunConfig, index: int, replica: int | None = None) -> list[str]:
-    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours. `replica`:
-    what its seed is made of in place of the number."""
+def command(config: RunConfig, index: int, seat: Seat | None = None, replica: int | None = None) -> list[str]:
+    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours. seat: its
+    GPUs' part, if it has any; by then `weight_sync.transport` is settled where they decide it. replica: what its seed
+    is made of in place of the number."""
     vllm = config.vllm
+    transport: str = config.weight_sync.transport
+    if transport == "auto":
+        transport = choice(on_cpu(), shares_gpu=False, quantised=devices.is_quantised(vllm.args))
     flags = [
         *("--model", _resolved(config.model.path)),
         *_model_flags(config.model),
@@ -53,7 +59,7 @@ def command(config: RunConfig, index: int, replica: int | None = None) -> list[s
         *("--generation-config", "vllm"),
         # /inference/v1/generate: tokens in, tokens out.
         "--enable-scale-out",
-        *("--weight-transfer-config", f'{{"backend": "{config.weight_sync.transport}"}}'),
+        *("--weight-transfer-config", f'{{"backend": "{backend(transport)}"}}'),
         # Our routes beside vLLM's, and what they ask of its workers.
         *("--middleware", "weight_sync.vllm.middleware.Slipstream"),
         *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
@@ -62,6 +68,8 @@ def command(config: RunConfig, index: int, replica: int | None = None) -> list[s
     if config.token:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
+    if seat is not None and seat.share:
+        flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
     if on_cpu():
         # A compiled CPU graph would keep using the packed weights that it was compiled with.
         flags.append("--enforce-eager")
@@ -86,12 +94,15 @@ def _resolved(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def environment(config: RunConfig) -> dict[str, str]:
-    """The server's environment: this process's, the RL routes switched on, and what the CPU build needs."""
+def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
+    """The server's environment: this process's, the RL routes switched on, its GPUs, and what the CPU build needs."""
     model = config.model
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if seat is not None and seat.entries:
+        wanted |= {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries)}
+    wanted |= devices.nccl_environment(config)
     if all(Path(path).exists() for path in (model.path, model.tokenizer_path)) and not model.trust_remote_code:
         wanted |= {"HF_HUB_OFFLINE": "1"}
     token = {tokens.VARIABLE: config.token} if config.token else {}
@@ -125,15 +136,26 @@ def run(config: RunConfig, index: int) -> None:
         )
     extras.require("slipstream vllm", extras.VLLM)
     check_secret(config)
+    devices.check_quantised(config)
     asyncio.run(announce(config, index))
-    line = command(with_cache_size(config), index)
-    os.execve(line[0], line, environment(config))
+    line, env = _settled(config, index)
+    os.execve(line[0], line, env)
 
 
 def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:
     """Run a server that joins the job of a queue elsewhere; returns its exit code."""
     check_secret(config)
+    devices.check_quantised(config)
     joining = joining_of.plan(config, queue_url, name, advertise)
     extras.require("slipstream vllm", extras.VLLM)
-    line = command(with_cache_size(config), 0, joining.replica)
-    return joining_of.run(config, joining, line, environment(config))
+    line, env = _settled(config, 0, joining.replica)
+    return joining_of.run(config, joining, line, env)
+
+
+def _settled(config: RunConfig, index: int, replica: int | None = None) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment, once it is known which GPUs there are and how weights travel."""
+    planned = None if SHARE in os.environ else devices.here(config, on_cpu())
+    config = devices.settled(config, planned, on_cpu())
+    logger.info("weights travel by %s", config.weight_sync.transport)
+    seat = devices.seat_of(planned, index, os.environ)
+    return command(with_cache_size(config), index, seat, replica), environment(config, seat)

@@ -147,3 +147,41 @@ def test_a_process_that_needs_no_torch_loads_none(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+# What a learner imports for each transport, with vLLM not to be found.
+WITHOUT_VLLM = """
+import sys
+from importlib import import_module
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "vllm":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from protocol.config import WeightSyncSection
+from weight_sync.transports import TRANSPORTS, build
+import weight_sync.publisher
+for name in ("auto", *TRANSPORTS):
+    build(WeightSyncSection(transport=name))
+assert "vllm" not in sys.modules
+"""
+
+
+def test_a_learner_needs_no_vllm_beside_it() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_VLLM], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_vllm_is_imported_by_its_own_end_alone() -> None:
+    """`weight_sync.vllm` and a transport's `engine.py` run inside vLLM's processes."""
+    found = [
+        (file.relative_to(ROOT), use)
+        for package in MAY_IMPORT
+        for file in sources(package)
+        for use in imports(tree_of(file), file)
+        if use.what.split(".")[0] == "vllm"
+    ]
+    inside = {(file, use) for file, use in found if "vllm" in file.parts or file.name == "engine.py"}
+    assert [one for one in found if one not in inside] == []

@@ -23,10 +23,11 @@ class Manifest:
 
     @classmethod
     def of(cls, weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Manifest:
-        """The manifest of `weights` (tensors by name), all as `dtype` if given."""
+        """The manifest of `weights` (tensors by name), those of floating point as `dtype` if given: float32 masters go
+        to servers in bfloat16, and a counter or a mask stays what it is."""
         return cls(
             list(weights),
-            [str(dtype or tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
+            [str(_sent_as(tensor.dtype, dtype)).removeprefix("torch.") for tensor in weights.values()],
             [list(tensor.shape) for tensor in weights.values()],
         )
 
@@ -52,6 +53,11 @@ class Manifest:
             end = start + _dtype(dtype).itemsize * math.prod(shape)
             yield i, start, end
             start = -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def _sent_as(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    # One byte: quantised, whose values mean nothing in another type.
+    return dtype if dtype is not None and own.is_floating_point and own.itemsize > 1 else own
 
 
 def _dtype(name: str) -> torch.dtype:

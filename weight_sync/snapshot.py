@@ -10,6 +10,7 @@ import torch
 from blake3 import blake3
 
 from weight_sync.manifest import Manifest
+from weight_sync.names import check_distinct, unwrapped
 from weight_sync.proof.probe import Probe
 
 WORDS = 2**16
@@ -40,14 +41,16 @@ class Snapshot:
         dtype: torch.dtype | None = None,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """weights: names and tensors as in a checkpoint, on any device; those that are `MadeOneByOne` are held one at a
-        time. dtype: the servers', if not the weights' own. buffer: an earlier snapshot's `flat`, overwritten if it has
-        the size."""
+        """weights: names and tensors as in a checkpoint, but for what wraps the module, on any device; those that are
+        `MadeOneByOne` are held one at a time. dtype: the servers', for floating-point tensors; without it each has its
+        own. buffer: an earlier snapshot's `flat`, overwritten if it has the size."""
         if isinstance(weights, MadeOneByOne):
             layout = weights.layout()
         else:
             layout = dict(weights)
             weights = layout.items()
+        check_distinct(layout)
+        layout = {unwrapped(name): tensor for name, tensor in layout.items()}
         self.version = version
         self.probe = probe
         self.manifest = Manifest.of(layout, dtype)
@@ -55,7 +58,7 @@ class Snapshot:
         self.flat = buffer if buffer is not None and len(buffer) == size else torch.zeros(size, dtype=torch.uint8)
         views = self.manifest.views(self.flat)
         for name, tensor in weights:
-            views[name].copy_(tensor.detach())
+            views[unwrapped(name)].copy_(tensor.detach())
 
     @property
     def label(self) -> str:

@@ -28,6 +28,16 @@ GOOD = ServerFacts(
 )
 
 
+def test_auto_takes_whatever_transport_the_server_was_started_with() -> None:
+    for backend in ("gloo", "nccl_staged", "slipstream_ipc"):
+        assert judge(dataclasses.replace(GOOD, transport=backend), config()) == []
+
+
+def test_a_quantised_server_needs_a_tolerance_that_allows_for_it() -> None:
+    (fault,) = judge(dataclasses.replace(GOOD, quantization="fp8"), config())
+    assert "probe_tolerance = auto" in fault.what
+
+
 @pytest.mark.parametrize(
     ("wrong", "what", "flag"),
     [
@@ -41,7 +51,7 @@ GOOD = ServerFacts(
     ],
 )
 def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], what: str, flag: str) -> None:
-    (fault,) = judge(dataclasses.replace(GOOD, **wrong), config())
+    (fault,) = judge(dataclasses.replace(GOOD, **wrong), config(weight_sync={"transport": "gloo"}))
     assert what in fault.what
     assert flag in fault.flag
 

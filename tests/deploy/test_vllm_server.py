@@ -35,7 +35,7 @@ def test_what_rl_needs_is_on_the_command_line(run_file: Path, cpu: bool) -> None
     # Log-probs of the distribution that was sampled from, whatever the checkpoint's own sampling defaults.
     assert value_of(command, "--logprobs-mode") == "processed_logprobs"
     assert value_of(command, "--generation-config") == "vllm"
-    assert value_of(command, "--weight-transfer-config") == '{"backend": "gloo"}'
+    assert value_of(command, "--weight-transfer-config") == f'{{"backend": "{"gloo" if cpu else "nccl_staged"}"}}'
     assert value_of(command, "--served-model-name") == "policy"
     assert value_of(command, "--max-model-len") == "777"
     assert value_of(command, "--max-num-seqs") == "33"

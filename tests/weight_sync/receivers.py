@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from tests.kit.fake_vllm.engine import FakeEngine
+from tests.kit.stand_in_nccl import SharedMemory
 from weight_sync.cancellation import on_thread, together
 from weight_sync.manifest import Manifest
+from weight_sync.snapshot import Snapshot
 from weight_sync.transports.gloo.group import GlooGroup, InitInfo
 from weight_sync.transports.gloo.reception import receive
+from weight_sync.transports.nccl.streams import Gpu
 from weight_sync.vllm.staging import Staging
 
 
@@ -22,13 +25,29 @@ class Receiver:
     """
 
     runs_here = False
+    # Whether what arrives damaged is refused before the model is touched; else the proof finds it.
+    verifies = True
+    # Whether both ends come together when they are connected.
+    meets = True
 
     def __init__(self, engine: FakeEngine) -> None:
         self.loaded: list[dict[str, torch.Tensor]] = []
+        self.memory = SharedMemory()
         self._engine = engine
 
     def hang(self) -> None:
         """Receive nothing from now on, while the server answers as far as it can without."""
+
+    def damage(self, sent: Snapshot) -> None:
+        """Have the bytes of `sent` not be what they are said to be."""
+        sent.__dict__["digest"] = bytes(32)
+
+    def gpu(self) -> Gpu:
+        """The learner's end, where it needs one."""
+        raise AssertionError("a transport for CPUs asked for a GPU")
+
+    def close(self) -> None:
+        """Let go of what a peer that is gone would be waited for."""
 
 
 class GlooReceiver(Receiver):

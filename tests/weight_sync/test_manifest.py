@@ -76,3 +76,47 @@ def test_one_changed_byte_changes_the_digest() -> None:
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="float1 is not a dtype"):
         Manifest(["w"], ["float1"], [[1]]).total_bytes()
+
+
+def test_float32_masters_travel_in_the_servers_type_and_what_counts_or_masks_in_its_own() -> None:
+    weights = {
+        "master": torch.tensor([1.0 + 2**-12]),
+        "half": torch.ones(2, dtype=torch.float16),
+        "tokens_seen": torch.tensor(2**40 + 1),
+        "mask": torch.tensor([True, False]),
+        "packed": torch.tensor([3], dtype=torch.uint8),
+    }
+    snapshot = Snapshot(1, weights.items(), PROBE, torch.bfloat16)
+    assert snapshot.manifest.dtypes == ["bfloat16", "bfloat16", "int64", "bool", "uint8"]
+    sent = snapshot.manifest.views(snapshot.flat)
+    assert sent["master"].item() == 1.0
+    assert sent["tokens_seen"].item() == 2**40 + 1
+    assert sent["mask"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "module.model.layers.0.q_proj.weight",
+        "module._orig_mod.model.layers.0.q_proj.weight",
+        "model.layers.0._orig_mod.q_proj.weight",
+        "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.q_proj.weight",
+        "model.layers.0._checkpoint_wrapped_module.q_proj.weight",
+        "base_model.model.model.layers.0.q_proj.weight",
+        "module.base_model.model.model.layers.0.q_proj.base_layer.weight",
+        "model.layers.0.q_proj.weight",
+    ],
+)
+def test_names_are_those_of_the_checkpoint_whatever_wraps_the_module(name: str) -> None:
+    snapshot = Snapshot(1, [(name, torch.arange(3.0))], PROBE)
+    assert snapshot.manifest.names == ["model.layers.0.q_proj.weight"]
+    assert snapshot.manifest.views(snapshot.flat)["model.layers.0.q_proj.weight"].tolist() == [0, 1, 2]
+
+
+def test_a_module_of_the_models_own_that_is_called_module_stays() -> None:
+    assert Snapshot(1, [("model.module.weight", torch.zeros(1))], PROBE).manifest.names == ["model.module.weight"]
+
+
+def test_two_names_that_are_one_without_their_wrappers_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"module\.a and a are both a in a checkpoint"):
+        Snapshot(1, [("module.a", torch.zeros(1)), ("a", torch.zeros(1))], PROBE)

@@ -15,6 +15,7 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import control_calls, probe
+from tests.weight_sync.gpu_receivers import IpcReceiver, NcclReceiver, NcclStagedReceiver
 from tests.weight_sync.receivers import GlooReceiver, Receiver
 from weight_sync import cancellation
 from weight_sync.pause import Pause
@@ -22,9 +23,14 @@ from weight_sync.server_control import ControlError, ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import TRANSPORTS, build
 from weight_sync.transports.base import TransferError, Transport
+from weight_sync.transports.ipc import handles
+from weight_sync.transports.nccl import streams
 
 RECEIVERS: dict[str, type[Receiver]] = {
     "gloo": GlooReceiver,
+    "nccl": NcclReceiver,
+    "nccl_staged": NcclStagedReceiver,
+    "ipc": IpcReceiver,
 }
 
 
@@ -58,8 +64,13 @@ async def rig(name: str, timeout_s: float = 20) -> AsyncIterator[Rig]:
     fake = FakeVllm()
     receiver = RECEIVERS[name](fake.engine)
     section = WeightSyncSection(transport=name, bucket_bytes=1024, timeout_s=timeout_s)  # type: ignore[arg-type]
-    async with serving(fake) as url, ServerControl(url, 20) as control:
-        yield Rig(fake, control, receiver, section)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "own_gpu", receiver.gpu)
+        patch.setattr(handles, "export", receiver.memory.export)
+        patch.setattr(handles, "opened", receiver.memory.opened)
+        async with serving(fake) as url, ServerControl(url, timeout_s) as control:
+            yield Rig(fake, control, receiver, section)
+            receiver.close()
 
 
 def snapshot(version: int) -> Snapshot:
@@ -69,7 +80,7 @@ def snapshot(version: int) -> Snapshot:
 
 def test_the_registry_holds_what_the_setting_may_be_and_each_is_tested() -> None:
     names = set(get_args(WeightSyncSection.model_fields["transport"].annotation))
-    assert set(TRANSPORTS) == set(RECEIVERS) == names
+    assert {"auto", *TRANSPORTS} == {"auto", *RECEIVERS} == names
 
 
 async def test_each_version_arrives_whole_and_is_labelled_and_served(name: str) -> None:
@@ -94,7 +105,10 @@ async def test_a_transport_that_stages_pauses_only_after_the_transfer(name: str)
         transport = await r.connected()
         await r.publish(transport, snapshot(1))
         if transport.stages:
-            assert control_calls(r.fake)[-3:] == ["/pause", "/finish_weight_update", "/resume"]
+            calls = control_calls(r.fake)
+            assert calls[-2:] == ["/slipstream/staged", "/slipstream/swap"]
+            assert calls.index("/start_weight_update") < calls.index("/update_weights") < len(calls) - 2
+            assert "/pause" not in calls
         await transport.close()
 
 
@@ -102,8 +116,10 @@ async def test_f2_damaged_weights_never_reach_the_model(name: str) -> None:
     async with rig(name) as r:
         transport = await r.connected()
         await r.publish(transport, snapshot(1))
+        if not r.receiver.verifies:
+            pytest.skip(f"vLLM's end of {name} checks no digest: the proof after it finds the damage")
         damaged = snapshot(2)
-        damaged.__dict__["digest"] = bytes(32)
+        r.receiver.damage(damaged)
         with pytest.raises((TransferError, ControlError)):
             await r.publish(transport, damaged)
         assert len(r.receiver.loaded) == 1
@@ -136,6 +152,8 @@ async def test_f4_workers_that_stop_receiving_are_an_error_in_time_and_a_new_con
 
 async def test_f4_workers_that_never_come_are_an_error_in_time(name: str) -> None:
     async with rig(name, timeout_s=1) as r:
+        if not r.receiver.meets:
+            pytest.skip(f"nobody meets with {name}: the workers open what the learner names")
         r.fake.engine.hooks.clear()
         transport = build(r.section)
         began = time.monotonic()

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from weight_sync.transports import TRANSPORTS
+from weight_sync.transports import TRANSPORTS, backend
 from weight_sync.vllm.plugin import register
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,9 @@ def test_every_transports_engine_is_known_to_vllm_and_the_plugin_may_run_again(n
     register()
     register()
     config = SimpleNamespace(parallel_config=None, model_config=None)
-    engine = WeightTransferEngineFactory.create_engine(SimpleNamespace(backend=name), config, None, None)
+    engine = WeightTransferEngineFactory.create_engine(
+        SimpleNamespace(backend=backend(name)), config, torch.device("cpu"), None
+    )
     module, _, engine_class = TRANSPORTS[name].engine.partition(":")
     assert type(engine) is getattr(import_module(module), engine_class)
 

@@ -61,11 +61,11 @@ async def resume(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, 
 
 def _stages(engine: Any) -> bool:
     """Whether this server's transport changes the model by our swap alone."""
-    from weight_sync.transports import TRANSPORTS
+    from weight_sync.transports import TRANSPORTS, of_backend
 
     transfer = engine.vllm_config.weight_transfer_config
-    ends = TRANSPORTS.get(transfer.backend) if transfer is not None else None
-    return ends is not None and ends.stages
+    name = of_backend(transfer.backend) if transfer is not None else None
+    return name is not None and TRANSPORTS[name].stages
 
 
 async def start_update(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from weight_sync.transports import TRANSPORTS
+from weight_sync.transports import TRANSPORTS, backend
 
 
 def register() -> None:
@@ -21,4 +21,4 @@ def register() -> None:
     for name, ends in TRANSPORTS.items():
         module, _, engine = ends.engine.partition(":")
         with contextlib.suppress(ValueError):  # registered already, by an earlier call or by vLLM itself
-            WeightTransferEngineFactory.register_engine(name, module, engine)
+            WeightTransferEngineFactory.register_engine(backend(name), module, engine)

@@ -209,7 +209,13 @@ def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
             else:
                 yield lambda old=old, name=name, tensor=tensor: _put(old, name, tensor)
     for name, value in pair.twin.__dict__.items():
-        if name not in NOT_LOADED and pair.live.__dict__.get(name) is not value:
+        live = pair.live.__dict__.get(name)
+        if name in NOT_LOADED or live is value:
+            continue
+        if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.device.type != "cpu":
+            # Products of weights, kept beside them: captured graphs hold these, too.
+            yield lambda live=live, value=value: live.copy_(value)
+        else:
             yield lambda name=name, value=value: _put(pair.live.__dict__, name, value)
 
 

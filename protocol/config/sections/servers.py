@@ -11,7 +11,17 @@ from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Secon
 
 
 class WeightSyncSection(Section):
-    transport: Literal["gloo"] = setting("gloo", description="gloo: CPU and plain TCP", why="runs everywhere")
+    transport: Literal["auto", "gloo", "nccl", "nccl_staged", "ipc"] = setting(
+        "auto",
+        description="how weights travel to the servers, at both ends: gloo (CPU, plain TCP), nccl_staged (GPU to GPU, "
+        "beside generation), ipc (learner and server on one GPU), nccl (vLLM's own engine, under the pause)",
+        why="gloo with a vLLM for CPUs, ipc where learner and server share a GPU, else nccl_staged",
+    )
+    peer_access: Literal["auto", "on", "off"] = setting(
+        "auto",
+        description="whether NCCL may copy between GPUs directly and by shared memory; off: it must not, at both ends",
+        why="off on a machine with GPUs that cannot reach each other, where NCCL may hang or copy wrongly",
+    )
     every: Count = setting(
         1,
         description="N: optimiser steps between publications",

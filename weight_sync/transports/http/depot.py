@@ -132,7 +132,6 @@ class Depot:
                 if request.transport is not None:
                     request.transport.abort()
                 return response
-            self.served += len(piece)
         return response
 
 

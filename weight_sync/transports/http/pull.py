@@ -236,11 +236,13 @@ class _Connection:
             raise OSError(f"{url}: an answer of {response.headers.get('Content-Length')} bytes to {len(into)} asked")
         done = 0
         while done < len(into):
-            count = response.readinto(into[done : done + 4 * ranges.SLICE_BYTES])
-            if not count:
+            # Not `readinto`: it waits for all, and what is there when the connection breaks off would not be counted.
+            piece = response.read1(min(ranges.SLICE_BYTES, len(into) - done))
+            if not piece:
                 raise OSError(f"the connection ended after {done} of {len(into)} bytes")
-            done += count
-            if not arrived(count):
+            into[done : done + len(piece)] = piece
+            done += len(piece)
+            if not arrived(len(piece)):
                 self.close()
                 return
         response.read()

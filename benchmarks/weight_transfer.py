@@ -1,11 +1,11 @@
 """What `http` costs the learner with many servers, and how many bytes deltas save. Needs no vLLM.
 
-    python -m benchmarks.weight_transfer [--json] [--millions 38] [--receivers 1 4 16] [--delta-millions 38] [--steps 10]
+    python -m benchmarks.weight_transfer [--json] [--millions 38] [--receivers 1 4 16] [--delta-millions 38]
 
 `http`: weights of `--millions` float32 values are pulled by so many receivers, each a process of its own, once all from
 the learner (`direct`) and once as the transport does it, from each other too (`shared`). `seconds`: until the last has
-everything, verified. `learner_cpu_s`: processor time of the serving process. `learner_bytes`: what it sent, in multiples
-of the weights. `copy_s`: a plain copy of the same bytes, in the same run.
+everything, verified. `learner_cpu_s`: processor time of the serving process. `learner_bytes`: what it sent, in
+multiples of the weights. `copy_s`: a plain copy of the same bytes, in the same run.
 
 `delta`: AdamW at 1e-6 on random gradients, float32 masters, published as bfloat16 and as float32. `share`: values that
 changed in a step, `bytes`: of the delta, by the bytes of everything. `encode_s` and `apply_s` beside `copy_s`.
@@ -87,9 +87,8 @@ async def _stage_and_serve(pipe: Connection, key: str) -> None:
     while (order := await on_thread(pipe.recv)) is not None:
         fields, secret, urls = order
         chunks = ChunkList(**fields)
-        record = Record(0, 0, chunks.total_bytes, chunks.root, secret_hash=digest_of(memoryview(secret.encode())))
         try:
-            await on_thread(staging.receive, record, lambda into, before: _pull(chunks, secret, urls, into), 300)
+            await on_thread(_stage, staging, chunks, secret, urls)
             pipe.send(None)
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
@@ -98,8 +97,12 @@ async def _stage_and_serve(pipe: Connection, key: str) -> None:
     await serving
 
 
-def _pull(chunks: ChunkList, secret: str, urls: list[str], into: torch.Tensor) -> None:
-    Pull(chunks, secret, urls, memoryview(into.numpy()), 300).run()
+def _stage(staging: SharedStaging, chunks: ChunkList, secret: str, urls: list[str]) -> None:
+    def fill(into: torch.Tensor, before: Record | None) -> None:
+        Pull(chunks, secret, urls, memoryview(into.numpy()), 300).run()
+
+    record = Record(0, 0, chunks.total_bytes, chunks.root, secret_hash=digest_of(memoryview(secret.encode())))
+    staging.receive(record, fill, 300)
 
 
 async def http_case(flat: torch.Tensor, receivers: int, shared: bool) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def delta_case(dtype: torch.dtype, millions: float, steps: int) -> dict[str, Any
     master = torch.nn.Parameter(torch.randn(int(millions * 1e6), generator=generator) * 0.02)
     optimiser = torch.optim.AdamW([master], lr=LEARNING_RATE)
     manifest = Manifest.of({"w": master}, dtype)
-    held = master.detach().to(dtype).view(torch.uint8)
+    held = master.detach().clone().to(dtype).view(torch.uint8)
     rounds = []
     for _ in range(steps):
         master.grad = torch.randn(master.shape, generator=generator) * 1e-3

@@ -124,6 +124,7 @@ class Depot:
                 if request.transport is not None:
                     request.transport.close()
                 return response
+            self.served += len(piece)
             try:
                 async with asyncio.timeout(STALL_TIMEOUT_S):
                     await response.write(piece)

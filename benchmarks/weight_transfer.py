@@ -123,7 +123,8 @@ async def http_case(flat: torch.Tensor, receivers: int, shared: bool) -> dict[st
             cpu, began, sent = time.process_time(), time.perf_counter(), depot.served
             chunks = ChunkList.of(flat)
             hashed = time.perf_counter()
-            offer = Offer(depot, depot.put(flat), chunks)
+            key = depot.put(flat)
+            offer = Offer(key, depot.url_of(key), chunks)
             await asyncio.gather(*(bring(*pair, offer, chunks) for pair in zip(servers, places, strict=True)))
             rounds.append(
                 {

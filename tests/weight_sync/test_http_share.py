@@ -23,7 +23,6 @@ from weight_sync.cancellation import on_thread
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import offers
 from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.depot import Depot
 from weight_sync.transports.http.offers import Offer
 from weight_sync.transports.http.peer import serve_chunks
 from weight_sync.transports.http.pull import Pull
@@ -211,20 +210,19 @@ class TestOffers:
     @pytest.fixture
     def offer(self, monkeypatch: pytest.MonkeyPatch) -> Offer:
         monkeypatch.setattr(offers, "PATIENCE_S", 0.2)
-        return Offer(Depot("h"), "k", ChunkList(1, 0, []))
+        return Offer("k", "learner", ChunkList(1, 0, []))
 
     async def test_the_learner_serves_a_few_and_the_others_pull_from_those(self, offer: Offer) -> None:
-        learner = "http://h:0/slipstream/chunks/k"
         asked: list[str] = []
 
         async def server(name: int) -> None:
             async with offer.seat(f"peer-{name}") as urls:
-                assert urls[-1] == learner
+                assert urls[-1] == "learner"
                 asked.append(urls[0])
                 await asyncio.sleep(0.01)
 
         await asyncio.gather(*(server(name) for name in range(16)))
-        assert asked.count(learner) == offers.LEARNER_SEATS
+        assert asked.count("learner") == offers.LEARNER_SEATS
         assert all(asked.count(url) <= 14 for url in asked)
         assert len(set(asked)) > 4
 

@@ -15,7 +15,7 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import control_calls, probe
-from tests.weight_sync.receivers import GlooReceiver, Receiver
+from tests.weight_sync.receivers import GlooReceiver, HttpReceiver, Receiver
 from weight_sync import cancellation
 from weight_sync.pause import Pause
 from weight_sync.server_control import ControlError, ServerControl
@@ -25,6 +25,7 @@ from weight_sync.transports.base import TransferError, Transport
 
 RECEIVERS: dict[str, type[Receiver]] = {
     "gloo": GlooReceiver,
+    "http": HttpReceiver,
 }
 
 
@@ -98,12 +99,12 @@ async def test_a_transport_that_stages_pauses_only_after_the_transfer(name: str)
         await transport.close()
 
 
-async def test_f2_damaged_weights_never_reach_the_model(name: str) -> None:
+async def test_f2_damaged_weights_never_reach_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig(name) as r:
         transport = await r.connected()
         await r.publish(transport, snapshot(1))
         damaged = snapshot(2)
-        damaged.__dict__["digest"] = bytes(32)
+        r.receiver.damage(damaged, monkeypatch)
         with pytest.raises((TransferError, ControlError)):
             await r.publish(transport, damaged)
         assert len(r.receiver.loaded) == 1

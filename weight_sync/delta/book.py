@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -26,6 +27,11 @@ class Way:
 
     payloads: list[torch.Tensor]
     share: float
+
+    @cached_property
+    def joined(self) -> torch.Tensor:
+        """The payloads one behind the other."""
+        return self.payloads[0] if len(self.payloads) == 1 else torch.cat(self.payloads)
 
     @property
     def total_bytes(self) -> int:

@@ -28,6 +28,7 @@ class Ends:
 # The names are those of the setting, and of vLLM's weight-transfer backends.
 TRANSPORTS = {
     "gloo": Ends("weight_sync.transports.gloo.sender:GlooTransport", "weight_sync.transports.gloo.engine:GlooEngine"),
+    "http": Ends("weight_sync.transports.http.sender:HttpTransport", "weight_sync.transports.http.engine:HttpEngine"),
 }
 
 

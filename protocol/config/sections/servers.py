@@ -11,7 +11,12 @@ from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Secon
 
 
 class WeightSyncSection(Section):
-    transport: Literal["gloo"] = setting("gloo", description="gloo: CPU and plain TCP", why="runs everywhere")
+    transport: Literal["gloo", "http"] = setting(
+        "gloo",
+        description="gloo: CPU and plain TCP; http: servers pull from the learner and from each other, also from "
+        "behind NAT",
+        why="runs everywhere",
+    )
     every: Count = setting(
         1,
         description="N: optimiser steps between publications",
@@ -35,6 +40,32 @@ class WeightSyncSection(Section):
         64 * 1024**2,
         description="bytes sent at one time",
         why="large enough that calls do not count, small enough to be staged",
+    )
+    http_port: int = setting(
+        0,
+        ge=0,
+        le=65535,
+        description="port of `host` on which the learner serves weights to servers that pull; 0: any that is free",
+        why="where nothing stands between, no port needs to be opened",
+    )
+    http_mbytes_per_s: float = setting(
+        0.0,
+        ge=0,
+        le=10**6,
+        description="bound on the megabytes a second that the learner, and each server that passes weights on, sends; "
+        "0: none",
+        why="a publication is over soonest",
+    )
+    delta: bool = setting(
+        False,
+        description="send only the values that changed in the wire type since the version before, where that is less; "
+        "exact. For http",
+        why="costs the learner a copy of the weights, and is no faster on a fast line",
+    )
+    full_every: Count = setting(
+        20,
+        description="with `delta`, send everything to a server at every so many publications",
+        why="what a delta cannot see never lasts",
     )
 
     @field_validator("probe_tolerance", mode="before")

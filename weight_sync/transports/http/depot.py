@@ -17,8 +17,10 @@ from typing import Self
 import torch
 from aiohttp import web
 
+from protocol.config.sections.base import url_of
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import ranges
+from weight_sync.transports.http.offers import Offers
 from weight_sync.transports.http.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class Depot:
     """Serves what is `put`, until it is dropped. `put` and `drop` may be called from any thread.
 
     `host` and `port`: where it listens (0: a free port). `mbytes_per_s`: bound over all who pull (0: none).
-    `served`: bytes handed out so far.
+    `served`: bytes handed out so far. `offers`: the snapshots among what it serves.
     """
 
     def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
@@ -41,13 +43,15 @@ class Depot:
         self._host, self._port = host, port
         self._throttle = Throttle(mbytes_per_s * 1e6)
         self._blobs: dict[str, memoryview] = {}
+        self._asked: set[str] = set()
+        self.offers = Offers(self)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-depot", daemon=True)
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self._port}"
+        return url_of(self._host, self._port)
 
     def start(self) -> None:
         """Raises `TransferError` if it cannot listen."""
@@ -88,6 +92,11 @@ class Depot:
 
     def drop(self, key: str) -> None:
         self._blobs.pop(key, None)
+        self._asked.discard(key)
+
+    def asked(self, key: str) -> bool:
+        """Whether somebody has asked for a part of it."""
+        return key in self._asked
 
     async def _listen(self) -> None:
         app = web.Application()
@@ -112,6 +121,7 @@ class Depot:
         found = ranges.parse(request.headers.get("Range", ""), len(blob))
         if found is None:
             return web.Response(status=416, text=f"ask for one range within {len(blob)} bytes")
+        self._asked.add(key)
         start, end = found
         response = web.StreamResponse(status=206)
         response.content_length = end - start

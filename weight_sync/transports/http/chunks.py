@@ -35,7 +35,7 @@ class ChunkList:
     @classmethod
     def of(cls, flat: torch.Tensor, chunk_bytes: int = CHUNK_BYTES) -> ChunkList:
         """The chunks of a uint8 tensor on the host."""
-        whole = memoryview(flat.numpy())
+        whole = bytes_of(flat)
         starts = range(0, len(whole), chunk_bytes)
         with ThreadPoolExecutor(THREADS) as pool:
             digests = list(pool.map(lambda start: digest_of(whole[start : start + chunk_bytes]), starts))
@@ -59,6 +59,11 @@ class ChunkList:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `ChunkList(**...)` reads it back."""
         return asdict(self)
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor on the host, contiguous."""
+    return memoryview(flat.numpy().data)
 
 
 def digest_of(data: memoryview) -> str:

@@ -20,6 +20,7 @@ from aiohttp import web
 from protocol.config.sections.base import url_of
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import ranges
+from weight_sync.transports.http.chunks import bytes_of
 from weight_sync.transports.http.offers import Offers
 from weight_sync.transports.http.throttle import Throttle
 
@@ -84,7 +85,7 @@ class Depot:
     def put(self, flat: torch.Tensor) -> str:
         """Serve a uint8 tensor on the host; returns its key. The tensor must not change until the key is dropped."""
         key = secrets.token_hex(8)
-        self._blobs[key] = memoryview(flat.numpy())
+        self._blobs[key] = bytes_of(flat)
         return key
 
     def url_of(self, key: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from weight_sync.delta.codec import DeltaError, apply
 from weight_sync.manifest import Manifest
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http.chunks import ChunkList, digest_of
+from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
 from weight_sync.transports.http.pull import Pull
 from weight_sync.transports.http.share import Record, SharedStaging
 
@@ -95,7 +95,7 @@ class Reception:
         if self._closed:
             raise TransferError("the learner was let go")
         timeout_s = max(0.1, deadline - time.monotonic())
-        self._pull = Pull(chunks, self._init.secret, urls, memoryview(into.numpy()), timeout_s, held)
+        self._pull = Pull(chunks, self._init.secret, urls, bytes_of(into), timeout_s, held)
         try:
             self._pull.run()
         finally:
@@ -136,9 +136,9 @@ class _Filling:
         payload = torch.empty(chunks.total_bytes, dtype=torch.uint8)
         try:
             self.reception.pull(chunks, [delta.url], payload, set(), self.deadline)
-            for part in payload.split(delta.sizes):
+            for part in torch.split(payload, delta.sizes):
                 apply(part, into, self.manifest)
-        except (DeltaError, TransferError) as error:
+        except (DeltaError, TransferError, RuntimeError) as error:  # the last: sizes that do not fit
             logger.warning("the delta could not be used: %s", error)
 
     def _right(self, into: torch.Tensor) -> set[int]:

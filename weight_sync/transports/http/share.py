@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -111,11 +111,10 @@ class SharedStaging:
         assert self._fd is not None
         if before is not None and before.holds == wanted.holds:
             return self._flat
-        place = {"pid": os.getpid(), "fd": self._fd, "total_bytes": wanted.total_bytes}
-        self._write(Record(**place))
-        flat = self._flat
+        pid, fd, flat = os.getpid(), self._fd, self._flat
+        self._write(Record(pid, fd, wanted.total_bytes))
         fill(flat, before)
-        self._write(Record(**{**asdict(wanted), **place}))
+        self._write(replace(wanted, pid=pid, fd=fd))
         return flat
 
     def _map(self, found: Record | None, size: int) -> Record | None:

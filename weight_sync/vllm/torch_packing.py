@@ -19,7 +19,7 @@ class TorchLinear:
 
     def __init__(self, weight: torch.Tensor) -> None:
         weight = weight.detach()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(weight.dtype))
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")

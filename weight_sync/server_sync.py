@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from weight_sync.pause import Pause
 from weight_sync.server_control import ControlError, ServerControl
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports.base import TransferError, Transport
+from weight_sync.transports.base import Sent, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,13 @@ class ProbeMismatch(RuntimeError):
 @dataclass(frozen=True)
 class Outcome:
     """One publication to one server. Seconds: `transfer_s` beside generation, `pause_s` without it (an in-place
-    transport's transfer included); `probe_max_abs_diff` is the probe's largest difference in log-prob."""
+    transport's transfer included); `probe_max_abs_diff` is the probe's largest difference in log-prob; `sent`: bytes,
+    where the transport tells."""
 
     transfer_s: float
     pause_s: float
     probe_max_abs_diff: float
+    sent: Sent | None = None
 
 
 class ServerSync:
@@ -85,7 +87,7 @@ class ServerSync:
                 f"quantised one does, raise weight_sync.probe_tolerance"
             )
         self._proven = snapshot.label
-        return Outcome(transfer_s, pause.seconds, difference)
+        return Outcome(transfer_s, pause.seconds, difference, getattr(transport, "sent", None))
 
     async def _connect(self) -> Transport:
         """The transport, new if there is none or if the server is not as the last publication left it."""

@@ -46,6 +46,22 @@ class Manifest:
             for i, start, end in self._places()
         }
 
+    def elements(self) -> int:
+        """Elements of all tensors, as `runs` takes them: those of more than 8 bytes count as several."""
+        return sum((end - start) // min(8, _dtype(self.dtypes[i]).itemsize) for i, start, end in self._places())
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """First byte, byte past the end and bytes of an element (at most 8) of each run of neighbouring tensors whose
+        elements have one width. A run begins at a multiple of `ALIGNMENT`; the padding between its tensors is in it."""
+        runs: list[tuple[int, int, int]] = []
+        for i, start, end in self._places():
+            width = min(8, _dtype(self.dtypes[i]).itemsize)
+            if runs and runs[-1][2] == width:
+                runs[-1] = (runs[-1][0], end, width)
+            elif end > start:
+                runs.append((start, end, width))
+        return runs
+
     def _places(self) -> Iterator[tuple[int, int, int]]:
         """Index, first byte and byte past the end of each tensor."""
         start = 0

@@ -15,7 +15,7 @@ from weight_sync.pause import Pause
 from weight_sync.proof.server_proof import ProofFailed, ProofFigures, ServerProof
 from weight_sync.server_control import ControlError, ServerControl
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports.base import TransferError, Transport
+from weight_sync.transports.base import Sent, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +23,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Outcome:
     """One publication to one server. Seconds: `transfer_s` beside generation, `pause_s` without it (an in-place
-    transport's transfer included); `proof`: what the proof found."""
+    transport's transfer included); `proof`: what the proof found; `sent`:
+    bytes, where the transport tells."""
 
     transfer_s: float
     pause_s: float
     proof: ProofFigures
+    sent: Sent | None = None
 
     @property
     def probe_max_abs_diff(self) -> float:
@@ -90,7 +92,7 @@ class ServerSync:
         transfer_s = time.monotonic() - began - pause.seconds
         figures = await self.proof.prove(self.control, snapshot)
         self._proven = snapshot.label
-        return Outcome(transfer_s, pause.seconds, figures)
+        return Outcome(transfer_s, pause.seconds, figures, getattr(transport, "sent", None))
 
     async def _connect(self) -> Transport:
         """The transport, new if there is none or if the server is not as the last publication left it."""

@@ -168,6 +168,11 @@ class RunConfig(Section):
                 f"replaced, and the run would stand still; lower weight_sync.every to at most "
                 f"{queue.max_staleness + 1}"
             )
+        if self.weight_sync.delta and self.weight_sync.transport != "http":
+            raise ValueError(
+                f"weight_sync.delta = true with weight_sync.transport = {self.weight_sync.transport}: only http sends "
+                f'deltas, and everything would be sent; set weight_sync.transport = "http", or leave delta out'
+            )
         if learner.proximal == "interpolated" and queue.max_staleness <= 1:
             raise ValueError(
                 f"learner.proximal = interpolated with queue.max_staleness = {queue.max_staleness}: it takes the "

@@ -41,11 +41,11 @@ def vllm_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with processes(tmp_path_factory.mktemp("vllm")) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
         started.start("vllm", *vllm_server.command(config, 0), env=env)
-        _wait_until_healthy(config.vllm.urls[0], started)
+        wait_until_healthy(config.vllm.urls[0], started)
         yield config.vllm.urls[0]
 
 
-def _wait_until_healthy(url: str, started: Processes) -> None:
+def wait_until_healthy(url: str, started: Processes) -> None:
     patience = Patience(started.logged)
     while started.running["vllm"].poll() is None and not patience.is_over:
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine
@@ -153,7 +154,7 @@ class StagedReceiver(Receiver):
 class NcclStagedReceiver(StagedReceiver):
     """Behind a group of stand-ins."""
 
-    def damage(self, sent: Snapshot) -> None:
+    def damage(self, sent: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
         self.world.damaged = 1
 
     def _joined(self, init_info: dict[str, Any], rank: int) -> Any:
@@ -174,7 +175,7 @@ class IpcReceiver(StagedReceiver):
     own_uuid = "GPU-0"
     meets = False
 
-    def damage(self, sent: Snapshot) -> None:
+    def damage(self, sent: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory.damaged = True
 
     def _joined(self, init_info: dict[str, Any], rank: int) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from tests.kit.fake_vllm.engine import FakeEngine
@@ -14,6 +16,9 @@ from weight_sync.manifest import Manifest
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.gloo.group import GlooGroup, InitInfo
 from weight_sync.transports.gloo.reception import receive
+from weight_sync.transports.http.depot import Depot
+from weight_sync.transports.http.reception import InitInfo as HttpInitInfo
+from weight_sync.transports.http.reception import Reception, UpdateInfo
 from weight_sync.transports.nccl.streams import Gpu
 from weight_sync.vllm.staging import Staging
 
@@ -38,7 +43,7 @@ class Receiver:
     def hang(self) -> None:
         """Receive nothing from now on, while the server answers as far as it can without."""
 
-    def damage(self, sent: Snapshot) -> None:
+    def damage(self, sent: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the bytes of `sent` not be what they are said to be."""
         sent.__dict__["digest"] = bytes(32)
 
@@ -95,3 +100,68 @@ class GlooReceiver(Receiver):
     def _load(self, body: Any) -> None:
         assert self._engine.paused, "the model was touched beside generation"
         self.loaded += [staging.shadow for staging in self.stagings]
+
+
+class HttpReceiver(Receiver):
+    """What `HttpEngine` does, in as many `workers`."""
+
+    runs_here = True
+
+    def __init__(self, engine: FakeEngine, workers: int = 1) -> None:
+        super().__init__(engine)
+        self.receptions: list[Reception] = []
+        self.stagings: list[Staging] = []
+        self.updates: list[UpdateInfo] = []
+        self._workers = workers
+        engine.hooks |= {
+            "init_weight_transfer_engine": self._join,
+            "update_weights": self._receive,
+            "staged": self._look,
+            "swap": self._load,
+        }
+
+    def hang(self) -> None:
+        self.stagings = []
+        self._engine.hooks["update_weights"] = lambda update_info: None
+
+    def damage(self, sent: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+        put = Depot.put
+
+        def damaged(depot: Depot, flat: torch.Tensor) -> str:
+            other = flat.clone()
+            other[len(other) // 2] ^= 1
+            return put(depot, other)
+
+        monkeypatch.setattr(Depot, "put", damaged)
+
+    async def _join(self, init_info: dict[str, Any]) -> None:
+        for reception in self.receptions:
+            reception.close()
+        self.receptions = [Reception(HttpInitInfo(**init_info)) for _ in range(self._workers)]
+        await together(*(on_thread(reception.greet) for reception in self.receptions))
+
+    def _receive(self, update_info: dict[str, Any]) -> None:
+        info = UpdateInfo(**update_info)
+        self.updates.append(info)
+        self.stagings = [Staging(partial(reception.receive, info), _copied) for reception in self.receptions]
+        for staging in self.stagings:
+            staging.start()
+
+    async def _look(self, body: Any) -> None:
+        if not self.stagings:
+            self._engine.staged = {"stage": "receiving", "error": None, "seconds": {}}
+            await asyncio.sleep(0.1)
+            return
+        for staging in self.stagings:
+            await on_thread(staging.join, 20)
+        reports = [staging.report() for staging in self.stagings]
+        self._engine.staged = next((report for report in reports if report["stage"] != "ready"), reports[0])
+
+    def _load(self, body: Any) -> None:
+        assert self._engine.paused, "the model was touched beside generation"
+        self.loaded += [staging.shadow for staging in self.stagings]
+
+
+def _copied(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As a shadow is built: the memory is received into again."""
+    return {name: tensor.clone() for name, tensor in weights.items()}

@@ -16,7 +16,7 @@ from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import control_calls, probe
 from tests.weight_sync.gpu_receivers import IpcReceiver, NcclReceiver, NcclStagedReceiver
-from tests.weight_sync.receivers import GlooReceiver, Receiver
+from tests.weight_sync.receivers import GlooReceiver, HttpReceiver, Receiver
 from weight_sync import cancellation
 from weight_sync.pause import Pause
 from weight_sync.server_control import ControlError, ServerControl
@@ -31,6 +31,7 @@ RECEIVERS: dict[str, type[Receiver]] = {
     "nccl": NcclReceiver,
     "nccl_staged": NcclStagedReceiver,
     "ipc": IpcReceiver,
+    "http": HttpReceiver,
 }
 
 
@@ -112,14 +113,14 @@ async def test_a_transport_that_stages_pauses_only_after_the_transfer(name: str)
         await transport.close()
 
 
-async def test_f2_damaged_weights_never_reach_the_model(name: str) -> None:
+async def test_f2_damaged_weights_never_reach_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig(name) as r:
         transport = await r.connected()
         await r.publish(transport, snapshot(1))
         if not r.receiver.verifies:
             pytest.skip(f"vLLM's end of {name} checks no digest: the proof after it finds the damage")
         damaged = snapshot(2)
-        r.receiver.damage(damaged)
+        r.receiver.damage(damaged, monkeypatch)
         with pytest.raises((TransferError, ControlError)):
             await r.publish(transport, damaged)
         assert len(r.receiver.loaded) == 1

@@ -116,6 +116,15 @@ def test_i8_a_server_that_has_a_role_s_token_only_does_not_start(monkeypatch: py
         vllm_server.run(config(), 0)
 
 
+def test_i8_staged_weights_are_asked_for_with_the_transfer_s_secret_and_nothing_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    assert ask("/slipstream/chunks/0123456789abcdef")[0]["status"] == 200
+    for path in ("/slipstream/chunks", "/slipstream/swap", "/slipstream/state", "/x/slipstream/chunks/0"):
+        assert ask(path)[0]["status"] == 401
+
+
 def test_i8_a_websocket_without_the_token_is_closed_before_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
     assert ask("/v1/realtime", kind="websocket") == [{"type": "websocket.close", "code": 1008}]

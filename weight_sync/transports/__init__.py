@@ -44,6 +44,7 @@ TRANSPORTS = {
         "weight_sync.transports.ipc.engine:IpcEngine",
         "slipstream_ipc",
     ),
+    "http": Ends("weight_sync.transports.http.sender:HttpTransport", "weight_sync.transports.http.engine:HttpEngine"),
 }
 
 

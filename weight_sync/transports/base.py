@@ -6,11 +6,22 @@ Queue, server states and probe are no concern of a transport.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one publication to one server took: `sent_bytes`, where everything is `whole_bytes`; `share_changed`: values
+    that differ from the version before, 0 to 1, where a delta was sent."""
+
+    sent_bytes: int
+    whole_bytes: int
+    share_changed: float | None = None
 
 
 class TransferError(RuntimeError):

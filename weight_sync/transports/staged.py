@@ -10,7 +10,7 @@ from protocol.config import WeightSyncSection
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports.base import TransferError
+from weight_sync.transports.base import Sent, TransferError
 
 
 class StagedTransport(ABC):
@@ -20,6 +20,8 @@ class StagedTransport(ABC):
 
     def __init__(self, section: WeightSyncSection) -> None:
         self._section = section
+        # What the last publication took; None where it was not told.
+        self.sent: Sent | None = None
 
     @property
     @abstractmethod
@@ -28,9 +30,12 @@ class StagedTransport(ABC):
     @abstractmethod
     async def connect(self, server: ServerControl, workers: int) -> None: ...
 
-    @abstractmethod
     async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Bring the bytes to all workers, which have begun to receive. Raises `ControlError` or `TransferError`."""
+        """Bring the bytes to all workers, which have begun to receive. Raises `ControlError` or `TransferError`.
+
+        For those that leave `bring` as it is.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -43,12 +48,16 @@ class StagedTransport(ABC):
         if not self.connected:
             raise TransferError("the transport is not connected")
         await server.start_update()
+        await self.bring(server, snapshot)
+        swap = await server.swap(snapshot.label, pause.clear_cache)
+        pause.seconds += swap.pause_s
+
+    async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
+        """Returns when every worker has the snapshot built beside its live model."""
         # The engine answers at once, and receives and builds on a thread of its own.
         await server.update(self.update_info(snapshot))
         await self.send(server, snapshot)
         await self._until_staged(server)
-        swap = await server.swap(snapshot.label, pause.clear_cache)
-        pause.seconds += swap.pause_s
 
     async def _until_staged(self, server: ServerControl) -> None:
         """Raises `TransferError` where a worker fails, or is not ready `weight_sync.timeout_s` after the last byte."""

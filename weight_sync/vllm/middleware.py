@@ -14,6 +14,8 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weight_sync.transports.http import ranges
+from weight_sync.transports.http.peer import serve_chunks
 from weight_sync.vllm.condition import Condition, condition_of
 from weight_sync.vllm.control_rules import RULES
 from weight_sync.vllm.route import RouteError
@@ -35,6 +37,8 @@ class Slipstream:
         engine = getattr(scope["app"].state, "engine_client", None) if "app" in scope else None
         if scope["type"] != "http" or engine is None:
             await self._app(scope, receive, send)
+        elif scope["path"].startswith(ranges.PREFIX):
+            await serve_chunks(scope, send)
         elif scope["path"].startswith(PREFIX):
             await _answer(engine, scope, receive, send)
         else:

@@ -11,9 +11,10 @@ from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Secon
 
 
 class WeightSyncSection(Section):
-    transport: Literal["auto", "gloo", "nccl", "nccl_staged", "ipc"] = setting(
+    transport: Literal["auto", "gloo", "http", "nccl", "nccl_staged", "ipc"] = setting(
         "auto",
-        description="how weights travel to the servers, at both ends: gloo (CPU, plain TCP), nccl_staged (GPU to GPU, "
+        description="how weights travel to the servers, at both ends: gloo (CPU, plain TCP), http (servers pull from the "
+        "learner and from each other, also from behind NAT), nccl_staged (GPU to GPU, "
         "beside generation), ipc (learner and server on one GPU), nccl (vLLM's own engine, under the pause)",
         why="gloo with a vLLM for CPUs, ipc where learner and server share a GPU, else nccl_staged",
     )
@@ -50,6 +51,32 @@ class WeightSyncSection(Section):
         64 * 1024**2,
         description="bytes sent at one time",
         why="large enough that calls do not count, small enough to be staged",
+    )
+    http_port: int = setting(
+        0,
+        ge=0,
+        le=65535,
+        description="port of `host` on which the learner serves weights to servers that pull; 0: any that is free",
+        why="where nothing stands between, no port needs to be opened",
+    )
+    http_mbytes_per_s: float = setting(
+        0.0,
+        ge=0,
+        le=10**6,
+        description="bound on the megabytes a second that the learner, and each server that passes weights on, sends; "
+        "0: none",
+        why="a publication is over soonest",
+    )
+    delta: bool = setting(
+        False,
+        description="send only the values that changed in the wire type since the version before, where that is less; "
+        "exact. For http",
+        why="costs the learner a copy of the weights, and is no faster on a fast line",
+    )
+    full_every: Count = setting(
+        20,
+        description="with `delta`, send everything to a server at every so many publications",
+        why="what a delta cannot see never lasts",
     )
 
     @field_validator("probe_tolerance", mode="before")

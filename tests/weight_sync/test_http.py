@@ -1,0 +1,251 @@
+"""The http transport, both ends real: who pulls how much, what deltas save, and what is found when they do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from protocol.config import WeightSyncSection
+from tests.kit.fake_vllm import FakeVllm, serving
+from tests.kit.sync import probe
+from tests.weight_sync.receivers import HttpReceiver
+from weight_sync.delta import codec
+from weight_sync.pause import Pause
+from weight_sync.server_control import ServerControl
+from weight_sync.snapshot import Snapshot
+from weight_sync.transports.base import TransferError
+from weight_sync.transports.http import offers, ranges
+from weight_sync.transports.http.depot import Depot
+from weight_sync.transports.http.peer import serve_chunks
+from weight_sync.transports.http.sender import DEPOTS, HttpTransport
+from weight_sync.transports.http.share import record_of
+
+SIZE = 4096
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@dataclass
+class Rig:
+    """Servers with their real receiving ends, and the transport to each. `depot`: what serves them all."""
+
+    section: WeightSyncSection
+    depot: Depot
+    receivers: list[HttpReceiver] = field(default_factory=list)
+    transports: list[HttpTransport] = field(default_factory=list)
+    controls: list[ServerControl] = field(default_factory=list)
+
+    async def publish(self, sent: Snapshot, server: int = 0) -> None:
+        await self.transports[server].publish(self.controls[server], sent, Pause(self.controls[server], False, True))
+        loaded, weights = self.receivers[server].loaded[-1], sent.manifest.views(sent.flat)
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+    async def connect_anew(self, server: int = 0) -> None:
+        await self.transports[server].close()
+        self.transports[server] = HttpTransport(self.section)
+        await self.transports[server].connect(self.controls[server], 1)
+
+
+@asynccontextmanager
+async def connected(servers: int = 1, workers: int = 1, **settings: Any) -> AsyncIterator[Rig]:
+    section = WeightSyncSection(transport="http", bucket_bytes=1024, timeout_s=20, **settings)
+    rig = Rig(section, DEPOTS.take(section.host, section.http_port, section.http_mbytes_per_s))
+    async with AsyncExitStack() as stack:
+        stack.callback(DEPOTS.leave, rig.depot)
+        for _ in range(servers):
+            fake = FakeVllm()
+            fake.app.router.add_get(ranges.PREFIX + "{key}", passes_on)
+            rig.receivers.append(HttpReceiver(fake.engine, workers))
+            rig.controls.append(await stack.enter_async_context(ServerControl(await _url(stack, fake), 20)))
+            rig.transports.append(HttpTransport(section))
+            stack.push_async_callback(_close, rig, len(rig.transports) - 1)
+            await rig.transports[-1].connect(rig.controls[-1], workers)
+        yield rig
+
+
+async def _close(rig: Rig, server: int) -> None:
+    await rig.transports[server].close()
+
+
+async def _url(stack: AsyncExitStack, fake: FakeVllm) -> str:
+    return await stack.enter_async_context(serving(fake))
+
+
+async def passes_on(request: web.Request) -> web.StreamResponse:
+    """The middleware's route, which speaks ASGI, in a server of aiohttp."""
+    headers = [(name.lower(), value) for name, value in request.raw_headers]
+    response = web.StreamResponse()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            response.set_status(message["status"])
+            response.headers.update({name.decode(): value.decode() for name, value in message["headers"]})
+            await response.prepare(request)
+        else:
+            await response.write(message["body"])
+
+    await serve_chunks({"method": request.method, "path": request.path, "headers": headers}, send)
+    return response
+
+
+def snapshot(version: int, changed: int = 20) -> Snapshot:
+    """Each version changes `changed` values of the version before."""
+    weights = torch.zeros(SIZE, dtype=torch.bfloat16)
+    for step in range(1, version + 1):
+        weights[step * 31 :][:changed] += step
+    return Snapshot(version, [("a", weights), ("b", torch.arange(7))], probe())
+
+
+TOTAL = snapshot(0).manifest.total_bytes()
+
+
+async def test_workers_of_one_host_share_one_reception() -> None:
+    async with connected(workers=3) as r:
+        before = r.depot.served
+        await r.publish(snapshot(1))
+        assert len(r.receivers[0].loaded) == 3
+        assert r.depot.served - before == TOTAL
+
+
+async def test_many_servers_pull_from_each_other_and_the_learner_sends_to_a_few() -> None:
+    async with connected(servers=7) as r:
+        for version in (1, 2):
+            before = r.depot.served
+            await asyncio.gather(*(r.publish(snapshot_, server) for server, snapshot_ in _same(version, 7)))
+            # A chunk that has not changed since is not pulled again.
+            assert TOTAL < r.depot.served - before <= offers.LEARNER_SEATS * TOTAL
+
+
+def _same(version: int, servers: int) -> list[tuple[int, Snapshot]]:
+    """Every publication of a version has one snapshot."""
+    one = snapshot(version, changed=SIZE)
+    return [(server, one) for server in range(servers)]
+
+
+async def test_chunks_that_did_not_change_are_not_pulled_again() -> None:
+    async with connected() as r:
+        await r.publish(snapshot(1))
+        before = r.depot.served
+        await r.publish(snapshot(2, changed=1))
+        assert 0 < r.depot.served - before <= 2 * 1024
+
+
+async def test_what_is_served_is_no_more_once_it_has_arrived() -> None:
+    async with connected() as r:
+        await r.publish(snapshot(1))
+        url = r.receivers[0].updates[-1].sources[-1]
+        assert url.startswith(r.depot.url)
+        assert url.rpartition("/")[2] not in r.depot._blobs
+
+
+async def test_f4_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> None:
+    async with connected() as r:
+        transport = HttpTransport(r.section)
+        r.receivers[0]._engine.hooks.clear()
+        with pytest.raises(TransferError, match=r"did not come to http://127\.0\.0\.1:\d+: .*Set weight_sync.host"):
+            await transport.connect(r.controls[0], 1)
+        await transport.close()
+
+
+async def test_a_server_that_is_let_go_leaves_no_record_behind() -> None:
+    async with connected() as r:
+        await r.publish(snapshot(1))
+        key = r.transports[0]._key
+        assert record_of(key) is not None
+        for reception in r.receivers[0].receptions:
+            reception.close()
+        assert record_of(key) is None
+
+
+class TestDelta:
+    async def test_it_is_sent_after_the_first_publication_and_gives_every_bit(self) -> None:
+        async with connected(delta=True, workers=2) as r:
+            await r.publish(snapshot(0))
+            for version in range(1, 5):
+                before = r.depot.served
+                await r.publish(snapshot(version))
+                sent = r.transports[0].sent
+                assert sent is not None
+                assert r.depot.served - before == sent.sent_bytes < 0.05 * sent.whole_bytes
+                assert sent.share_changed == pytest.approx(20 / (SIZE + 7))
+
+    async def test_everything_is_sent_at_every_so_many_publications(self) -> None:
+        async with connected(delta=True, full_every=3) as r:
+            for version in range(7):
+                await r.publish(snapshot(version))
+            deltas = [update.delta is not None for update in r.receivers[0].updates]
+            assert deltas == [False, True, True, False, True, True, False]
+
+    async def test_everything_is_sent_where_that_is_less(self) -> None:
+        async with connected(delta=True) as r:
+            generator = torch.Generator().manual_seed(0)
+            for version in (1, 2):
+                weights = torch.randn(SIZE, generator=generator)
+                await r.publish(Snapshot(version, [("a", weights)], probe()))
+            assert r.receivers[0].updates[-1].delta is None
+
+    async def test_everything_is_sent_over_a_new_connection(self) -> None:
+        async with connected(delta=True) as r:
+            await r.publish(snapshot(1))
+            await r.connect_anew()
+            await r.publish(snapshot(2))
+            assert r.receivers[0].updates[-1].delta is None
+
+    async def test_a_server_that_missed_versions_gets_the_steps_in_between(self) -> None:
+        async with connected(servers=2, delta=True) as r:
+            await asyncio.gather(*(r.publish(one, server) for server, one in _both(1)))
+            for version in (2, 3):
+                await r.publish(snapshot(version), 0)
+            await r.publish(snapshot(4), 1)
+            delta = r.receivers[1].updates[-1].delta
+            assert delta is not None
+            assert len(delta["sizes"]) == 3
+
+    async def test_f2_a_wrong_base_is_found_and_everything_pulled(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with connected(delta=True) as r:
+            await r.publish(snapshot(1))
+            r.transports[0]._base = ("1", "of something else")
+            await r.publish(snapshot(2))
+            assert r.receivers[0].updates[-1].delta is not None
+        assert "a delta was sent to weights that are not here" in caplog.text
+
+    async def test_f2_a_base_that_was_damaged_is_found_and_its_chunk_pulled(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with connected(delta=True) as r:
+            await r.publish(snapshot(1))
+            held = r.receivers[0].receptions[0]._share._flat
+            assert held is not None
+            held[5000] ^= 1
+            await r.publish(snapshot(2))
+        assert "1 chunks are not right after the delta, and are pulled" in caplog.text
+
+    async def test_f2_a_payload_cut_short_is_found_and_everything_that_differs_pulled(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def cut(*arguments: Any) -> codec.Delta:
+            delta = codec.encode(*arguments)
+            return codec.Delta(delta.payload[:-8].clone(), delta.changed, delta.elements)
+
+        async with connected(delta=True) as r:
+            await r.publish(snapshot(1))
+            monkeypatch.setattr("weight_sync.delta.book.encode", cut)
+            monkeypatch.setattr("weight_sync.delta.book.apply", lambda *arguments: None)
+            await r.publish(snapshot(2))
+        assert "the delta could not be used" in caplog.text
+
+
+def _both(version: int) -> list[tuple[int, Snapshot]]:
+    one = snapshot(version)
+    return [(0, one), (1, one)]

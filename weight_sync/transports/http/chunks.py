@@ -1,0 +1,71 @@
+"""The pieces in which bytes are pulled, each with its digest."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+# Large enough that requests do not count, small enough that little is fetched again after damage.
+CHUNK_BYTES = 8 * 1024**2
+THREADS = 2
+
+
+@dataclass(frozen=True)
+class ChunkList:
+    """`total_bytes` in chunks of `chunk_bytes` (the last may be shorter), with the BLAKE3 of each in hex."""
+
+    chunk_bytes: int
+    total_bytes: int
+    digests: list[str]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the parts do not fit each other."""
+        if self.chunk_bytes < 1 or self.total_bytes < 0:
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes, {self.total_bytes} in all")
+        if len(self.digests) != -(-self.total_bytes // self.chunk_bytes):
+            raise ValueError(
+                f"{len(self.digests)} digests for {self.total_bytes} bytes in chunks of {self.chunk_bytes}"
+            )
+
+    @classmethod
+    def of(cls, flat: torch.Tensor, chunk_bytes: int = CHUNK_BYTES) -> ChunkList:
+        """The chunks of a uint8 tensor on the host."""
+        whole = bytes_of(flat)
+        starts = range(0, len(whole), chunk_bytes)
+        with ThreadPoolExecutor(THREADS) as pool:
+            digests = list(pool.map(lambda start: digest_of(whole[start : start + chunk_bytes]), starts))
+        return cls(chunk_bytes, len(whole), digests)
+
+    @cached_property
+    def root(self) -> str:
+        """Names the whole: BLAKE3 over the chunks' digests, in hex."""
+        return digest_of(memoryview("".join(self.digests).encode()))
+
+    def place(self, index: int) -> tuple[int, int]:
+        """First byte of a chunk, and the byte past its end."""
+        start = index * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.total_bytes)
+
+    def damaged(self, flat: torch.Tensor) -> list[int]:
+        """Chunks of `flat` (uint8 [total_bytes]) that are not those of the list."""
+        found = ChunkList.of(flat, self.chunk_bytes)
+        return [i for i, (a, b) in enumerate(zip(found.digests, self.digests, strict=True)) if a != b]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; `ChunkList(**...)` reads it back."""
+        return asdict(self)
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor on the host, contiguous."""
+    return memoryview(flat.numpy().data)
+
+
+def digest_of(data: memoryview) -> str:
+    """BLAKE3 in hex: 64 characters."""
+    return blake3(data).hexdigest()

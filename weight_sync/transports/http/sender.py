@@ -1,0 +1,119 @@
+"""The learner's end of the http transport: it tells a server what to pull from whom; `depot` serves it.
+
+Servers only dial out, to the learner and to each other. The bytes travel as they are: let `weight_sync.host` be an
+address in a network that you trust, or a tunnel.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from protocol.config import WeightSyncSection
+from weight_sync.cancellation import on_thread
+from weight_sync.delta.book import Way
+from weight_sync.server_control import ServerControl
+from weight_sync.snapshot import Snapshot
+from weight_sync.transports.base import Sent, TransferError
+from weight_sync.transports.http import ranges
+from weight_sync.transports.http.chunks import ChunkList
+from weight_sync.transports.http.depot import Depot, SharedDepots
+from weight_sync.transports.http.offers import Offer, Offers
+from weight_sync.transports.http.reception import DeltaInfo, InitInfo, UpdateInfo
+from weight_sync.transports.staged import StagedTransport
+
+DEPOTS = SharedDepots()
+
+
+class HttpTransport(StagedTransport):
+    """See `StagedTransport`. All transports of a process share one depot.
+
+    A delta is sent to what this connection brought last, which is proven: the fleet publishes again over a connection
+    only after the proof, and every failure ends it.
+    """
+
+    def __init__(self, section: WeightSyncSection) -> None:
+        super().__init__(section)
+        self._depot: Depot | None = None
+        self._key = secrets.token_hex(8)
+        # What the server holds: its label, and its root.
+        self._base: tuple[str, str] | None = None
+        self._since_full = 0
+
+    @property
+    def connected(self) -> bool:
+        return self._depot is not None
+
+    async def connect(self, server: ServerControl, workers: int) -> None:
+        await server.end_transfer()
+        section = self._section
+        self._depot = depot = await on_thread(DEPOTS.take, section.host, section.http_port, section.http_mbytes_per_s)
+        greeting = depot.put(torch.ones(1, dtype=torch.uint8))
+        url = depot.url_of(greeting)
+        try:
+            await server.init_transfer(
+                asdict(InitInfo(self._key, depot.secret, url, section.timeout_s, section.http_mbytes_per_s))
+            )
+            if not depot.asked(greeting):
+                raise TransferError(
+                    f"{server.url}: its workers did not come to {depot.url}: is that where they reach the learner? "
+                    f"Set weight_sync.host, and a weight_sync.http_port that is open to them"
+                )
+        finally:
+            depot.drop(greeting)
+
+    async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
+        depot = self._depot
+        if depot is None:
+            raise TransferError("the transport is not connected")
+        offers = depot.offers
+        offer = await on_thread(offers.open, snapshot, min(self._section.bucket_bytes, offers.chunk_bytes))
+        own = server.url + ranges.PREFIX + self._key
+        base, self._base = self._base, None
+        try:
+            way = await on_thread(self._way, offers, base, snapshot) if self._section.delta else None
+            if way is not None and base is not None:
+                await self._bring_delta(depot, server, snapshot, offer, way, base[1])
+                offer.add_peer(own)
+            else:
+                async with offer.seat(own) as urls:
+                    await self._tell(server, snapshot, offer, urls, None)
+            total = snapshot.manifest.total_bytes()
+            self.sent = Sent(way.total_bytes if way else total, total, way.share if way else None)
+            self._since_full = self._since_full + 1 if way else 1
+            self._base = (snapshot.label, offer.chunks.root)
+        finally:
+            offers.close(offer)
+
+    async def close(self) -> None:
+        depot, self._depot = self._depot, None
+        if depot is not None:
+            await on_thread(DEPOTS.leave, depot)
+
+    def _way(self, offers: Offers, base: tuple[str, str] | None, snapshot: Snapshot) -> Way | None:
+        due = self._since_full >= self._section.full_every
+        # Also asked where everything is sent: the book remembers the snapshot for the next delta.
+        return offers.book.way(None if base is None or due else base[0], snapshot)
+
+    async def _bring_delta(
+        self, depot: Depot, server: ServerControl, snapshot: Snapshot, offer: Offer, way: Way, base: str
+    ) -> None:
+        payload = way.joined
+        key = depot.put(payload)
+        try:
+            chunks = await on_thread(ChunkList.of, payload)
+            delta = DeltaInfo(base, depot.url_of(key), chunks.as_dict(), [len(part) for part in way.payloads])
+            await self._tell(server, snapshot, offer, [depot.url_of(offer.key)], asdict(delta))
+        finally:
+            depot.drop(key)
+
+    async def _tell(
+        self, server: ServerControl, snapshot: Snapshot, offer: Offer, urls: list[str], delta: dict[str, Any] | None
+    ) -> None:
+        """Returns when the server has pulled and built."""
+        info = UpdateInfo(snapshot.manifest.as_dict(), offer.chunks.as_dict(), urls, delta)
+        await server.update(asdict(info))
+        await self._until_staged(server)

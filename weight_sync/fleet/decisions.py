@@ -26,8 +26,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class Behind:
-    """`versions` by which a server is behind the newest; `ahead`: the server that has the newest. Where that is `too_far`, and it
-    has been behind for `grace_s` seconds, it is stale."""
+    """`versions` by which a server is behind the newest; `ahead`: the server that is closest to it. Where that is
+    `too_far`, and it has been behind for `grace_s` seconds, it is stale."""
 
     versions: int
     ahead: str

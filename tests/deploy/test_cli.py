@@ -236,5 +236,6 @@ def test_each_command_is_one_line_of_the_help(
         "rollouts",
         "ledger",
         "replay",
+        "servers",
         "token",
     ]

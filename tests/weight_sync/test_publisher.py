@@ -220,7 +220,7 @@ def test_f5_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_m
         assert world.servers()["vllm-1"].version == 1
         reason = world.servers()["vllm-1"].reason
         assert reason is not None
-        assert "versions behind vllm-0; it waits for " in reason
+        assert "versions behind, unlike vllm-0; it waits for " in reason
         assert world.states()[0] == (ServerState.SERVING, newest)
         assert world.do(world.queue.position()).served_version == newest  # type: ignore[union-attr]
         world.go_on(1)

@@ -26,8 +26,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class Behind:
-    """`versions` by which a server is behind; `ahead`: the server that has the newest. Where that is `too_far`, and it
-    has been behind for `grace_s` seconds, it is stale."""
+    """`versions` by which a server is behind the newest; `ahead`: the server that is closest to it. Where that is
+    `too_far`, and it has been behind for `grace_s` seconds, it is stale."""
 
     versions: int
     ahead: str
@@ -35,8 +35,9 @@ class Behind:
     too_far: bool
 
 
-def behind(server: Standing, others: Iterable[Standing], max_staleness: int) -> Behind | None:
-    """Whether a serving server is behind another serving one; by max(1, K) versions or more it holds admission.
+def behind(server: Standing, others: Iterable[Standing], newest: int, max_staleness: int) -> Behind | None:
+    """Whether a serving server is behind another serving one. max(1, K) versions or more behind the `newest` that the
+    learner has handed over, it would hold admission.
 
     It has as long again as the other one took, twice, before it leaves service: its requests would be given up for the
     sake of milliseconds.
@@ -47,7 +48,7 @@ def behind(server: Standing, others: Iterable[Standing], max_staleness: int) -> 
     ahead = max(serving, key=lambda of: of.version or 0, default=None)
     if ahead is None or ahead.version is None or ahead.version <= server.version:
         return None
-    versions = ahead.version - server.version
+    versions = max(newest, ahead.version) - server.version
     grace_s = max(LEAST_GRACE_S, 2 * ahead.took_s)
     return Behind(versions, ahead.name, grace_s, versions >= max(1, max_staleness))
 

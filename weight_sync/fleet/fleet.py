@@ -232,15 +232,17 @@ class Fleet:
     async def _judge(self) -> None:
         """Take servers out of service that hold admission for the others (stale)."""
         now, standings = time.monotonic(), [member.standing for member in self.members.values()]
+        newest = self._snapshots.newest
+        version = newest.version if newest is not None else 0
         for member in self.members.values():
-            found = behind(member.standing, standings, self._config.queue.max_staleness)
+            found = behind(member.standing, standings, version, self._config.queue.max_staleness)
             if found is None:
                 member.behind_since = None
                 continue
             member.behind_since = now if member.behind_since is None else member.behind_since
             if found.too_far and now - member.behind_since >= found.grace_s:
                 doing = f"; it waits for {member.waits_for}" if member.waits_for else ""
-                reason = f"{found.versions} versions behind {found.ahead}{doing}"
+                reason = f"{found.versions} versions behind, unlike {found.ahead}{doing}"
                 with suppress(Refused):
                     await member.at_queue.tell(ServerState.STALE, None, reason)
 

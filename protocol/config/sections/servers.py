@@ -13,8 +13,8 @@ from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Secon
 class WeightSyncSection(Section):
     transport: Literal["auto", "gloo", "http", "nccl", "nccl_staged", "ipc"] = setting(
         "auto",
-        description="how weights travel to the servers, at both ends: gloo (CPU, plain TCP), http (servers pull from the "
-        "learner and from each other, also from behind NAT), nccl_staged (GPU to GPU, "
+        description="how weights travel to the servers, at both ends: gloo (CPU, plain TCP), http (servers pull "
+        "from the learner and from each other, also from behind NAT), nccl_staged (GPU to GPU, "
         "beside generation), ipc (learner and server on one GPU), nccl (vLLM's own engine, under the pause)",
         why="gloo with a vLLM for CPUs, ipc where learner and server share a GPU, else nccl_staged",
     )

@@ -50,6 +50,9 @@ def command(config: RunConfig, index: int) -> list[str]:
         # /inference/v1/generate: tokens in, tokens out.
         "--enable-scale-out",
         *("--weight-transfer-config", f'{{"backend": "{config.weight_sync.transport}"}}'),
+        # Our routes beside vLLM's, and what they ask of its workers.
+        *("--middleware", "weight_sync.vllm.middleware.Slipstream"),
+        *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
         "--disable-uvicorn-access-log",
     ]
     if config.token:

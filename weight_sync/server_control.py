@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,49 @@ RESUME_TIMEOUT_S = 10.0
 # A server that does not answer within this time counts as still starting.
 LOOK_TIMEOUT_S = 5.0
 RESUME_PAUSE_S = 0.5
+# The answer to a resume where a person paused the server: that pause stands.
+PERSONS_PAUSE = 423
+
+
+# What names this learner as the owner of a pause.
+OWNER = "publication"
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What a server says of itself at `/slipstream/state`.
+
+    boot: another after each start. label: of the weights that serve, "" where the engine does not answer. whole: the
+    live model is not half loaded. alive: the engine answered, not only the server in front of it. pause_owner: "none",
+    "person" or "publication". reason: why it does not generate any more.
+    """
+
+    boot: str
+    label: str
+    paused: bool
+    whole: bool
+    alive: bool
+    pause_owner: str
+    workers: int
+    transport: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Staged:
+    """stage: "receiving", "building", "ready" or "failed", of the slowest worker; `seconds` by stage."""
+
+    stage: str
+    error: str | None
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Seconds: `pause_s` without generation, of which `exchange_s` changed the model."""
+
+    pause_s: float
+    exchange_s: float
 
 
 class ControlError(RuntimeError):
@@ -105,23 +149,59 @@ class ServerControl:
         """End the update, and label the weights that serve from now on."""
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
+    async def state(self) -> EngineState:
+        """What the server says of itself, also where it refuses to generate."""
+        return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
+
+    async def staged(self, wait_s: float) -> Staged:
+        """How far the workers are; answers when none works any more, at the latest after `wait_s`."""
+        reply = await self._call("POST", "/slipstream/staged", {"wait_s": wait_s}, timeout_s=wait_s + self._timeout_s)
+        return Staged(**_fields(Staged, reply))
+
+    async def swap(self, label: str, clear_cache: bool) -> Swap:
+        """Exchange the live weights for the staged ones and label them, in one call that the server ends by itself."""
+        reply = await self._call("POST", "/slipstream/swap", {"label": label, "clear_cache": clear_cache})
+        return Swap(**_fields(Swap, reply))
+
+    async def lease(self, seconds: float, owner: str = OWNER) -> None:
+        """The pause that `owner` holds ends in `seconds` at the earliest."""
+        await self._call("POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
+
+    async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs float32 [T-1] of each of `sequences` [T] by the live weights, computed beside generation."""
+        reply = await self._call("POST", "/slipstream/score", {"token_ids": sequences})
+        return [np.array(row, dtype=np.float32) for row in _fields(_Scores, reply)["logprobs"]]
+
+    async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What the live layers hold; see `weight_sync.vllm.proof_routes`."""
+        reply: dict[str, Any] = await self._call("POST", "/slipstream/layers", body)
+        return reply
+
     async def pause(self, clear_cache: bool) -> None:
-        """Freeze generation where it stands; harmless if it is paused. `clear_cache` drops all keys and values."""
-        await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
+        """Freeze generation where it stands, as a lease that `lease` renews; harmless if it is paused. `clear_cache`
+        drops all keys and values."""
+        path = f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}"
+        await self._call("POST", path, headers={"slipstream-owner": OWNER})
 
     async def resume(self) -> None:
         """Let generation go on. Tried a few times within half a minute: a paused server is as good as dead."""
         for attempt in range(1, RESUME_ATTEMPTS + 1):
             try:
-                await self._call("POST", "/resume", timeout_s=min(self._timeout_s, RESUME_TIMEOUT_S))
+                await self._call(
+                    "POST",
+                    "/resume",
+                    timeout_s=min(self._timeout_s, RESUME_TIMEOUT_S),
+                    headers={"slipstream-owner": OWNER},
+                    answered=(PERSONS_PAUSE,),
+                )
                 return
             except ControlError as error:
                 if attempt == RESUME_ATTEMPTS:
                     raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
                 await asyncio.sleep(RESUME_PAUSE_S)
 
-    async def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve."""
+    async def score_by_request(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, by the path that episodes take."""
         reply = await self._call(
             "POST",
             "/inference/v1/generate",
@@ -148,16 +228,23 @@ class ServerControl:
             raise ControlError(f"{self.url}{path}: the answer {reply!r:.200} holds no {field}") from error
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+        headers: dict[str, str] | None = None,
+        answered: tuple[int, ...] = (),
     ) -> Any:
+        """The answer's JSON. answered: statuses above 400 that are an answer too."""
         if self._session is None:
             raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                method, self.url + path, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)
             ) as response:
-                if response.status >= 400:
+                if response.status >= 400 and response.status not in answered:
                     text = (await response.text())[:500]
                     raise ControlError(
                         f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
@@ -167,6 +254,19 @@ class ServerControl:
             raise ControlError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+
+
+@dataclass(frozen=True)
+class _Scores:
+    logprobs: list[list[float]]
+
+
+def _fields(kind: Any, reply: Any) -> dict[str, Any]:
+    """Those of `reply` that `kind` has. Raises `ControlError` where one is missing."""
+    try:
+        return {field.name: reply[field.name] for field in fields(kind)}
+    except (KeyError, TypeError) as error:
+        raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}") from error
 
 
 def _hint(path: str, status: int) -> str:

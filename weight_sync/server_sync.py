@@ -76,7 +76,7 @@ class ServerSync:
         finally:
             self.left_paused = pause.left_paused
         transfer_s = time.monotonic() - began - pause.seconds
-        difference = snapshot.probe.max_abs_diff(await self.control.score(snapshot.probe.token_ids))
+        difference = snapshot.probe.max_abs_diff(await self.control.score_by_request(snapshot.probe.token_ids))
         if not difference <= self._tolerance:
             raise ProbeMismatch(
                 f"{self.control.url}: log-probs after version {snapshot.version} differ by {difference:.2g} from the "

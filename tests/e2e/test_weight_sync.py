@@ -141,14 +141,14 @@ async def test_a_server_with_other_weights_is_caught_by_the_probe_and_left_runni
 async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: ServerControl, model: Any) -> None:
     server = sync_of(control)
     await server.publish(snapshot(model, 1))
-    before = await control.score(PROBE_IDS)
+    before = await control.score_by_request(PROBE_IDS)
     perturb(model)
     damaged = snapshot(model, 2)
     damaged.__dict__["digest"] = bytes(32)
     with pytest.raises(TransferError, match="another digest"):
         await server.publish(damaged)
     assert await control.weight_label() == "1"
-    assert np.array_equal(await control.score(PROBE_IDS), before)
+    assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
     assert not await is_paused(control.url)
     assert (await server.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
     await server.disconnect()
@@ -176,7 +176,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
-from weight_sync.transports.gloo.engine import load_staged
+from weight_sync.vllm.reload import load_staged
 
 folder, kind = sys.argv[1:]
 torch.manual_seed(0)

@@ -65,8 +65,10 @@ class FakeTransport:
             await server.start_update()
             await server.update(snapshot.manifest.as_dict())
             await self._send(snapshot)
-            async with pause.held():
-                await server.finish_update(snapshot.label)
+            staged = await server.staged(1.0)
+            if staged.stage != "ready":
+                raise TransferError(f"the weights were not staged: {staged.error}")
+            pause.seconds += (await server.swap(snapshot.label, pause.clear_cache)).pause_s
         else:
             async with pause.held():
                 await server.start_update()
@@ -130,4 +132,8 @@ async def against(fake: FakeVllm, timeout_s: float = 0.3, stages: bool = True) -
 
 def control_calls(fake: FakeVllm) -> list[str]:
     """The routes asked, without the questions that change nothing."""
-    return [path for path in fake.calls if path not in ("/weight_info", "/get_world_size", "/is_paused")]
+    return [
+        path
+        for path in fake.calls
+        if path not in ("/weight_info", "/get_world_size", "/is_paused", "/slipstream/state")
+    ]

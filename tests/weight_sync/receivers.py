@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from tests.kit.fake_vllm.engine import EngineError, FakeEngine
+from tests.kit.fake_vllm.engine import FakeEngine
 from weight_sync.cancellation import on_thread, together
 from weight_sync.manifest import Manifest
 from weight_sync.transports.gloo.group import GlooGroup, InitInfo
-from weight_sync.transports.gloo.reception import Reception
+from weight_sync.transports.gloo.reception import receive
+from weight_sync.vllm.staging import Staging
 
 
 class Receiver:
@@ -37,13 +39,14 @@ class GlooReceiver(Receiver):
     def __init__(self, engine: FakeEngine, workers: int = 1) -> None:
         super().__init__(engine)
         self.groups: list[GlooGroup] = []
-        self.receptions: list[Reception] = []
+        self.stagings: list[Staging] = []
         self._workers = workers
         self._timeout_s = 0.0
         engine.hooks |= {
             "init_weight_transfer_engine": self._join,
             "update_weights": self._receive,
-            "finish_weight_update": self._load,
+            "staged": self._look,
+            "swap": self._load,
         }
 
     def hang(self) -> None:
@@ -56,14 +59,20 @@ class GlooReceiver(Receiver):
         self.groups = await together(*(on_thread(GlooGroup.join, info, rank) for rank in ranks))
 
     def _receive(self, update_info: dict[str, Any]) -> None:
-        self.receptions = [Reception(group, Manifest(**update_info)) for group in self.groups]
-        for reception in self.receptions:
-            reception.start()
+        manifest = Manifest(**update_info)
+        self.stagings = [Staging(partial(self._arrived, group, manifest), dict) for group in self.groups]
+        for staging in self.stagings:
+            staging.start()
 
-    async def _load(self, body: Any) -> None:
+    def _arrived(self, group: GlooGroup, manifest: Manifest) -> dict[str, torch.Tensor]:
+        return receive(group, manifest, torch.empty(manifest.total_bytes(), dtype=torch.uint8))
+
+    async def _look(self, body: Any) -> None:
+        for staging in self.stagings:
+            await on_thread(staging.join, self._timeout_s)
+        reports = [staging.report() for staging in self.stagings]
+        self._engine.staged = next((report for report in reports if report["stage"] != "ready"), reports[0])
+
+    def _load(self, body: Any) -> None:
         assert self._engine.paused, "the model was touched beside generation"
-        for reception in self.receptions:
-            await on_thread(reception.join, self._timeout_s)
-            if reception.views is None:
-                raise EngineError(f"weights not swapped: {reception.error}")
-            self.loaded.append(reception.views)
+        self.loaded += [staging.shadow for staging in self.stagings]

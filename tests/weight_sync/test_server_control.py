@@ -35,7 +35,7 @@ async def test_a_server_without_the_rl_routes_is_told_what_it_lacks() -> None:
 async def test_a_server_without_the_generate_route_is_told_what_it_lacks() -> None:
     async with serving(FakeVllm(scale_out=False)) as url, ServerControl(url, 5) as control:
         with pytest.raises(ControlError, match=r"HTTP 403: .*--enable-scale-out"):
-            await control.score([1, 2])
+            await control.score_by_request([1, 2])
 
 
 async def test_i8_the_token_is_sent_and_a_missing_one_is_named() -> None:

@@ -17,10 +17,12 @@ class Ends:
     """A transport's two ends as `module:class`, so that each process imports only its own.
 
     learner: a `base.Transport`, made from `WeightSyncSection`. engine: a `WeightTransferEngine` of vLLM.
+    stages: as `base.Transport.stages`.
     """
 
     learner: str
     engine: str
+    stages: bool = True
 
 
 # The names are those of the setting, and of vLLM's weight-transfer backends.

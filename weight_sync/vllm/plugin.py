@@ -8,10 +8,14 @@ from weight_sync.transports import TRANSPORTS
 
 
 def register() -> None:
-    """Make every transport known to vLLM by its name, for `--weight-transfer-config '{"backend": NAME}'`.
+    """Give the engine core our swap, and make every transport known to vLLM by its name, for
+    `--weight-transfer-config '{"backend": NAME}'`.
 
     Engines are imported when used. May be called again.
     """
+    from weight_sync.vllm import engine_swap
+
+    engine_swap.install()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, ends in TRANSPORTS.items():

@@ -50,6 +50,10 @@ class FakeEngine:
     running: int = 0
     generated_tokens: int = 0
     aborted_after: int = 0
+    boot: str = "boot 1"
+    whole: bool = True
+    pause_owner: str = "none"
+    staged: dict[str, Any] = field(default_factory=lambda: {"stage": "ready", "error": None, "seconds": {}})
 
     def __post_init__(self) -> None:
         self._go_on = asyncio.Event()
@@ -59,11 +63,31 @@ class FakeEngine:
     def paused(self) -> bool:
         return not self._go_on.is_set()
 
-    def pause(self) -> None:
+    def pause(self, owner: str = "person") -> None:
         self._go_on.clear()
+        self.pause_owner = owner
 
     def resume(self) -> None:
         self._go_on.set()
+        self.pause_owner = "none"
+
+    def state(self) -> dict[str, Any]:
+        """The answer of `/slipstream/state`."""
+        return {
+            "boot": self.boot,
+            "label": self.weight_version,
+            "paused": self.paused,
+            "whole": self.whole,
+            "alive": True,
+            "pause_owner": self.pause_owner,
+            "workers": 1,
+            "transport": "gloo",
+            "reason": None if self.whole else "the model is half loaded",
+        }
+
+    def swap(self, label: str) -> None:
+        """Beside a person's pause too: it stands."""
+        self.finish_update(label)
 
     async def until_resumed(self) -> None:
         await self._go_on.wait()
@@ -130,6 +154,8 @@ class FakeEngine:
         """As a new process: base weights, no transfer engine, not paused."""
         self.weight_version = BASE_WEIGHTS
         self.transfer_ready = self.updating = False
+        self.whole = True
+        self.boot = f"boot {int(self.boot.split()[1]) + 1}"
         self.resume()
 
     def _require_transfer(self) -> None:

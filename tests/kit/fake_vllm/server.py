@@ -71,6 +71,12 @@ class FakeVllm:
                     web.get("/weight_info", self._weight_info),
                     web.get("/get_world_size", self._world_size),
                     web.get("/server_info", self._server_info),
+                    web.get("/slipstream/state", self._state),
+                    web.post("/slipstream/staged", self._staged),
+                    web.post("/slipstream/swap", self._swap),
+                    web.post("/slipstream/lease", self._lease),
+                    web.post("/slipstream/score", self._score),
+                    web.post("/slipstream/layers", self._layers),
                 ]
             )
 
@@ -216,10 +222,13 @@ class FakeVllm:
         if request.query.get("mode", "abort") not in ("abort", "wait", "keep"):
             return web.json_response({"error": "Invalid mode"}, status=400)
         await self._hook("pause", dict(request.query))
-        self.engine.pause()
+        if not (self.engine.paused and self.engine.pause_owner == "person"):
+            self.engine.pause("publication" if "slipstream-owner" in request.headers else "person")
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
+        if "slipstream-owner" in request.headers and self.engine.paused and self.engine.pause_owner == "person":
+            return _refusal(423, "a person paused this server", "SlipstreamError")
         await self._hook("resume", None)
         self.engine.resume()
         return web.json_response({"status": "resumed"})
@@ -279,6 +288,42 @@ class FakeVllm:
         }
         config = {"model_config": model, "weight_transfer_config": {"backend": "gloo"}}
         return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        state = self.engine.state()
+        return web.json_response(state, status=503 if state["reason"] else 200)
+
+    async def _staged(self, request: web.Request) -> web.Response:
+        await self._hook("staged", await request.json())
+        return web.json_response(self.engine.staged)
+
+    async def _swap(self, request: web.Request) -> web.Response:
+        """Generation stands still while the hook runs."""
+        body = await request.json()
+        paused = self.engine.paused
+        if not paused:
+            self.engine.pause("publication")
+        try:
+            await self._hook("swap", body)
+            self.engine.swap(body["label"])
+        finally:
+            if not paused:
+                self.engine.resume()
+        return web.json_response({"pause_s": 0.001, "exchange_s": 0.0005})
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        await self._hook("lease", body)
+        return web.json_response(body)
+
+    async def _score(self, request: web.Request) -> web.Response:
+        sequences = (await request.json())["token_ids"]
+        scored = [[self.engine.probe_logprob(t, i) for i, t in enumerate(ids[1:], start=1)] for ids in sequences]
+        return web.json_response({"logprobs": scored})
+
+    async def _layers(self, request: web.Request) -> web.Response:
+        await self._hook("layers", await request.json())
+        return web.json_response({"differ": []})
 
     async def _hook(self, name: str, body: Any) -> None:
         if hook := self.engine.hooks.get(name):

@@ -11,43 +11,38 @@ import torch
 
 from protocol.config import WeightSyncSection
 from weight_sync.cancellation import on_thread, together
-from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo.group import OK, GlooGroup, InitInfo, dist
+from weight_sync.transports.staged import StagedTransport
 
 
-class GlooTransport:
-    """See `base.Transport`. Blocking calls of gloo run on threads.
+class GlooTransport(StagedTransport):
+    """See `StagedTransport`. Blocking calls of gloo run on threads.
 
     The rendezvous and gloo's own connections know no authentication: anyone who reaches `weight_sync.host` while a
     server is being connected can take a worker's place. Let it be an address in a network of the run's machines alone.
     """
 
-    stages = True
-
     def __init__(self, section: WeightSyncSection) -> None:
-        self._section = section
+        super().__init__(section)
         self._store: Any = None
         self._group: GlooGroup | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._group is not None
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
         info = await on_thread(self._listen, workers)
         await together(server.init_transfer(asdict(info)), on_thread(self._meet, info))
 
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
-        group = self._group
-        if group is None:
+    async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
+        if self._group is None:
             raise TransferError("the transport is not connected")
-        await server.start_update()
-        # The engine answers at once and receives on a thread of its own.
-        await server.update(snapshot.manifest.as_dict())
-        await on_thread(self._send, group, snapshot)
-        async with pause.held():
-            # Labelled while paused, so that no token can carry the version of other weights.
-            await server.finish_update(snapshot.label)
+        await on_thread(self._send, self._group, snapshot)
 
     async def close(self) -> None:
         await on_thread(self._let_go)

@@ -1,0 +1,99 @@
+"""What vLLM's own control routes may do on a server that publications use."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weight_sync.vllm import lease
+from weight_sync.vllm.condition import Condition
+from weight_sync.vllm.route import RouteError
+
+Rule = Callable[[Any, Condition, ASGIApp, Scope, Receive, Send], Awaitable[None]]
+
+
+async def _status_of(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> int:
+    """Pass the request on; the status that it was answered with."""
+    status = 0
+
+    async def noting(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        await send(message)
+
+    await app(scope, receive, noting)
+    return status
+
+
+def _owner(scope: Scope) -> str | None:
+    owner = dict(scope["headers"]).get(lease.OWNER_HEADER)
+    return owner.decode("latin-1") if owner else None
+
+
+async def pause(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """With the header `slipstream-owner` a lease; without it a person's, which only a person ends."""
+    owner = _owner(scope)
+    if owner is not None:
+        lease.grant(engine, owner)
+        await app(scope, receive, send)
+    elif await _status_of(app, scope, receive, send) == 200:
+        condition.persons_pause = True
+
+
+async def resume(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    owner = _owner(scope)
+    if owner is None:
+        condition.persons_pause = False
+        if condition.lease_ends is not None:
+            raise RouteError(409, f"{condition.lease_owner!r} is loading weights: generation goes on when it has ended")
+    elif condition.lease_owner not in (None, owner):
+        raise RouteError(409, f"{condition.lease_owner!r} holds the pause of this server")
+    if not condition.whole:
+        raise RouteError(409, "the model is half loaded: publish to this server again, or start it again")
+    if owner is not None:
+        lease.release(condition)
+        if condition.persons_pause:
+            raise RouteError(423, "a person paused this server: POST /resume, without an owner, ends it")
+    await app(scope, receive, send)
+
+
+def _stages(engine: Any) -> bool:
+    """Whether this server's transport changes the model by our swap alone."""
+    from weight_sync.transports import TRANSPORTS
+
+    transfer = engine.vllm_config.weight_transfer_config
+    ends = TRANSPORTS.get(transfer.backend) if transfer is not None else None
+    return ends is not None and ends.stages
+
+
+async def start_update(
+    engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """An in-place transport may touch the model from here on."""
+    if not _stages(engine):
+        condition.whole = False
+    await app(scope, receive, send)
+
+
+async def finish_update(
+    engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    if _stages(engine):
+        raise RouteError(409, "this transport stages: the weights go live by POST /slipstream/swap")
+    if await _status_of(app, scope, receive, send) == 200:
+        condition.whole = True
+
+
+async def label(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    raise RouteError(409, "weights are labelled when they go live: by POST /slipstream/swap or /finish_weight_update")
+
+
+RULES: dict[tuple[str, str], Rule] = {
+    ("POST", "/pause"): pause,
+    ("POST", "/resume"): resume,
+    ("POST", "/start_weight_update"): start_update,
+    ("POST", "/finish_weight_update"): finish_update,
+    ("POST", "/update_weight_version"): label,
+}

@@ -1,0 +1,124 @@
+"""Our routes and rules inside vLLM's API process: `--middleware weight_sync.vllm.middleware.Slipstream`.
+
+It answers `/slipstream/*`, keeps the pause of a publication as a lease, and fails every request at once where the
+engine must not generate any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weight_sync.vllm.condition import Condition, condition_of
+from weight_sync.vllm.control_rules import RULES
+from weight_sync.vllm.route import RouteError
+from weight_sync.vllm.routes import ROUTES
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/slipstream/"
+LONGEST_BODY = 16 << 20
+
+
+class Slipstream:
+    """ASGI middleware. `app.state.engine_client`, as vLLM sets it, is the engine."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        engine = getattr(scope["app"].state, "engine_client", None) if "app" in scope else None
+        if scope["type"] != "http" or engine is None:
+            await self._app(scope, receive, send)
+        elif scope["path"].startswith(PREFIX):
+            await _answer(engine, scope, receive, send)
+        else:
+            await self._passed_on(engine, scope, receive, send)
+
+    async def _passed_on(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        condition = condition_of(engine)
+        if condition.broken is not None:
+            await _refuse(condition, scope, receive, send)
+            return
+        rule = RULES.get((scope["method"], scope["path"]))
+        try:
+            if rule is not None:
+                await rule(engine, condition, self._app, scope, receive, send)
+            else:
+                await self._while_whole(condition, scope, receive, send)
+        except RouteError as error:
+            await _problem(error.status, error.message)(scope, receive, send)
+
+    async def _while_whole(self, condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        condition.running.add(task)
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if condition.broken is None:
+                raise
+            if begun:
+                raise ConnectionAbortedError(condition.broken) from None
+            await _refuse(condition, scope, receive, send)
+        finally:
+            condition.running.discard(task)
+
+
+async def _answer(engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    handler = ROUTES.get((scope["method"], scope["path"]))
+    try:
+        if handler is None:
+            raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")
+        answer = await handler(engine, await _body(receive))
+        status = 503 if answer.get("reason") else 200
+        await JSONResponse(answer, status)(scope, receive, send)
+    except RouteError as error:
+        await _problem(error.status, error.message)(scope, receive, send)
+    except Exception as error:
+        logger.exception("%s failed", scope["path"])
+        await _problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
+
+
+async def _body(receive: Receive) -> dict[str, Any]:
+    """The JSON object that was sent, {} where nothing was."""
+    whole = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RouteError(400, "the client went away before its request was whole")
+        whole += message.get("body", b"")
+        if len(whole) > LONGEST_BODY:
+            raise RouteError(413, f"the body is larger than {LONGEST_BODY} bytes")
+        if not message.get("more_body"):
+            break
+    try:
+        body = json.loads(whole) if whole else {}
+    except ValueError as error:
+        raise RouteError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RouteError(400, "the body is not a JSON object")
+    return body
+
+
+async def _refuse(condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
+    await _problem(503, condition.broken or "")(scope, receive, send)
+
+
+def _problem(status: int, message: str) -> JSONResponse:
+    """As vLLM words its errors."""
+    kinds = {503: "ServiceUnavailable", 409: "Conflict", 400: "BadRequest"}
+    kind = kinds.get(status, "SlipstreamError")
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

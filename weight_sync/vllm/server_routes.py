@@ -1,0 +1,128 @@
+"""The routes of the server's state, of staging, swap and lease."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from weight_sync.vllm import lease
+from weight_sync.vllm.condition import condition_of
+from weight_sync.vllm.route import Handler, RouteError
+
+# An engine answers between two steps; one that takes longer is not alive to whoever waits.
+LOOK_TIMEOUT_S = 4.0
+# How often the workers are asked how far they are, at first and at last.
+LOOK_EVERY_S = (0.02, 0.25)
+LONGEST_WAIT_S = 60.0
+
+
+async def engine_says(engine: Any, timeout_s: float = LOOK_TIMEOUT_S) -> dict[str, Any] | None:
+    """`engine_swap.state` of the engine; None if it does not answer in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            said: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
+            return said
+    except TimeoutError:
+        return None
+    except Exception as error:
+        # vLLM's own text for a dead engine is no text of ours.
+        if getattr(engine, "errored", False):
+            return None
+        raise RouteError(500, f"the engine cannot say its state: {error}") from error
+
+
+async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    condition = condition_of(engine)
+    said = await engine_says(engine) if condition.broken is None else None
+    reason = condition.broken or (None if said else "the engine does not answer")
+    parallel = engine.vllm_config.parallel_config
+    transfer = engine.vllm_config.weight_transfer_config
+    return {
+        "boot": f"{condition.boot}-{said['boot']}" if said else condition.boot,
+        "label": said["label"] if said else "",
+        "paused": said["paused"] if said else True,
+        "whole": condition.whole,
+        "alive": said is not None,
+        "pause_owner": condition.pause_owner if said is None or said["paused"] else "none",
+        "workers": parallel.world_size_across_dp,
+        "transport": transfer.backend if transfer is not None else "none",
+        "reason": reason,
+    }
+
+
+async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """How far the slowest worker is; an answer comes when none works any more, at the latest after `wait_s`."""
+    ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), LONGEST_WAIT_S)
+    pause_s, longest_s = LOOK_EVERY_S
+    while True:
+        report = _slowest(await engine.collective_rpc("slipstream_staging"))
+        left_s = ends - time.monotonic()
+        if report["stage"] in ("ready", "failed") or left_s <= 0:
+            return report
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 1.5, longest_s)
+
+
+def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    order = ("failed", "receiving", "building", "ready")
+    slowest = min(reports, key=lambda report: order.index(report["stage"]))
+    stages = {stage for report in reports for stage in report["seconds"]}
+    seconds = {stage: max(report["seconds"].get(stage, 0.0) for report in reports) for stage in stages}
+    return {"stage": slowest["stage"], "error": slowest["error"], "seconds": seconds}
+
+
+async def swap(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Shielded: once begun it ends, whether or not its client still waits."""
+    label, clear_cache = body.get("label"), body.get("clear_cache", False)
+    if not isinstance(label, str) or not isinstance(clear_cache, bool):
+        raise RouteError(400, 'a swap wants {"label": text, "clear_cache": true or false}')
+    return await asyncio.shield(asyncio.ensure_future(_swap(engine, label, clear_cache)))
+
+
+async def _swap(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
+    condition = condition_of(engine)
+    if not condition.whole:
+        raise RouteError(409, "another swap is under way")
+    condition.whole = False
+    try:
+        result = await _exchanged(engine, label, clear_cache)
+    except Exception as error:
+        condition.break_down(f"the swap to {label} failed: {error}")
+        raise RouteError(503, condition.broken or "") from error
+    if not result["whole"]:
+        condition.break_down(f"the swap to {label} failed half-way: {result['error']}")
+        raise RouteError(503, condition.broken or "")
+    condition.whole = True
+    if result["error"]:
+        raise RouteError(409, result["error"])
+    return {"pause_s": result["pause_s"], "exchange_s": result["exchange_s"]}
+
+
+async def _exchanged(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
+    core = engine.engine_core
+    if engine.vllm_config.parallel_config.data_parallel_size == 1:
+        result: dict[str, Any] = await core.call_utility_async("slipstream_swap", label, clear_cache)
+        return result
+    # Several engines step together: all stand still before the first is changed.
+    began = time.monotonic()
+    paused = await core.is_scheduler_paused_async()
+    report = _slowest(await engine.collective_rpc("slipstream_staging"))
+    if report["stage"] != "ready":
+        return {"whole": True, "error": report["error"] or f"not ready to swap: {report['stage']}"}
+    await core.pause_scheduler_async("keep", False)
+    results = await core.call_utility_all_async("slipstream_exchange", label, clear_cache)
+    failed = [result for result in results if result["error"]]
+    if failed:
+        return {**failed[0], "whole": False}
+    if not paused:
+        await core.resume_scheduler_async()
+    return {**results[0], "pause_s": time.monotonic() - began}
+
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("GET", "/slipstream/state"): state,
+    ("POST", "/slipstream/staged"): staged,
+    ("POST", "/slipstream/swap"): swap,
+    ("POST", "/slipstream/lease"): lease.renew,
+}

@@ -1,0 +1,99 @@
+"""vLLM's end of every transport that stages: receive and build beside generation, exchange under the pause.
+
+A call to an engine blocks vLLM's engine loop, so `update_weights` hands the work to a thread and returns. The live
+model is touched by `finish_weight_update` alone, which vLLM's worker calls inside the swap.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from weight_sync.vllm.staging import Staging, Weights
+
+
+class StagedEngine(WeightTransferEngine):
+    """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls`, `init_transfer_engine`,
+    `receive` and, where it holds a connection, `disconnect`. See vLLM's `WeightTransferEngine` for when each is called.
+
+    `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them; None before
+    and after.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._staging: Staging | None = None
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def shadow(self) -> Any:
+        return self._staging.shadow if self._staging is not None else None
+
+    @abstractmethod
+    def receive(self, update_info: Any) -> Weights:
+        """Verified weights by name, in checkpoint format: views of `buffer(size)`, good until the next update.
+
+        Runs on a thread beside generation. Raises whatever says why they did not arrive; the text reaches the learner.
+        """
+
+    def disconnect(self) -> None:
+        """Let go of the learner. May be called at any time and again."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """uint8 [size] on the host, the same memory at every update of that size: to be called by `receive` only."""
+        if self._buffer is None or len(self._buffer) != size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer
+
+    def start_weight_update(self) -> None:
+        """Raises RuntimeError while the thread of the update before still works."""
+        if self._staging is not None and self._staging.is_alive():
+            raise RuntimeError("the reception of the last update has not ended")
+        self._staging = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Begin to receive and to build; `staging` tells how far it is."""
+        if self._staging is not None and self._staging.is_alive():
+            raise RuntimeError("the reception of the last update has not ended")
+        self._staging = Staging(lambda: self.receive(update_info), self.build)
+        self._staging.start()
+
+    def build(self, weights: Weights) -> Any:
+        """The shadow of `self.model` with `weights`. Raises ValueError where they are not the model's."""
+        from weight_sync.vllm.shadow import build
+
+        return build(self.model, self.vllm_config, weights)
+
+    def staging(self, wait_s: float = 0.0) -> dict[str, Any]:
+        """How far the update is: `stage` ("receiving", "building", "ready" or "failed"), `error`, `seconds` by stage.
+        Waits at most `wait_s` for the end of the thread."""
+        if self._staging is None:
+            return {"stage": "failed", "error": "no weights were sent since start_weight_update", "seconds": {}}
+        if wait_s:
+            self._staging.join(wait_s)
+        return self._staging.report()
+
+    def finish_weight_update(self) -> None:
+        """Exchange the live weights for the shadow's; generation must stand still.
+
+        Raises RuntimeError, before the model is touched, where they are not ready.
+        """
+        report = self.staging()
+        if report["stage"] != "ready":
+            raise RuntimeError(f"weights not swapped: {report['error'] or 'they have not all arrived'}")
+        staging, self._staging = self._staging, None
+        assert staging is not None
+        staging.shadow.exchange()
+
+    def shutdown(self) -> None:
+        """Drop the connection and what is staged. A thread that still receives keeps the buffer to itself."""
+        if self._staging is not None and self._staging.is_alive():
+            self._buffer = None
+        self._staging = None
+        self.disconnect()

@@ -21,6 +21,8 @@ import typer
 from deploy import extras
 from deploy.command import reading
 from deploy.supervisor import SIGNALS, RunFailed, supervise
+from deploy.token_command import check_arguments, check_secret, token_of
+from protocol import tokens
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, resolve, to_toml
 from protocol.config.algorithm import doubts
@@ -116,6 +118,7 @@ def worker(
     from rollout_worker.worker import run
 
     config = load(run_file, context.args, needs=["task", "tokenizer", "chat"])
+    tokens.hide()  # from what the task's code starts
     with _ending_at_once():
         raise typer.Exit(run(config, queue, name))
 
@@ -173,7 +176,9 @@ def vllm(
 def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Run everything on this machine until the learner is done."""
     try:
-        supervise(load(run_file, context.args, needs=EVERYTHING), resume)
+        config = load(run_file, context.args, needs=EVERYTHING)
+        check_secret(config)
+        supervise(config, resume)
     except (KeyboardInterrupt, SystemExit):
         # Everything has ended: an impatient second signal has nothing left to stop but the exit.
         for number in SIGNALS:
@@ -264,6 +269,15 @@ def replay(
     run(load(run_file, context.args, needs=["model"]), record, out, from_step, steps)
 
 
+@app.command()
+def token(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="worker, learner or viewer")],
+    file: Annotated[Path | None, typer.Option(help="where the secret is, mode 0600; default: SLIPSTREAM_TOKEN")] = None,
+) -> None:
+    """Print the token of a role, for a process elsewhere."""
+    typer.echo(token_of(role, file))
+
+
 @app.command(**reading(), hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read; where
@@ -276,6 +290,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
             config = load(run_file, context.args, needs=EVERYTHING)
+            tokens.hide()
             rows = check(config, resume)
             if config.learner.epochs is not None:
                 answer.write(str(rows))
@@ -322,7 +337,7 @@ def _in_steps(config: RunConfig) -> RunConfig:
 
 
 def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:
-    return QueueClient(queue or config.queue.url, config.token, patience_s=patience_s, timeout_s=10.0)
+    return QueueClient(queue or config.queue.url, config.token_for("viewer"), patience_s=patience_s, timeout_s=10.0)
 
 
 async def _status(client: QueueClient) -> Status:
@@ -341,6 +356,7 @@ def main() -> None:
     # Without torch, which most commands do not need, transformers would warn.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
+        check_arguments(sys.argv[1:])
         app(prog_name="slipstream")
     except (ConfigError, QueueError, RunFailed) as error:
         sys.exit(_told(error))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from deploy.placement import Placement, place
 from deploy.vllm_server import on_cpu
-from protocol import routes
+from protocol import routes, tokens
 from protocol.config import RunConfig
 
 # What a process is for, and the name of its command.
@@ -42,12 +42,11 @@ class Program:
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:
     """The checks, in a process of their own: they run the user's task file."""
     command = [*SLIPSTREAM, "preflight", str(run_file), *_resume(resume)]
-    return Program("preflight", "preflight", command, _environment(config), terminal="stderr")
+    return Program("preflight", "preflight", command, _environment(config, "preflight"), terminal="stderr")
 
 
 def programs(config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
     """All processes of the run that `run_file` describes, in the order in which they are started."""
-    env = _environment(config)
     placement = _placement(config)
     servers = {} if config.vllm.servers else config.server_names
 
@@ -60,7 +59,7 @@ def programs(config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
             cores = placement.servers if is_server else placement.others
             threads = {"OMP_NUM_THREADS": str(placement.server_threads if is_server else len(cores))}
         command = [*SLIPSTREAM, role, str(run_file), *arguments]
-        return Program(name, role, command, env | threads, cores, health, terminal)
+        return Program(name, role, command, _environment(config, role) | threads, cores, health, terminal)
 
     learner = program("learner", "learner", *_resume(resume), terminal="stdout")
     return [
@@ -81,12 +80,15 @@ def _placement(config: RunConfig) -> Placement | None:
     return place(sorted(os.sched_getaffinity(0)), config.vllm.count)
 
 
-def _environment(config: RunConfig) -> dict[str, str]:
-    """The token goes by the environment only, since other users can read a command line. Programs of an environment
-    that is not activated (vLLM builds kernels with ninja) are found as in one that is."""
+def _environment(config: RunConfig, role: Role) -> dict[str, str]:
+    """The token goes by the environment only, since other users can read a command line. Queue and servers, which check
+    the others' tokens, have the run's secret; the others, which run code of the user's, the token of their role alone.
+    Programs of an environment that is not activated (vLLM builds kernels with ninja) are found as in one that is."""
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     found = {} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"}
-    return found | ({"SLIPSTREAM_TOKEN": config.token} if config.token else {})
+    token = config.token if role in ("queue", "vllm") else config.token_for("worker" if role == "worker" else "learner")
+    # Empty, the file is not there for those who shall not have what it holds.
+    return found | ({tokens.VARIABLE: token, tokens.FILE_VARIABLE: ""} if token else {})
 
 
 def _typed() -> str:

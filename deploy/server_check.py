@@ -100,7 +100,7 @@ def check(config: RunConfig) -> None:
     """Ask each of `vllm.servers`. Raises `ConfigError` with all faults of the first that has one; a version that was
     not tried is a warning."""
     for url in config.vllm.servers:
-        facts = fetch(url, config.token)
+        facts = fetch(url, config.token_for("learner"))
         if faults := judge(facts, config):
             raise ConfigError(
                 f"vllm.servers: {url}: {'; '.join(fault.what for fault in faults)}; start it with: slipstream vllm "
@@ -143,7 +143,8 @@ def _ask(
         with opener.open(request, timeout=timeout_s) as response:
             answer = json.loads(response.read())
     except HTTPError as error:
-        hint = {401: "set SLIPSTREAM_TOKEN to the server's", 404: "it needs VLLM_SERVER_DEV_MODE=1"}.get(error.code, "")
+        unauthorized = "set SLIPSTREAM_TOKEN to the server's"
+        hint = {401: unauthorized, 403: unauthorized, 404: "it needs VLLM_SERVER_DEV_MODE=1"}.get(error.code, "")
         raise ConfigError(
             f"vllm.servers: {url}{path} answers HTTP {error.code}; {hint or 'is it a vLLM server?'}; start it with: "
             f"slipstream vllm run.toml"

@@ -245,7 +245,7 @@ class Keeper:
 
     async def _told(self, route: str, http: aiohttp.ClientSession) -> Mapping[str, Any]:
         """What the queue answers; nothing where it does not."""
-        token = self._config.token
+        token = self._config.token_for("viewer")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             async with http.get(self._config.queue.url + route, headers=headers) as response:

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deploy import extras, kv_cache
+from deploy.token_command import check_secret
+from protocol import tokens
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import Server
@@ -90,7 +92,7 @@ def environment(config: RunConfig) -> dict[str, str]:
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if all(Path(path).exists() for path in (model.path, model.tokenizer_path)) and not model.trust_remote_code:
         wanted |= {"HF_HUB_OFFLINE": "1"}
-    token = {"SLIPSTREAM_TOKEN": config.token} if config.token else {}
+    token = {tokens.VARIABLE: config.token} if config.token else {}
     return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
 
 
@@ -106,7 +108,7 @@ async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_F
     """
     name = list(config.server_names)[index]
     try:
-        async with QueueClient(config.queue.url, config.token, patience_s) as queue:
+        async with QueueClient(config.queue.url, config.token_for("learner"), patience_s) as queue:
             await queue.put_server(Server(name, config.server_names[name]))
     except QueueError as error:
         logger.info("not announced at the queue: %s", error)
@@ -120,6 +122,7 @@ def run(config: RunConfig, index: int) -> None:
             f"--index {index}: the run file launches {launched} servers (vllm.servers, vllm.count), counted from 0"
         )
     extras.require("slipstream vllm", extras.VLLM)
+    check_secret(config)
     asyncio.run(announce(config, index))
     line = command(with_cache_size(config), index)
     os.execve(line[0], line, environment(config))

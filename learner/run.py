@@ -59,7 +59,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     progress = Progress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
     with (
         Stop(config.deploy.grace_s) as stop,
-        BlockingQueueClient(QueueClient(url, config.token)) as client,
+        BlockingQueueClient(QueueClient(url, config.token_for("learner"))) as client,
         progress,
         Watch(client, progress),
         ExitStack() as ranks,

@@ -10,6 +10,7 @@ from __future__ import annotations
 STORE_FAILED = "store_failed"
 NOT_READY = "not_ready"
 UNAUTHORIZED = "unauthorized"
+WRONG_ROLE = "wrong_role"
 UNDECODABLE = "decode"
 TOO_LARGE = "too_large"
 MAX_TICKETS = "max_tickets"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from protocol import tokens
 from protocol.config import ConfigError, RunConfig
 from rollout_queue import store
 from rollout_queue.api.app import create_app
@@ -28,8 +29,12 @@ logger = logging.getLogger(__name__)
 def serve(config: RunConfig) -> None:
     """Run the queue until SIGTERM or SIGINT.
 
-    Raises `ConfigError` if the address or the store cannot be used, `StoreError` if the store fails later.
+    Raises `ConfigError` if the address, the store or the token cannot be used, `StoreError` if the store fails later.
     """
+    try:
+        tokens.secret_of(config.token or "")
+    except tokens.TokenError as error:
+        raise ConfigError(str(error)) from None
     with contextlib.closing(listen(config.queue.host, config.queue.port)) as listener:
         app = create_app(config, store.build(config))
         broker: Broker = app.state.broker

@@ -79,7 +79,7 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
             agents=config.worker.episodes,
             may_isolate=task.may_isolate,
         ) as code,
-        InferenceClient(config.worker.request_timeout_s, config.token) as client,
+        InferenceClient(config.worker.request_timeout_s, config.token_for("worker")) as client,
         open_tools(config, task.tools, task.mcp_servers, code) as tools,
         open_environments(config, task, tools, code, partial(build_chat_format, config)) as environments,
     ):
@@ -101,7 +101,7 @@ async def _run(config: RunConfig, task: Task, queue_url: str, worker_id: str) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop, number)
     logger.info("worker %s: up to %d episodes for the queue at %s", worker_id, config.worker.episodes, queue_url)
-    async with QueueClient(queue_url, config.token) as queue:
+    async with QueueClient(queue_url, config.token_for("worker")) as queue:
         report = await work(config, task, queue, worker_id, stop)
     logger.info("worker %s: %d episodes done, %d failed", worker_id, report.episodes_done, report.episodes_failed)
     return code

@@ -118,7 +118,7 @@ class Reserve:
         threading.Thread(target=self._make, args=(size,), name="snapshot-pages", daemon=True).start()
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 [size], as `fresh`. Waits for one that is on its way, which is sooner there than a new one is filled."""
+        """uint8 [size], as `fresh`. Waits for one that is on its way: it is there sooner than a new one is filled."""
         with self._changed:
             self._changed.wait_for(lambda: not self._making, LONGEST_WAIT_S)
             if self._ready and size == self._size:

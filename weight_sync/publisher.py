@@ -148,7 +148,9 @@ class Publisher:
             ending.result()
 
     async def _connect(self) -> Servers:
-        client = await self._resources.enter_async_context(QueueClient(self._queue_url, self._config.token))
+        client = await self._resources.enter_async_context(
+            QueueClient(self._queue_url, self._config.token_for("learner"))
+        )
         servers = Servers(self._config, client, self._make_transport, lambda: self.session)
         return await self._resources.enter_async_context(servers)
 

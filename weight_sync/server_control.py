@@ -12,6 +12,8 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from protocol import tokens
+
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
 # A server that does not answer within this time counts as still starting.
@@ -247,7 +249,7 @@ class ServerControl:
                 if response.status >= 400 and response.status not in answered:
                     text = (await response.text())[:500]
                     raise ControlError(
-                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
+                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status, text)}"
                     )
                 return await response.json()
         except TimeoutError as error:
@@ -269,7 +271,9 @@ def _fields(kind: Any, reply: Any) -> dict[str, Any]:
         raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}") from error
 
 
-def _hint(path: str, status: int) -> str:
+def _hint(path: str, status: int, text: str) -> str:
+    if status == 403 and tokens.VARIABLE in text:
+        return ""  # the guard's, which says it all
     if status == 401:
         return "; set SLIPSTREAM_TOKEN to the server's"
     if status == 404:

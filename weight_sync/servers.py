@@ -117,7 +117,7 @@ class Servers:
         if sync is None:
             section = self._config.weight_sync
             control = await self._resources.enter_async_context(
-                ServerControl(server.url, section.timeout_s, self._config.token)
+                ServerControl(server.url, section.timeout_s, self._config.token_for("learner"))
             )
             sync = self._syncs[server.url] = ServerSync(control, self._make_transport, self._config.probe_tolerance)
         return sync

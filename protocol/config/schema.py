@@ -3,12 +3,12 @@ symptom that a wrong setting would show."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
 
+from protocol import tokens
 from protocol.config import adapters, algorithm, chat, optimisation, patience, sampling
 from protocol.config.sections import (
     LOOPBACK,
@@ -86,7 +86,12 @@ class RunConfig(Section):
 
     @property
     def token(self) -> str | None:
-        return os.environ.get("SLIPSTREAM_TOKEN") or self.queue.token
+        """The run's secret, or the token of the role that this process was given. What is sent is `token_for`."""
+        return tokens.given() or self.queue.token
+
+    def token_for(self, role: tokens.Role) -> str | None:
+        """The bearer token that a process of that role sends; None where the run has none."""
+        return tokens.of(self.token, role)
 
     @property
     def ticket_max_age_s(self) -> float:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from protocol.config import RunConfig
 from rollout_queue.api import learner_routes, observer_routes, problems, worker_routes
-from rollout_queue.api.guards import BearerToken, NoWebPages, names_of_this_machine
+from rollout_queue.api.guards import NoWebPages, RoleTokens, names_of_this_machine
 from rollout_queue.broker import Broker, Clock
 from rollout_queue.store.base import Store
 
@@ -30,5 +30,5 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
         app.include_router(side.router)
     app.add_middleware(NoWebPages, hosts=None if config.token else names_of_this_machine(config.queue.host))
     if config.token:
-        app.add_middleware(BearerToken, token=config.token)
+        app.add_middleware(RoleTokens, secret=config.token)
     return app

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import socket
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol import reasons, routes
+from protocol import reasons, routes, tokens
 from protocol.client import JSON, MSGPACK
 from rollout_queue.api import problems
 from rollout_queue.ledger.refusal import Refusal
@@ -17,20 +16,40 @@ from rollout_queue.ledger.refusal import Refusal
 _READS = ("GET", "HEAD")
 
 
-class BearerToken:
-    """ASGI middleware: every route but the liveness probe wants the token."""
+# What workers ask for, and what everyone may read. All else, a route that there is not too, is the learner's.
+_WORKERS = tuple(route.partition("{")[0] for route in (routes.TICKET_FAIL_OF, routes.WORKER_OF, routes.GROUP_OF))
+_EVERYONES = (routes.STATUS, routes.METRICS, routes.ROLLOUTS, routes.READY, routes.POLICY, routes.SERVERS)
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+
+def roles_for(method: str, path: str) -> tuple[tokens.Role, ...]:
+    """Whose token opens the route."""
+    if method in _READS and path in _EVERYONES:
+        return tokens.ROLES
+    if path == routes.TICKETS or path.startswith(_WORKERS):
+        return ("worker",)
+    return ("learner",)
+
+
+class RoleTokens:
+    """ASGI middleware: every route but the liveness probe wants the token of a role that may ask for it, or the run's
+    secret. Nothing of a request but its first line and headers is read before. Raises `TokenError` where `secret` is a
+    role's token."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._ring = tokens.Ring(secret)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != routes.HEALTH:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                wrong = "the token is not the queue's" if given else "a token is needed"
-                message = f"{wrong}: set SLIPSTREAM_TOKEN to the queue's"
-                await problems.answer(Refusal(reasons.UNAUTHORIZED, message))(scope, receive, send)
+            method, path = scope["method"], scope["path"]
+            denied = self._ring.denied(given, roles_for(method, path), f"{method} {path[:200]}", "queue")
+            if denied is not None:
+                if denied.status == 403:
+                    refusal = Refusal(reasons.WRONG_ROLE, denied.message)
+                else:
+                    refusal = Refusal(reasons.UNAUTHORIZED, denied.message)
+                await problems.answer(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

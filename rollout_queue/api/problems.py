@@ -17,6 +17,7 @@ from rollout_queue.ledger.refusal import Refusal
 # clients try again.
 STATUS: Mapping[str, int] = {
     reasons.UNAUTHORIZED: 401,
+    reasons.WRONG_ROLE: 403,
     reasons.FINGERPRINT: 403,
     reasons.ORIGIN: 403,
     reasons.RUN_FINISHED: 409,

@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from protocol import tokens
 from rollout_worker.user_code.failures import UserCodeError
 from rollout_worker.user_code.group_guard import GroupGuard
 
@@ -55,7 +56,7 @@ class ChildProcess:
                 [sys.executable, "-m", "rollout_worker.user_code.child", self._task_path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**tokens.outside(os.environ), "PYTHONPATH": path},
                 start_new_session=True,
             )
             self._guard.add(self._process.pid)

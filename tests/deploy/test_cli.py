@@ -236,4 +236,5 @@ def test_each_command_is_one_line_of_the_help(
         "rollouts",
         "ledger",
         "replay",
+        "token",
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from protocol import tokens
 from protocol.client import QueueClient
 from protocol.config import load
 from protocol.status import Status
@@ -137,6 +138,42 @@ def test_a_worker_the_queue_and_a_server_are_killed_and_the_run_goes_on(
     until(lambda: "worker-0" in {worker.worker_id for worker in asyncio.run(status(url)).workers})
     told = release(launcher, run_file)
     assert "queue of run small" in told
+
+
+@pytest.fixture
+def secret(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the run, whose task says all that it is told. Comes before `launcher`."""
+    made = "0123456789abcdef0123456789abcdef"
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", made)
+    task = load(run_file).task.file
+    telling = "import os, subprocess\nprint('told', dict(os.environ))\nsubprocess.run(['env'])\n"
+    task.write_text(telling + task.read_text(), encoding="utf-8")
+    return made
+
+
+def test_i8_no_file_command_line_or_log_of_a_run_holds_a_token_and_user_code_is_told_none(
+    run_file: Path, secret: str, launcher: subprocess.Popen[str]
+) -> None:
+    heard = read_until(launcher, "step 7", "queue answers after", "vllm-0 answers after")
+    derived = {role: tokens.derived(secret, role) for role in tokens.ROLES}
+    run = psutil.Process(launcher.pid)
+    environments: dict[str, str] = {}
+    for process in [run, *run.children(recursive=True)]:
+        line = process.cmdline()
+        assert not [word for word in line for token in (secret, *derived.values()) if token in word], line
+        if len(line) > 4 and line[3] == "deploy.cli":
+            environments[line[4]] = process.environ()["SLIPSTREAM_TOKEN"]
+    # Who runs code of the user's has not the secret.
+    assert environments["queue"] == secret
+    assert environments["worker"] == derived["worker"]
+    assert environments["learner"] == derived["learner"]
+    told = "".join(heard) + release(launcher, run_file)
+    assert "'PATH'" in told
+    assert "PWD=" in told
+    for token in (secret, *derived.values()):
+        assert token not in told
+        for file in run_directory(run_file).rglob("*"):
+            assert file.is_dir() or token.encode() not in file.read_bytes(), file
 
 
 async def status(url: str) -> Status:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol import tokens
 from protocol.config import load
 from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
 from tests.deploy.conftest import run_directory, save_checkpoint
@@ -356,7 +357,8 @@ def test_servers_and_workers_are_numbered(stage: Stage) -> None:
 
 
 def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: Path) -> None:
-    """With the real check. The token goes by the environment only: no command line and no file holds it."""
+    """With the real check. The token goes by the environment only: no command line and no file holds it. Who runs the
+    user's code has its role's (I8)."""
     text = run_file.read_text().replace("[queue]", f'[queue]\ntoken = "{TOKEN}"')
     run_file.write_text(text, encoding="utf-8")
     save_checkpoint(run_file)
@@ -371,7 +373,9 @@ def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: 
     lines = (stage.folder / "calls").read_text().splitlines()
     assert len(lines) == 5
     for line in lines:
-        assert line.split("|")[1] == TOKEN
+        role = line.split("|")[4].split()[0]
+        derived = tokens.derived(TOKEN, "worker" if role == "worker" else "learner")
+        assert line.split("|")[1] == (TOKEN if role in ("queue", "vllm") else derived)
         assert TOKEN not in line.split("|")[4]
     assert "steps = 7 " in (directory / "run.toml").read_text()
     for file in directory.rglob("*"):

@@ -19,7 +19,7 @@ PACKAGE = Path(rollout_queue.__file__).parent
 # What clients branch on: it may grow, but never change.
 ON_THE_WIRE = {
     401: "unauthorized",
-    403: "fingerprint origin",
+    403: "wrong_role fingerprint origin",
     409: "run_finished run_exists session_awaited session_superseded lease_lapsed not_leased ack_ambiguous "
     "step_missing step_unknown version_conflict version_missing server_unknown transition_forbidden unregistered "
     "gave_up evaluations_open",

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -27,6 +28,11 @@ def echo(value: str) -> str:
 def pid() -> int:
     """Where it runs."""
     return os.getpid()
+
+
+def environment() -> str:
+    """What programs are told."""
+    return json.dumps(dict(os.environ))
 
 
 async def pid_async() -> dict[str, int]:
@@ -129,7 +135,7 @@ def no_rewards(completions, **columns):
     return [0.0] * len(completions)
 
 
-TOOLS = [echo, pid, pid_async, fail, alarmed, leave_an_alarm, alarm_left, long, child, fork, scribble]
+TOOLS = [echo, pid, environment, pid_async, fail, alarmed, leave_an_alarm, alarm_left, long, child, fork, scribble]
 
 task = Task(
     dataset=[{"prompt": [{"role": "user", "content": "Go."}]}],

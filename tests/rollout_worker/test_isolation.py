@@ -72,6 +72,16 @@ async def test_i9_a_child_is_used_again_and_serves_whatever_tools_do():
     assert not is_alive(pid)
 
 
+async def test_i8_a_child_is_not_told_the_token(monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "hidden")
+    monkeypatch.setenv("SLIPSTREAM_TOKEN_FILE", "/hidden")
+    monkeypatch.setenv("SEEN", "seen")
+    async with boundary() as code:
+        told = json.loads(await code.call_isolated("environment", {}, 60.0))
+    assert told["SEEN"] == "seen"
+    assert not [value for value in told.values() if "hidden" in value]
+
+
 async def test_i9_a_child_that_dies_or_does_not_come_back_fails_its_call_alone():
     async with boundary() as code:
         pids = []

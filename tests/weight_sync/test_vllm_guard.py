@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from deploy import vllm_server
+from protocol import tokens
+from protocol.config import ConfigError
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import ServerUnfit
 from rollout_worker.inference.wire import GenerateRequest, sampling_params
@@ -24,7 +26,7 @@ async def served(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "served"})
 
 
-def ask(path: str, authorization: str | None = None, kind: str = "http") -> list[dict[str, Any]]:
+def ask(path: str, authorization: str | None = None, kind: str = "http", root: str = "") -> list[dict[str, Any]]:
     """What the guard, made now, sends for a request."""
     sent: list[dict[str, Any]] = []
 
@@ -32,7 +34,7 @@ def ask(path: str, authorization: str | None = None, kind: str = "http") -> list
         sent.append(message)
 
     headers = [] if authorization is None else [(b"authorization", authorization.encode())]
-    scope = {"type": kind, "path": path, "headers": headers, "method": "POST"}
+    scope = {"type": kind, "path": path, "headers": headers, "method": "POST", "root_path": root}
     asyncio.run(RequireToken(served)(scope, None, send))  # type: ignore[arg-type]
     return sent
 
@@ -54,6 +56,63 @@ def test_i8_the_token_opens_every_route_and_the_health_probe_needs_none(monkeypa
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
     assert ask("/update_weights", "Bearer secret")[0]["status"] == 200
     assert ask("/health")[0]["status"] == 200
+
+
+ROUTES = {
+    "/inference/v1/generate": "worker learner",
+    "/inference/v1/abort_requests": "worker learner",
+    "/v1/models": "worker learner",
+    "/v1/completions": "worker learner",
+    "/tokenize": "worker learner",
+    "/v1/load_lora_adapter": "learner",
+    "/v1/unload_lora_adapter": "learner",
+    "/metrics": "worker learner viewer",
+    "/version": "worker learner viewer",
+    "/server_info": "learner",
+    "/weight_info": "learner",
+    "/pause": "learner",
+    "/resume": "learner",
+    "/init_weight_transfer_engine": "learner",
+    "/update_weights": "learner",
+    "/collective_rpc": "learner",
+    "/slipstream/state": "learner",
+    "/slipstream/swap": "learner",
+    "/v1": "learner",
+    "//v1/models": "learner",
+    "/metrics/x": "learner",
+    "/nowhere": "learner",
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("role", tokens.ROLES)
+def test_i8_a_role_s_token_opens_its_routes_alone(
+    path: str, role: tokens.Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    held = tokens.derived("secret", role)
+    start, body = ask(path, f"Bearer {held}")
+    needed = ROUTES[path].split()
+    assert start["status"] == (200 if role in needed else 403)
+    if role not in needed:
+        assert f"needs the token of a {needed[0]}, and this is a {role}'s".encode() in body["body"]
+        assert held.encode() not in body["body"]
+
+
+def test_i8_a_root_path_opens_no_other_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with vLLM's --root-path /v1, which the router takes away before it looks."""
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    held = tokens.derived("secret", "worker")
+    assert ask("/v1/pause", f"Bearer {held}", root="/v1")[0]["status"] == 403
+    assert ask("/v1/health", root="/v1")[0]["status"] == 200
+
+
+def test_i8_a_server_that_has_a_role_s_token_only_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", tokens.derived("secret", "worker"))
+    with pytest.raises(tokens.TokenError, match="needs the run's secret"):
+        RequireToken(served)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs the run's secret"):
+        vllm_server.run(config(), 0)
 
 
 def test_i8_a_websocket_without_the_token_is_closed_before_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:

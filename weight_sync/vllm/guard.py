@@ -1,41 +1,65 @@
-"""The token on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8).
+"""The tokens on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8).
 
 vLLM's `--api-key` leaves its weight-transfer routes open to anyone who can reach the port.
 """
 
 from __future__ import annotations
 
-import hmac
-import os
-
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from protocol import tokens
+
 HEALTH = "/health"
+
+# What says nothing of prompts and changes nothing.
+_EVERYONES = ("/metrics", "/version", "/ping", "/load")
+# Sampling; the learner scores its probe there.
+_SAMPLING = ("/inference/", "/v1/")
+# Under /v1/, and changes what is sampled from.
+_CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+def roles_for(path: str) -> tuple[tokens.Role, ...]:
+    """Whose token opens the route. What is not known changes the model, for all that is known, and is the learner's."""
+    if path in _EVERYONES:
+        return tokens.ROLES
+    if path in ("/tokenize", "/detokenize") or (path.startswith(_SAMPLING) and not path.startswith(_CHANGING)):
+        return ("worker", "learner")
+    return ("learner",)
 
 
 class RequireToken:
-    """ASGI middleware: 401 to a request without `Authorization: Bearer <SLIPSTREAM_TOKEN>`, except the health probe.
+    """ASGI middleware: 401 to a request without a token of the run, 403 with that of a role that may not ask this. The
+    health probe needs none. Of what it refuses, no body is read.
 
-    If SLIPSTREAM_TOKEN is not set when the server starts, everything passes.
+    SLIPSTREAM_TOKEN is the run's secret, as the roles' tokens are checked with it; `TokenError` where it is a role's
+    token. If it is not set when the server starts, everything passes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        token = os.environ.get("SLIPSTREAM_TOKEN")
-        self._expected = f"Bearer {token}".encode() if token else None
+        secret = tokens.given()
+        self._ring = tokens.Ring(secret) if secret else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._expected is None or scope["type"] == "lifespan" or scope["path"] == HEALTH:
+        if self._ring is None or scope["type"] == "lifespan" or (path := _route(scope)) == HEALTH:
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
+        asked = f"{scope.get('method', 'GET')} {path[:200]}"
+        denied = self._ring.denied(given, roles_for(path), asked, "server")
+        if denied is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            wrong = "the token is not the server's" if given else "a token is needed"
-            message = f"{wrong}: set SLIPSTREAM_TOKEN to the server's"
-            error = {"message": message, "type": "Unauthorized", "param": None, "code": 401}
-            await JSONResponse({"error": error}, 401)(scope, receive, send)
+            kind = "Unauthorized" if denied.status == 401 else "Forbidden"
+            error = {"message": denied.message, "type": kind, "param": None, "code": denied.status}
+            await JSONResponse({"error": error}, denied.status)(scope, receive, send)
+
+
+def _route(scope: Scope) -> str:
+    """The path that the application routes by: what follows `--root-path`."""
+    path, root = str(scope["path"]), str(scope.get("root_path") or "")
+    return path[len(root) :] if root and (path == root or path.startswith(f"{root}/")) else path

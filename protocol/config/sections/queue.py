@@ -20,8 +20,10 @@ class QueueSection(Section):
     )
     token: str | None = setting(
         None,
-        description="bearer token of every route; SLIPSTREAM_TOKEN in the environment overrides it",
+        description="the run's secret, which every role's token is derived from; SLIPSTREAM_TOKEN in the environment "
+        "overrides it",
         why="loopback needs none; every other address refuses to start without",
+        repr=False,
     )
     store: Literal["sqlite", ":memory:"] = setting(
         "sqlite",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit, urlunsplit
 
+from protocol import tokens
 from protocol.config import ConfigError
 from protocol.config.sections.addresses import mcp_command
 from rollout_worker.task.tools import mcp_guard
@@ -32,8 +33,6 @@ RETRY_AFTER_S = 1.0
 _CLOSED_WITHIN_S = 10.0
 _HTTP_CONNECT_S = 30.0
 _SHOWN_CHARACTERS = 120
-# Not for other programs: what the queue and the servers let in.
-_SECRETS = ("SLIPSTREAM_TOKEN",)
 
 
 class McpFailed(Exception):
@@ -136,7 +135,7 @@ class McpServer:
         parameters = StdioServerParameters(
             command=sys.executable,
             args=["-I", "-S", mcp_guard.__file__, str(os.getpid()), *self.command],
-            env={name: value for name, value in os.environ.items() if name not in _SECRETS},
+            env=tokens.outside(os.environ),
             cwd=self._folder,
             encoding_error_handler="replace",
         )

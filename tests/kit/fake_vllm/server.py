@@ -11,9 +11,11 @@ from typing import Any
 
 from aiohttp import web
 
+from protocol import tokens
 from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
+from weight_sync.vllm.guard import roles_for
 
 FAULT = web.RequestKey("fault", Fault)
 
@@ -40,7 +42,7 @@ class FakeVllm:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self._scale_out = scale_out
-        self._token = token
+        self._ring = tokens.Ring(token) if token else None
         self._aborts: dict[str, asyncio.Event] = {}
         self._connections: set[asyncio.BaseTransport] = set()
         self.app = web.Application(middlewares=[self._middleware], client_max_size=1 << 30)
@@ -92,8 +94,8 @@ class FakeVllm:
         self.calls.append(request.path)
         if request.transport is not None:
             self._connections.add(request.transport)
-        if self._token and request.headers.get("Authorization") != f"Bearer {self._token}":
-            return _refusal(401, "Unauthorized", "Unauthorized")
+        if self._ring is not None and (denied := self._denied(self._ring, request)):
+            return _refusal(denied.status, f"Unauthorized: {denied.message}", "Unauthorized")
         fault = self.faults.take(request.path)
         if fault is not None:
             request[FAULT] = fault
@@ -111,6 +113,11 @@ class FakeVllm:
             return _refusal(500, str(error), "InternalServerError")
         except web.HTTPException as error:
             return _refusal(error.status, error.reason, error.reason)
+
+    def _denied(self, ring: tokens.Ring, request: web.Request) -> tokens.Denied | None:
+        """As the guard does."""
+        given = request.headers.get("Authorization", "").encode()
+        return ring.denied(given, roles_for(request.path), f"{request.method} {request.path}", "server")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if not self._scale_out:

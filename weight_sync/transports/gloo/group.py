@@ -6,15 +6,16 @@ Rank 0 is the learner, ranks 1..n are the workers of one server.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
-# torch's annotations leave out stores and process groups.
-dist: Any = torch.distributed
+from weight_sync.transports.gloo import rendezvous
+from weight_sync.transports.gloo.peers import prove_peers
+from weight_sync.transports.gloo.rendezvous import dist as dist  # re-exported
 
 OK = 1
 BAD_DIGEST = 2
@@ -24,7 +25,8 @@ BAD_DIGEST = 2
 class InitInfo:
     """Body of `/init_weight_transfer_engine`: where the learner listens, and how it sends.
 
-    world_size: the learner and all workers. bucket_bytes: bytes of one broadcast. timeout_s: bounds every wait.
+    world_size: the learner and all workers. bucket_bytes: bytes of one broadcast. timeout_s: bounds every wait. secret:
+    of this group alone, random, in hex digits; this body travels over a route that wants the learner's token.
     """
 
     master_address: str
@@ -32,6 +34,11 @@ class InitInfo:
     world_size: int
     bucket_bytes: int
     timeout_s: float
+    secret: str = field(repr=False)
+
+    @property
+    def key(self) -> bytes:
+        return bytes.fromhex(self.secret)
 
 
 class GlooGroup:
@@ -41,7 +48,8 @@ class GlooGroup:
     """
 
     def __init__(self, store: Any, rank: int, info: InitInfo, local_host: str) -> None:
-        """Blocks until all `info.world_size` ranks have come to `store`. `local_host`: this end's own address."""
+        """Blocks until all `info.world_size` ranks have come to `store`, and each has proved to each other that it
+        holds the group's secret. `local_host`: this end's own address."""
         self._timeout = timedelta(seconds=info.timeout_s)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_host)]
@@ -50,19 +58,15 @@ class GlooGroup:
         self.rank = rank
         self.size = info.world_size
         self._bucket_bytes = info.bucket_bytes
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, self.size, options)
+        self._group = dist.ProcessGroupGloo(store, rank, self.size, options)
+        prove_peers(self._group, rank, self.size, info.key, info.timeout_s)
 
     @classmethod
     def join(cls, info: InitInfo, rank: int) -> GlooGroup:
         """A worker's place in the group of the learner that `info` names; blocks until all are there."""
-        store = dist.TCPStore(
-            info.master_address,
-            info.master_port,
-            info.world_size,
-            is_master=False,
-            timeout=timedelta(seconds=info.timeout_s),
-        )
-        return cls(store, rank, info, local_host_towards(info.master_address))
+        store, line = rendezvous.come(info.master_address, info.master_port, info.key, rank, info.timeout_s)
+        with closing(line):
+            return cls(store, rank, info, local_host_towards(info.master_address))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """`tensor` of rank 0 into `tensor` of all others, in place."""

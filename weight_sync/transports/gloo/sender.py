@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+import secrets
 from dataclasses import asdict
-from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -14,20 +12,21 @@ from weight_sync.cancellation import on_thread, together
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.group import OK, GlooGroup, InitInfo, dist
+from weight_sync.transports.gloo.group import OK, GlooGroup, InitInfo
+from weight_sync.transports.gloo.rendezvous import Rendezvous
 from weight_sync.transports.staged import StagedTransport
 
 
 class GlooTransport(StagedTransport):
     """See `StagedTransport`. Blocking calls of gloo run on threads.
 
-    The rendezvous and gloo's own connections know no authentication: anyone who reaches `weight_sync.host` while a
-    server is being connected can take a worker's place. Let it be an address in a network of the run's machines alone.
+    Who has not the group's secret gets nothing at the rendezvous, nor over gloo's own connections (`peers`). These are
+    neither encrypted nor checked after that: who can change packets between the machines can change weights.
     """
 
     def __init__(self, section: WeightSyncSection) -> None:
         super().__init__(section)
-        self._store: Any = None
+        self._rendezvous: Rendezvous | None = None
         self._group: GlooGroup | None = None
 
     @property
@@ -49,31 +48,30 @@ class GlooTransport(StagedTransport):
 
     def _listen(self, workers: int) -> InitInfo:
         host, timeout_s = self._section.host, self._section.timeout_s
+        secret = secrets.token_bytes(32)
         try:
-            # The rendezvous listens on a socket of ours, so that no other process can take the port in between.
-            listener = socket.create_server((host, 0))
-            info = InitInfo(host, listener.getsockname()[1], workers + 1, self._section.bucket_bytes, timeout_s)
-            self._store = dist.TCPStore(
-                host,
-                info.master_port,
-                info.world_size,
-                is_master=True,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-        except (OSError, RuntimeError) as error:
+            self._rendezvous = Rendezvous(host, secret, workers + 1, timeout_s)
+        except OSError as error:
             raise TransferError(
                 f"weight_sync.host = {host}: cannot listen there: {error}; name an address of the learner's machine"
             ) from error
-        return info
+        port = self._rendezvous.port
+        return InitInfo(host, port, workers + 1, self._section.bucket_bytes, timeout_s, secret.hex())
 
     def _meet(self, info: InitInfo) -> None:
+        rendezvous = self._rendezvous
+        if rendezvous is None:
+            raise TransferError("the transport was closed")
         try:
-            self._group = GlooGroup(self._store, 0, info, info.master_address)
+            self._group = GlooGroup(rendezvous.store, 0, info, info.master_address)
         except RuntimeError as error:
-            address = f"{info.master_address}:{info.master_port}"
-            raise TransferError(f"the server's workers did not come to {address}: {error}") from error
+            away = rendezvous.turned_away
+            strangers = f"; {away} connections without the secret were turned away there" if away else ""
+            raise TransferError(
+                f"the server's workers did not come to {info.master_address}:{info.master_port}: {error}{strangers}"
+            ) from error
+        finally:
+            rendezvous.close()  # all are there, or nobody is waited for
 
     def _send(self, group: GlooGroup, snapshot: Snapshot) -> None:
         """Returns when every worker has the snapshot staged and its digest agrees."""
@@ -88,4 +86,7 @@ class GlooTransport(StagedTransport):
             raise TransferError(f"what workers {bad} received has another digest than what was sent")
 
     def _let_go(self) -> None:
-        self._group = self._store = None  # blocks until gloo's threads have ended
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.close()
+        self._group = None  # blocks until gloo's threads have ended

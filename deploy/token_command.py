@@ -1,0 +1,49 @@
+"""What the command line does with tokens: print a role's, keep them out of arguments, ask for the secret."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocol import tokens
+from protocol.config import ConfigError, RunConfig
+
+
+def token_of(role: str, file: Path | None) -> str:
+    """The role's token, made of the secret in `file`, else in the environment. Raises `ConfigError`."""
+    if role not in tokens.ROLES:
+        raise ConfigError(f"ROLE = {role}: there is no such role; the roles are: {', '.join(tokens.ROLES)}")
+    try:
+        secret = tokens.from_file(file) if file is not None else tokens.given()
+        if not secret:
+            raise ConfigError(
+                f"{tokens.VARIABLE} is not set: set it to the run's secret, or give a file that holds it with --file"
+            )
+        if len(tokens.secret_of(secret)) < tokens.LEAST_CHARACTERS:
+            raise ConfigError(
+                f"the secret has {len(secret)} characters, and whoever holds a role's token could find it by trying: "
+                f"take a random one of at least {tokens.LEAST_CHARACTERS}, as from openssl rand -hex 16"
+            )
+        return tokens.derived(secret, role)
+    except tokens.TokenError as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raises `ConfigError` for a token among them: every user of the machine can read a command line."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name == "--queue.token" or tokens.role_of(argument) is not None:
+            raise ConfigError(
+                f"{name if name.startswith('--') else 'a token'}: a token does not belong on a command line, which "
+                f"every user of the machine can read: set {tokens.VARIABLE}, or {tokens.FILE_VARIABLE} to a file with "
+                f"mode 0600 that holds it"
+            )
+
+
+def check_secret(config: RunConfig) -> None:
+    """Raises `ConfigError` where a process that checks others' tokens was given a role's, not the run's secret."""
+    try:
+        tokens.secret_of(config.token or "")
+    except tokens.TokenError as error:
+        raise ConfigError(str(error)) from None

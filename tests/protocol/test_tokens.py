@@ -1,0 +1,178 @@
+"""I8: the run's secret, and what is derived from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.token_command import check_arguments, token_of
+from protocol import tokens
+from protocol.config import ConfigError
+from tests.kit import config
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def no_token_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tokens.VARIABLE, raising=False)
+    monkeypatch.delenv(tokens.FILE_VARIABLE, raising=False)
+    monkeypatch.setattr(tokens, "_hidden", None)
+
+
+def bearer(token: str) -> bytes:
+    return f"Bearer {token}".encode()
+
+
+def test_i8_a_role_s_token_is_stable_told_apart_and_holds_nothing_of_the_secret() -> None:
+    made = {role: tokens.derived(SECRET, role) for role in tokens.ROLES}
+    assert made["worker"] == "slw-VotpizjGqmT5UK-tr5rshRm6jgubCcDU6Tk4w4ZYM4M"  # workers elsewhere keep theirs
+    assert len(set(made.values())) == 3
+    assert {role: tokens.role_of(token) for role, token in made.items()} == {role: role for role in tokens.ROLES}
+    assert not any(SECRET in token for token in made.values())
+    assert tokens.derived(SECRET + "x", "worker") != made["worker"]
+
+
+@pytest.mark.parametrize("role", tokens.ROLES)
+def test_i8_no_token_can_be_derived_from_a_role_s(role: tokens.Role) -> None:
+    held = tokens.derived(SECRET, role)
+    with pytest.raises(tokens.TokenError, match=f"holds a {role}'s token, and .* needs the run's secret") as error:
+        tokens.derived(held, "learner")
+    assert held not in str(error.value)
+    with pytest.raises(tokens.TokenError):
+        tokens.Ring(held)
+    assert tokens.of(held, "learner") == held
+
+
+def test_what_a_process_sends_is_its_role_s_token_and_never_the_secret() -> None:
+    run = config(queue={"token": SECRET})
+    assert run.token == SECRET
+    for role in tokens.ROLES:
+        assert run.token_for(role) == tokens.derived(SECRET, role)
+    assert config().token_for("worker") is None
+    assert SECRET not in repr(run)
+
+
+@pytest.mark.parametrize("role", tokens.ROLES)
+def test_i8_a_ring_knows_every_role_and_nothing_else(role: tokens.Role) -> None:
+    ring = tokens.Ring(SECRET)
+    token = tokens.derived(SECRET, role)
+    assert ring.holder(bearer(token)) == role
+    assert ring.holder(bearer(SECRET)) == "all"
+    for wrong in ("", token[:-1], token + "x", token.upper(), f"slw-{token[4:-1]}x", "slw-"):
+        assert ring.holder(bearer(wrong)) is None
+    assert ring.holder(token.encode()) is None
+    assert ring.holder(b"\xff" * 100) is None
+    assert tokens.Ring(SECRET + "x").holder(bearer(token)) is None
+
+
+def test_a_refusal_names_the_role_that_is_needed_and_how_to_get_it() -> None:
+    ring, held = tokens.Ring(SECRET), tokens.derived(SECRET, "viewer")
+    denied = ring.denied(bearer(held), ("learner",), "POST /v1/leases", "queue")
+    assert denied is not None
+    assert denied.status == 403
+    assert "POST /v1/leases needs the token of a learner, and this is a viewer's" in denied.message
+    assert "`slipstream token learner`" in denied.message
+    nobody = ring.denied(b"Bearer guess", tokens.ROLES, "GET /", "queue")
+    assert nobody is not None
+    assert nobody.status == 401
+    assert not {held, SECRET, "guess"} & {*denied.message.split(), *nobody.message.split()}
+    assert ring.denied(bearer(SECRET), ("learner",), "", "") is None
+    assert ring.denied(bearer(held), tokens.ROLES, "", "") is None
+
+
+def test_the_environment_goes_before_the_file_and_both_before_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from-a-file\n")
+    file.chmod(0o600)
+    run = config(queue={"token": "from-the-run-file"})
+    assert run.token == "from-the-run-file"
+    monkeypatch.setenv(tokens.FILE_VARIABLE, str(file))
+    assert run.token == "from-a-file"
+    monkeypatch.setenv(tokens.VARIABLE, "from-the-environment")
+    assert run.token == "from-the-environment"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ("s3cret-of-the-run", 0o644, "other users may use it (mode 0644): chmod 600"),
+        ("s3cret-of-the-run", 0o620, "other users may use it (mode 0620)"),
+        (" \n", 0o600, "holds no token; write one line"),
+        ("s3cret-of-the-run\nanother", 0o600, "holds no token; write one line"),
+        ("s3cret-of-the-run" * 1000, 0o600, "holds no token; write one line"),
+    ],
+)
+def test_i8_a_file_that_others_may_read_or_that_holds_no_token_is_refused(
+    tmp_path: Path, text: str, mode: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text(text)
+    file.chmod(mode)
+    monkeypatch.setenv(tokens.FILE_VARIABLE, str(file))
+    with pytest.raises(tokens.TokenError) as error:
+        tokens.given()
+    assert says in str(error.value)
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(tokens.TokenError, match=r"gone: the token cannot be read: No such file"):
+        tokens.from_file(tmp_path / "gone")
+
+
+def test_i8_what_is_hidden_is_in_no_child_s_environment_and_still_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tokens.VARIABLE, SECRET)
+    tokens.hide()
+    assert config().token_for("worker") == tokens.derived(SECRET, "worker")
+    assert SECRET not in subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    assert tokens.outside({tokens.VARIABLE: "a", tokens.FILE_VARIABLE: "b", "PATH": "c"}) == {"PATH": "c"}
+
+
+def test_the_command_prints_a_role_s_token_of_the_environment_s_secret_or_of_a_file_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    assert token_of("viewer", file) == tokens.derived(SECRET, "viewer")
+    monkeypatch.setenv(tokens.VARIABLE, SECRET)
+    line = [sys.executable, "-m", "deploy.cli", "token", "learner"]
+    printed = subprocess.run(line, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
+    assert printed == tokens.derived(SECRET, "learner") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("role", "held", "says"),
+    [
+        ("admin", SECRET, "ROLE = admin: there is no such role; the roles are: worker, learner, viewer"),
+        ("worker", "", "SLIPSTREAM_TOKEN is not set"),
+        ("worker", "hunter2", "the secret has 7 characters, and whoever holds a role's token could find it by trying"),
+        ("learner", tokens.derived(SECRET, "worker"), "holds a worker's token"),
+    ],
+)
+def test_what_the_command_cannot_derive_from_is_named(
+    role: str, held: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(tokens.VARIABLE, held)
+    with pytest.raises(ConfigError) as error:
+        token_of(role, None)
+    assert says in str(error.value)
+    assert not held or held not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--queue.token", SECRET], [f"--queue.token={SECRET}"], [tokens.derived(SECRET, "viewer")]]
+)
+def test_i8_a_token_on_a_command_line_is_refused_and_not_repeated(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="every user of the machine can read: set SLIPSTREAM_TOKEN") as error:
+        check_arguments(["up", "run.toml", *arguments])
+    assert SECRET not in str(error.value)
+    assert arguments[-1] not in str(error.value)
+    check_arguments(["up", "run.toml", "--queue.port", "8200"])

@@ -1,0 +1,106 @@
+"""I8: which role's token opens which of the queue's routes."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+
+from protocol import codec, routes, tokens
+from protocol.client import QueueClient, Refused
+from protocol.config import ConfigError
+from protocol.messages import Problem
+from rollout_queue import service
+from rollout_queue.api.app import create_app
+from rollout_queue.api.guards import roles_for
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit import config
+from tests.kit.queue import serving
+
+SECRET = "0123456789abcdef"
+ANYONE, WORKER, LEARNER = tokens.ROLES, ("worker",), ("learner",)
+ROUTES = {
+    ("POST", routes.TICKETS): WORKER,
+    ("POST", routes.TICKET_FAIL_OF): WORKER,
+    ("POST", routes.WORKER_OF): WORKER,
+    ("PUT", routes.GROUP_OF): WORKER,
+    ("GET", routes.POLICY): ANYONE,
+    ("POST", routes.POLICY): LEARNER,
+    ("GET", routes.EVALUATIONS): LEARNER,
+    ("POST", routes.EVALUATIONS): LEARNER,
+    ("POST", routes.LEASES): LEARNER,
+    ("POST", routes.LEASE_ACK_OF): LEARNER,
+    ("POST", routes.LEASE_RENEW_OF): LEARNER,
+    ("POST", routes.LEASE_RELEASE_OF): LEARNER,
+    ("GET", routes.SERVERS): ANYONE,
+    ("PUT", routes.SERVER_OF): LEARNER,
+    ("DELETE", routes.SERVER_OF): LEARNER,
+    ("POST", routes.SERVERS): LEARNER,
+    ("POST", routes.FINISH): LEARNER,
+    ("GET", routes.STATUS): ANYONE,
+    ("GET", routes.METRICS): ANYONE,
+    ("GET", routes.ROLLOUTS): ANYONE,
+    ("GET", routes.READY): ANYONE,
+    ("GET", "/nowhere"): LEARNER,
+    ("GET", "/v1/ticketsx"): LEARNER,
+    ("POST", routes.STATUS): LEARNER,
+}
+
+
+def written(path: str) -> str:
+    return path.format(id="x", name="x")
+
+
+def test_every_route_of_the_queue_has_its_role_in_the_table() -> None:
+    app = create_app(config(), SqliteStore(MEMORY))
+    known = {
+        (method, route.path)  # type: ignore[attr-defined]
+        for route in app.routes
+        for method in getattr(route, "methods", ())
+        if method != "HEAD"
+    }
+    assert known - {("GET", routes.HEALTH)} <= {*ROUTES}
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_i8_the_table_of_roles(method: str, path: str) -> None:
+    assert roles_for(method, written(path)) == ROUTES[method, path]
+
+
+async def test_i8_a_role_s_token_is_refused_where_another_s_is_needed_and_nothing_is_changed() -> None:
+    async with serving(config(queue={"token": SECRET})) as queue, aiohttp.ClientSession() as session:
+        for (method, path), roles in ROUTES.items():
+            for role in tokens.ROLES:
+                headers = {"Authorization": f"Bearer {tokens.derived(SECRET, role)}"}
+                async with session.request(method, queue.url + written(path), headers=headers) as response:
+                    body = await response.read()
+                if role in roles:
+                    assert response.status not in (401, 403), (method, path, role)
+                    continue
+                assert response.status == 403, (method, path, role)
+                problem = codec.decode_json(body, Problem)
+                assert problem.reason == "wrong_role"
+                assert f"needs the token of a {roles[0]}, and this is a {role}'s" in problem.message
+                assert SECRET not in problem.message
+
+
+async def test_i8_the_secret_and_every_role_read_status_and_a_worker_may_not_lease() -> None:
+    async with serving(config(queue={"token": SECRET})) as queue:
+        for token in (SECRET, *(tokens.derived(SECRET, role) for role in tokens.ROLES)):
+            async with QueueClient(queue.url, token) as client:
+                assert (await client.status()).step == 0
+        async with QueueClient(queue.url, tokens.derived(SECRET, "worker"), patience_s=0.0) as client:
+            with pytest.raises(Refused, match="`slipstream token learner`"):
+                await client.finish(0)
+
+
+async def test_i8_what_another_run_derived_opens_nothing() -> None:
+    another = tokens.derived("another run's secret", "learner")
+    async with serving(config(queue={"token": SECRET})) as queue, QueueClient(queue.url, another) as client:
+        with pytest.raises(Refused, match="the token is not the queue's: set SLIPSTREAM_TOKEN to the queue's"):
+            await client.status()
+
+
+def test_i8_a_queue_that_has_a_role_s_token_only_does_not_start() -> None:
+    held = tokens.derived(SECRET, "learner")
+    with pytest.raises(ConfigError, match="holds a learner's token, and what checks the tokens of others"):
+        service.serve(config(queue={"token": held, "port": 1}))

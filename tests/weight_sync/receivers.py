@@ -11,7 +11,7 @@ from tests.kit.fake_vllm.engine import FakeEngine
 from weight_sync.cancellation import on_thread, together
 from weight_sync.manifest import Manifest
 from weight_sync.transports.gloo.group import GlooGroup, InitInfo
-from weight_sync.transports.gloo.reception import receive
+from weight_sync.transports.gloo.reception import Reception
 from weight_sync.vllm.staging import Staging
 
 
@@ -39,6 +39,7 @@ class GlooReceiver(Receiver):
     def __init__(self, engine: FakeEngine, workers: int = 1) -> None:
         super().__init__(engine)
         self.groups: list[GlooGroup] = []
+        self.receptions: list[Reception] = []
         self.stagings: list[Staging] = []
         self._workers = workers
         self._timeout_s = 0.0
@@ -57,15 +58,13 @@ class GlooReceiver(Receiver):
         self._timeout_s = info.timeout_s
         ranks = range(1, self._workers + 1)
         self.groups = await together(*(on_thread(GlooGroup.join, info, rank) for rank in ranks))
+        self.receptions = [Reception(group) for group in self.groups]
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         manifest = Manifest(**update_info)
-        self.stagings = [Staging(partial(self._arrived, group, manifest), dict) for group in self.groups]
+        self.stagings = [Staging(partial(reception.receive, manifest), _copied) for reception in self.receptions]
         for staging in self.stagings:
             staging.start()
-
-    def _arrived(self, group: GlooGroup, manifest: Manifest) -> dict[str, torch.Tensor]:
-        return receive(group, manifest, torch.empty(manifest.total_bytes(), dtype=torch.uint8))
 
     async def _look(self, body: Any) -> None:
         for staging in self.stagings:
@@ -76,3 +75,7 @@ class GlooReceiver(Receiver):
     def _load(self, body: Any) -> None:
         assert self._engine.paused, "the model was touched beside generation"
         self.loaded += [staging.shadow for staging in self.stagings]
+
+
+def _copied(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}

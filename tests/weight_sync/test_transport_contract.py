@@ -103,7 +103,7 @@ async def test_f2_damaged_weights_never_reach_the_model(name: str) -> None:
         transport = await r.connected()
         await r.publish(transport, snapshot(1))
         damaged = snapshot(2)
-        damaged.__dict__["digest"] = bytes(32)
+        damaged.__dict__["digest"] = bytes(16)
         with pytest.raises((TransferError, ControlError)):
             await r.publish(transport, damaged)
         assert len(r.receiver.loaded) == 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+from weight_sync.vllm import torch_packing
 from weight_sync.vllm.staging import Staging, Weights
 
 
@@ -27,6 +28,8 @@ class StagedEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         self._staging: Staging | None = None
         self._buffer: torch.Tensor | None = None
+        if self.device.type == "cpu":
+            torch_packing.install()
 
     @property
     def shadow(self) -> Any:

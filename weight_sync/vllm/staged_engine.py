@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from weight_sync.vllm import torch_packing
+from weight_sync import memory
 from weight_sync.vllm.staging import Staging, Weights
 
 
@@ -27,7 +28,7 @@ class StagedEngine(WeightTransferEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._staging: Staging | None = None
-        self._buffer: torch.Tensor | None = None
+        self._buffer = memory.Staging()
         if self.device.type == "cpu":
             torch_packing.install()
 
@@ -47,9 +48,7 @@ class StagedEngine(WeightTransferEngine):
 
     def buffer(self, size: int) -> torch.Tensor:
         """uint8 [size] on the host, the same memory at every update of that size: to be called by `receive` only."""
-        if self._buffer is None or len(self._buffer) != size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        return self._buffer
+        return self._buffer.take(size)
 
     def start_weight_update(self) -> None:
         """Raises RuntimeError while the thread of the update before still works."""
@@ -97,6 +96,6 @@ class StagedEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Drop the connection and what is staged. A thread that still receives keeps the buffer to itself."""
         if self._staging is not None and self._staging.is_alive():
-            self._buffer = None
+            self._buffer.forget()
         self._staging = None
         self.disconnect()

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
+from weight_sync.vllm.proof_layers import held
 from weight_sync.vllm.reload import Reload
 from weight_sync.vllm.staging import Weights
 from weight_sync.vllm.torch_packing import LOOKUP_ONLY
@@ -72,7 +73,8 @@ def check_can_be_shadowed(model: Any) -> None:
 
 
 class Shadow:
-    """The new weights in modules of their own. `pairs`: the live modules and their twins, of those that were loaded."""
+    """The new weights in modules of their own. `pairs`: the live modules and their twins, of those that were loaded;
+    `proven`: what the twins hold, which is what the live modules must hold after the exchange."""
 
     def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
         all_pairs = twins_of(model)
@@ -84,6 +86,7 @@ class Shadow:
         except BaseException:
             let_go(all_pairs)
             raise
+        self.proven = held(all_pairs[0].twin)
         self._all = all_pairs
         self._changes = [change for pair in self.pairs for change in _changes(pair)]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weight_sync.vllm import torch_packing
 from weight_sync import memory
+from weight_sync.vllm import torch_packing
 from weight_sync.vllm.staging import Staging, Weights
 
 

@@ -20,7 +20,6 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,7 @@ from benchmarks.weight_sync_server import SIZES, START_TIMEOUT_S, Load, Size, ma
 from protocol.config import WeightSyncSection
 from tests.kit.ports import free_port
 from weight_sync.manifest import Manifest
-from weight_sync.memory import Reserve
+from weight_sync.memory import Reserve, fresh, touch
 from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.server_control import ServerControl, Swap
 from weight_sync.server_sync import ServerSync
@@ -90,7 +89,7 @@ class Series:
 
 
 class Learner:
-    """A learner that only publishes. `snapshot_s`: what each snapshot took."""
+    """A learner that only publishes. `snapshot_s`: what each snapshot took, `copy_s`: a copy of its bytes after it."""
 
     def __init__(self, size: Size, model: Any) -> None:
         self.snapshot_s: list[float] = []
@@ -102,7 +101,9 @@ class Learner:
         self._bytes = Manifest.of(self._weights, self._dtype).total_bytes()
         self._reserve = Reserve(most=1)
         self._reserve.expect(self._bytes)
+        self.copy_s: list[float] = []
         self._flat: torch.Tensor | None = None
+        self._other = touched(self._bytes)
 
     def step(self) -> Snapshot:
         """Weights that differ everywhere from those before, and their snapshot."""
@@ -119,6 +120,9 @@ class Learner:
         snapshot = Snapshot(self._version, self._weights.items(), probe, self._dtype, buffer)
         self.snapshot_s.append(time.perf_counter() - began)
         self._flat = snapshot.flat
+        began = time.perf_counter()
+        self._other.copy_(snapshot.flat)
+        self.copy_s.append(time.perf_counter() - began)
         return snapshot
 
 
@@ -166,7 +170,6 @@ async def measured(size: Size, model: Any, rounds: int, url: str) -> dict[str, A
         await control.wait_until_up(START_TIMEOUT_S)
         run = Run(learner, control, size.dtype, rounds)
         first = learner.step()
-        copies_s = _copies_s(first.flat, rounds)
         await run.sync.publish(first)
         await run.baseline.connect(free_port())
         await run.baseline.raw_s(first)
@@ -176,21 +179,9 @@ async def measured(size: Size, model: Any, rounds: int, url: str) -> dict[str, A
             loaded = await run.series(load)
             swaps = control.swaps[before:]
             whole_s = [await run.baseline.whole_pause_s(learner.step()) for _ in range(max(2, rounds // 2))]
-    return _figures(first, idle, loaded, swaps, copies_s, whole_s, learner.snapshot_s) | {
+    return _figures(first, idle, loaded, swaps, whole_s, learner) | {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
-
-
-def _copies_s(flat: torch.Tensor, rounds: int) -> list[float]:
-    """What it takes to copy the bytes into memory that was used before."""
-    other = flat.clone()
-    return [_seconds(lambda: other.copy_(flat)) for _ in range(max(5, rounds))]
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _figures(
@@ -198,12 +189,11 @@ def _figures(
     idle: Series,
     loaded: Series,
     swaps: list[Swap],
-    copies_s: list[float],
     whole_s: list[float],
-    snapshots_s: list[float],
+    learner: Learner,
 ) -> dict[str, Any]:
     median = statistics.median
-    pause_s, copy_s = median(swap.pause_s for swap in swaps), median(copies_s)
+    pause_s, snapshots_s, copies_s = median(swap.pause_s for swap in swaps), learner.snapshot_s, learner.copy_s
     return {
         "mbytes": round(len(first.flat) / 1e6, 1),
         "pause_ratio": round(pause_s / median(whole_s), 4),
@@ -216,8 +206,8 @@ def _figures(
         "raw_ms": _ms(idle.raw),
         "transfer_load_ratio": round(median(loaded.raw) / median(loaded.send), 3),
         "transfer_load_ms": _ms(loaded.send),
-        "snapshot_ratio": round(median(snapshots_s[1:]) / copy_s, 2),
-        "snapshot_first_ratio": round(snapshots_s[0] / copy_s, 2),
+        "snapshot_ratio": round(median(map(_over, snapshots_s[1:], copies_s[1:])), 2),
+        "snapshot_first_ratio": round(snapshots_s[0] / median(copies_s), 2),
         "snapshot_ms": _ms(snapshots_s[1:]),
         "copy_ms": _ms(copies_s),
         "publish_idle_s": round(median(idle.publish), 4),
@@ -232,6 +222,13 @@ def _figures(
         "gap_ms": _ms(loaded.gaps),
         "gap_undisturbed_ms": _ms(loaded.gaps_undisturbed),
     }
+
+
+def touched(size: int) -> torch.Tensor:
+    """Memory whose pages are there."""
+    flat = fresh(size)
+    touch(flat)
+    return flat
 
 
 def _over(one: float, other: float) -> float:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from protocol.config import ConfigError
 
-LEARNER = ("torch", "accelerate", "blake3", "matplotlib", "safetensors")
+LEARNER = ("torch", "accelerate", "blake3", "matplotlib", "safetensors", "xxhash")
 VLLM = ("vllm",)
 
 

@@ -15,7 +15,7 @@ from weight_sync.cancellation import on_thread, together
 from weight_sync.manifest import Manifest
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.gloo.group import GlooGroup, InitInfo
-from weight_sync.transports.gloo.reception import receive
+from weight_sync.transports.gloo.reception import Reception as GlooReception
 from weight_sync.transports.http.depot import Depot
 from weight_sync.transports.http.reception import InitInfo as HttpInitInfo
 from weight_sync.transports.http.reception import Reception, UpdateInfo
@@ -45,7 +45,7 @@ class Receiver:
 
     def damage(self, sent: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the bytes of `sent` not be what they are said to be."""
-        sent.__dict__["digest"] = bytes(32)
+        sent.__dict__["digest"] = bytes(16)
 
     def gpu(self) -> Gpu:
         """The learner's end, where it needs one."""
@@ -63,6 +63,7 @@ class GlooReceiver(Receiver):
     def __init__(self, engine: FakeEngine, workers: int = 1) -> None:
         super().__init__(engine)
         self.groups: list[GlooGroup] = []
+        self.receptions: list[GlooReception] = []
         self.stagings: list[Staging] = []
         self._workers = workers
         self._timeout_s = 0.0
@@ -81,15 +82,13 @@ class GlooReceiver(Receiver):
         self._timeout_s = info.timeout_s
         ranks = range(1, self._workers + 1)
         self.groups = await together(*(on_thread(GlooGroup.join, info, rank) for rank in ranks))
+        self.receptions = [GlooReception(group) for group in self.groups]
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         manifest = Manifest(**update_info)
-        self.stagings = [Staging(partial(self._arrived, group, manifest), dict) for group in self.groups]
+        self.stagings = [Staging(partial(reception.receive, manifest), _copied) for reception in self.receptions]
         for staging in self.stagings:
             staging.start()
-
-    def _arrived(self, group: GlooGroup, manifest: Manifest) -> dict[str, torch.Tensor]:
-        return receive(group, manifest, torch.empty(manifest.total_bytes(), dtype=torch.uint8))
 
     async def _look(self, body: Any) -> None:
         for staging in self.stagings:

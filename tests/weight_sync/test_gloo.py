@@ -13,6 +13,7 @@ from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooReceiver
+from weight_sync.memory import Staging
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
@@ -58,10 +59,51 @@ async def test_two_workers_receive_the_same_bytes_twice() -> None:
         assert len(r.receiver.loaded) == 4
 
 
+async def test_workers_of_one_host_share_one_reception() -> None:
+    async with connected(workers=3) as r:
+        sent = snapshot()
+        await r.publish(sent)
+        assert r.receiver.groups[0].receivers == [1]
+        assert [group.leader for group in r.receiver.groups] == [1, 1, 1]
+        flat = r.receiver.receptions[0]._staging.take(sent.manifest.total_bytes())
+        for reception in r.receiver.receptions[1:]:
+            assert reception._theirs is not None
+            assert torch.equal(reception._theirs[1], flat)
+        # The memory is the same: who receives again writes into what the others have mapped.
+        flat[0] ^= 1
+        assert all(torch.equal(reception._theirs[1], flat) for reception in r.receiver.receptions[1:])  # type: ignore[index]
+
+
+async def test_workers_that_cannot_map_each_other_receive_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.transports.gloo.hosts._readable", lambda offer: False)
+    async with connected(workers=2) as r:
+        sent = snapshot()
+        await r.publish(sent)
+        assert r.receiver.groups[0].receivers == [1, 2]
+        weights = sent.manifest.views(sent.flat)
+        assert all(torch.equal(loaded["a"], weights["a"]) for loaded in r.receiver.loaded)
+        assert len(r.receiver.loaded) == 2
+
+
+async def test_a_worker_whose_leaders_memory_is_gone_says_so_to_the_learner() -> None:
+    async with connected(workers=2) as r:
+        r.receiver.receptions[0]._staging = Misplaced(shared=True)
+        with pytest.raises(TransferError, match=r"workers \[1\] cannot map the memory"):
+            await r.publish(snapshot())
+
+
+class Misplaced(Staging):
+    """Names a place that holds no buffer."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return super().place[0], 10_000_000
+
+
 async def test_a_digest_that_differs_is_an_error_before_any_pause() -> None:
     async with connected(workers=2) as r:
         damaged = snapshot()
-        damaged.__dict__["digest"] = bytes(32)
+        damaged.__dict__["digest"] = bytes(16)
         with pytest.raises(TransferError, match=r"workers \[0, 1\] received has another digest"):
             await r.publish(damaged)
         assert "/pause" not in r.fake.calls

@@ -136,7 +136,7 @@ async def test_update_weights_returns_while_the_transfer_is_still_to_come(rig: R
 async def test_f2_damaged_weights_are_refused_at_both_ends_and_never_reach_the_model(rig: Rig) -> None:
     transport = await rig.connect()
     damaged = snapshot(1)
-    damaged.__dict__["digest"] = bytes(32)
+    damaged.__dict__["digest"] = bytes(16)
     with pytest.raises(TransferError, match="another digest"):
         await rig.publish(transport, damaged)
     assert rig.engine.staging(5)["stage"] == "failed"

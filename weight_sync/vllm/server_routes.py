@@ -13,7 +13,7 @@ from weight_sync.vllm.route import Handler, RouteError
 # An engine answers between two steps; one that takes longer is not alive to whoever waits.
 LOOK_TIMEOUT_S = 4.0
 # How often the workers are asked how far they are, at first and at last.
-LOOK_EVERY_S = (0.02, 0.25)
+LOOK_EVERY_S = (0.01, 0.1)
 LONGEST_WAIT_S = 60.0
 
 

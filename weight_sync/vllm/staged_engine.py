@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+from weight_sync import memory
 from weight_sync.vllm import torch_packing
 from weight_sync.vllm.staging import Staging, Weights
 
@@ -29,7 +30,7 @@ class StagedEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         self.proven: Any = None
         self._staging: Staging | None = None
-        self._buffer: torch.Tensor | None = None
+        self._buffer = memory.Staging()
         if self.device.type == "cpu":
             torch_packing.install()
 
@@ -49,9 +50,7 @@ class StagedEngine(WeightTransferEngine):
 
     def buffer(self, size: int) -> torch.Tensor:
         """uint8 [size] on the host, the same memory at every update of that size: to be called by `receive` only."""
-        if self._buffer is None or len(self._buffer) != size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        return self._buffer
+        return self._buffer.take(size)
 
     def start_weight_update(self) -> None:
         """Raises RuntimeError while the thread of the update before still works."""
@@ -101,6 +100,6 @@ class StagedEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Drop the connection and what is staged. A thread that still receives keeps the buffer to itself."""
         if self._staging is not None and self._staging.is_alive():
-            self._buffer = None
+            self._buffer.forget()
         self._staging = None
         self.disconnect()

@@ -6,7 +6,7 @@ from typing import Any
 
 from weight_sync.manifest import Manifest
 from weight_sync.transports.gloo.group import GlooGroup, InitInfo
-from weight_sync.transports.gloo.reception import receive
+from weight_sync.transports.gloo.reception import Reception
 from weight_sync.vllm.staged_engine import StagedEngine
 from weight_sync.vllm.staging import Weights
 
@@ -19,24 +19,24 @@ class GlooEngine(StagedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._group: GlooGroup | None = None
+        self._reception: Reception | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = GlooGroup.join(init_info, rank)
+        self._reception = Reception(GlooGroup.join(init_info, rank))
 
     def receive_weights(self, update_info: Manifest) -> None:
-        if self._group is None:
+        if self._reception is None:
             raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
         super().receive_weights(update_info)
 
     def receive(self, update_info: Manifest) -> Weights:
-        group = self._group
-        if group is None:
+        reception = self._reception
+        if reception is None:
             raise RuntimeError("the learner was let go")
-        return receive(group, update_info, self.buffer(update_info.total_bytes()))
+        return reception.receive(update_info)
 
     def disconnect(self) -> None:
-        self._group = None
+        self._reception = None

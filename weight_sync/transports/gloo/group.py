@@ -6,6 +6,8 @@ Rank 0 is the learner, ranks 1..n are the workers of one server.
 from __future__ import annotations
 
 import socket
+from collections import deque
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,11 +16,17 @@ from typing import Any
 import torch
 
 from weight_sync.transports.gloo import rendezvous
+from weight_sync.transports.gloo.hosts import leaders
 from weight_sync.transports.gloo.peers import prove_peers
 from weight_sync.transports.gloo.rendezvous import dist as dist  # re-exported
 
+# What a worker says of the bytes.
 OK = 1
 BAD_DIGEST = 2
+NOT_MAPPED = 3
+# Buckets that travel while one is hashed.
+AHEAD = 2
+_BUCKET_TAG = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class InitInfo:
 
 
 class GlooGroup:
-    """Broadcast from the learner and a status back, each bounded by the group's time-out.
+    """Bytes from the learner to its workers and a status back, each wait bounded by the group's time-out.
 
     Every call raises RuntimeError when the peer is gone or late; the group is of no use after that.
     """
@@ -60,6 +68,7 @@ class GlooGroup:
         self._bucket_bytes = info.bucket_bytes
         self._group = dist.ProcessGroupGloo(store, rank, self.size, options)
         prove_peers(self._group, rank, self.size, info.key, info.timeout_s)
+        self._leaders = leaders(self._group, rank, self.size, self._timeout)
 
     @classmethod
     def join(cls, info: InitInfo, rank: int) -> GlooGroup:
@@ -68,27 +77,50 @@ class GlooGroup:
         with closing(line):
             return cls(store, rank, info, local_host_towards(info.master_address))
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """`tensor` of rank 0 into `tensor` of all others, in place."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = self._timeout
-        self._group.broadcast([tensor], options).wait(self._timeout)
+    @property
+    def receivers(self) -> list[int]:
+        """The workers to which bytes are sent; the others map their memory."""
+        return sorted(set(self._leaders[1:]))
 
-    def broadcast_in_buckets(self, flat: torch.Tensor) -> None:
-        """As `broadcast`, for a uint8 tensor of any size."""
-        for start in range(0, len(flat), self._bucket_bytes):
-            self.broadcast(flat[start : start + self._bucket_bytes])
+    @property
+    def followers(self) -> list[int]:
+        """The workers that map this one's memory."""
+        return [rank for rank, leader in enumerate(self._leaders) if leader == self.rank != rank]
 
-    def send_status(self, status: int) -> None:
-        """Tell the learner `OK` or `BAD_DIGEST`."""
-        self._group.send([torch.tensor([status])], 0, self.rank).wait(self._timeout)
+    @property
+    def leader(self) -> int:
+        """The worker that receives for this one; itself, if it receives."""
+        return self._leaders[self.rank]
 
-    def receive_status(self, rank: int) -> int:
-        """What worker `rank` says of the snapshot that it received."""
-        status = torch.zeros(1, dtype=torch.int64)
-        self._group.recv([status], rank, rank).wait(self._timeout)
-        return int(status)
+    def buckets(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`flat`, uint8, from the learner to all `receivers`, in place: called by each of them, and gone through.
+
+        Yields each bucket when it is through; the next `AHEAD` travel beside whatever the caller does with it.
+        """
+        move = self._group.send if self.rank == 0 else self._group.recv
+        peers = self.receivers if self.rank == 0 else [0]
+        under_way: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        for number, bucket in enumerate(flat.split(self._bucket_bytes) if len(flat) else ()):
+            under_way.append((bucket, [move([bucket], peer, _BUCKET_TAG + number) for peer in peers]))
+            if len(under_way) > AHEAD:
+                yield self._through(*under_way.popleft())
+        while under_way:
+            yield self._through(*under_way.popleft())
+
+    def tell(self, rank: int, *words: int) -> None:
+        """A few numbers to another rank."""
+        self._group.send([torch.tensor(words)], rank, self.rank).wait(self._timeout)
+
+    def hear(self, rank: int, count: int = 1) -> list[int]:
+        """What `rank` tells this one: `count` numbers."""
+        words = torch.zeros(count, dtype=torch.int64)
+        self._group.recv([words], rank, rank).wait(self._timeout)
+        return [int(word) for word in words]
+
+    def _through(self, bucket: torch.Tensor, works: list[Any]) -> torch.Tensor:
+        for work in works:
+            work.wait(self._timeout)
+        return bucket
 
 
 def local_host_towards(host: str) -> str:

@@ -12,7 +12,7 @@ from weight_sync.cancellation import on_thread, together
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.group import OK, GlooGroup, InitInfo
+from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, InitInfo
 from weight_sync.transports.gloo.rendezvous import Rendezvous
 from weight_sync.transports.staged import StagedTransport
 
@@ -76,17 +76,28 @@ class GlooTransport(StagedTransport):
     def _send(self, group: GlooGroup, snapshot: Snapshot) -> None:
         """Returns when every worker has the snapshot staged and its digest agrees."""
         try:
-            group.broadcast_in_buckets(snapshot.flat)
-            group.broadcast(torch.frombuffer(bytearray(snapshot.digest), dtype=torch.uint8))
-            statuses = [group.receive_status(rank) for rank in range(1, group.size)]
+            for _ in group.buckets(snapshot.flat):
+                snapshot.digest  # noqa: B018 - made once for all servers, while the first buckets travel
+            words = torch.frombuffer(bytearray(snapshot.digest), dtype=torch.int64).tolist()
+            for rank in group.receivers:
+                group.tell(rank, *words)
+            statuses = [group.hear(rank)[0] for rank in range(1, group.size)]
         except RuntimeError as error:
             raise TransferError(f"the transfer broke off: {error}") from error
-        bad = [rank - 1 for rank, status in enumerate(statuses, 1) if status != OK]
-        if bad:
-            raise TransferError(f"what workers {bad} received has another digest than what was sent")
+        _check(statuses)
 
     def _let_go(self) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is not None:
             rendezvous.close()
         self._group = None  # blocks until gloo's threads have ended
+
+
+def _check(statuses: list[int]) -> None:
+    """Raises `TransferError` where a worker, in the order of their ranks, has not got what was sent."""
+    unmapped = [worker for worker, status in enumerate(statuses) if status == NOT_MAPPED]
+    if unmapped:
+        raise TransferError(f"workers {unmapped} cannot map the memory of the one that received for them")
+    bad = [worker for worker, status in enumerate(statuses) if status != OK]
+    if bad:
+        raise TransferError(f"what workers {bad} received has another digest than what was sent")

@@ -12,6 +12,9 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from protocol.adapter_names import HEADER
+
+ADAPTERS = "/slipstream/adapters"
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
 # A server that does not answer within this time counts as still starting.
@@ -200,16 +203,41 @@ class ServerControl:
                     raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
                 await asyncio.sleep(RESUME_PAUSE_S)
 
-    async def score_by_request(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, by the path that episodes take."""
+    async def adapters(self) -> dict[str, Any]:
+        """What the server says of its adapters; see `weight_sync.vllm.adapters` for this and what follows."""
+        reply: dict[str, Any] = await self._call("GET", ADAPTERS)
+        return reply
+
+    async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
+        """A chunk of an adapter's file, from byte `start`. digest: its BLAKE3, hexadecimal."""
+        await self._call("PUT", f"{ADAPTERS}/{name}?start={start}&blake3={digest}", data=chunk)
+
+    async def load_adapter(self, name: str, config: str, digest: str) -> None:
+        """Load what has arrived; it serves nobody yet. digest: of the file and `config`."""
+        await self._call("POST", f"{ADAPTERS}/{name}/load", {"config": config, "blake3": digest})
+
+    async def serve_adapter(self, name: str) -> None:
+        """Name the adapter to whoever samples."""
+        await self._call("POST", f"{ADAPTERS}/{name}/serve", {})
+
+    async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+        """As `score`, under a loaded adapter."""
+        reply = await self._call("POST", f"{ADAPTERS}/{name}/score", {"token_ids": sequences})
+        return [np.array(row, dtype=np.float32) for row in _fields(_Scores, reply)["logprobs"]]
+
+    async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
+        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, or under an adapter that is loaded,
+        by the path that episodes take."""
         reply = await self._call(
             "POST",
             "/inference/v1/generate",
-            {
+            ({"model": adapter} if adapter else {})
+            | {
                 "token_ids": token_ids,
                 "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
                 "output_mode": "tokens",
             },
+            headers={HEADER: adapter} if adapter else None,
         )
         try:
             entries = reply["prompt_logprobs"][1:]
@@ -235,14 +263,20 @@ class ServerControl:
         timeout_s: float | None = None,
         headers: dict[str, str] | None = None,
         answered: tuple[int, ...] = (),
+        data: bytes | None = None,
     ) -> Any:
-        """The answer's JSON. answered: statuses above 400 that are an answer too."""
+        """The answer's JSON. answered: statuses above 400 that are an answer too. data: a body that is not JSON."""
         if self._session is None:
             raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with self._session.request(
-                method, self.url + path, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                method,
+                self.url + path,
+                json=body,
+                data=data,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 if response.status >= 400 and response.status not in answered:
                     text = (await response.text())[:500]

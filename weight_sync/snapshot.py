@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from blake3 import blake3
 
+from weight_sync.adapters.payload import AdapterPayload
 from weight_sync.manifest import Manifest
 from weight_sync.probe import Probe
 
@@ -23,10 +24,17 @@ class MadeOneByOne(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
-class Snapshot:
-    """The weights of one policy version, and the probe that proves them.
+@runtime_checkable
+class AdapterWeights(Protocol):
+    """Weights that are an adapter's alone, by peft's names. adapter_config: the content of `adapter_config.json`."""
 
-    flat: uint8 [manifest.total_bytes()] on the host. Making it is the only part of a publication that the learner
+    adapter_config: Mapping[str, Any]
+
+
+class Snapshot:
+    """The weights of one policy version, or of its adapter alone, and the probe that proves them.
+
+    adapter_config: None where they are the model's. flat: uint8 [manifest.total_bytes()] on the host. Making it is the only part of a publication that the learner
     waits for.
     """
 
@@ -41,6 +49,7 @@ class Snapshot:
         """weights: names and tensors as in a checkpoint, on any device; those that are `MadeOneByOne` are held one at a
         time. dtype: the servers', if not the weights' own. buffer: an earlier snapshot's `flat`, overwritten if it has
         the size."""
+        self.adapter_config = weights.adapter_config if isinstance(weights, AdapterWeights) else None
         if isinstance(weights, MadeOneByOne):
             layout = weights.layout()
         else:
@@ -59,6 +68,13 @@ class Snapshot:
     def label(self) -> str:
         """The version as vLLM reports it with each sampled token."""
         return str(self.version)
+
+    @cached_property
+    def adapter(self) -> AdapterPayload | None:
+        """The adapter as it travels; None where the weights are the model's."""
+        if self.adapter_config is None:
+            return None
+        return AdapterPayload.of(self.version, self.manifest.views(self.flat), self.adapter_config)
 
     @cached_property
     def digest(self) -> bytes:

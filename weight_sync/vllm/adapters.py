@@ -15,6 +15,7 @@ refused (409): none of its tokens could be trained on (I5).
 
 from __future__ import annotations
 
+import atexit
 import logging
 from typing import Any
 from urllib.parse import parse_qs
@@ -56,7 +57,9 @@ class Adapters:
 
     def _shelf_of(self, engine: Any, state: Any) -> Shelf:
         if self._shelf is None:
-            self._shelf = Shelf(engine, state.openai_serving_models, AdapterStore())
+            store = AdapterStore()
+            atexit.register(store.remove)
+            self._shelf = Shelf(engine, state.openai_serving_models, store)
         return self._shelf
 
     async def _generate(self, served: str, scope: Scope, receive: Receive, send: Send) -> None:

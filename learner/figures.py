@@ -7,7 +7,7 @@ do not add up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ BINS = int(np.ceil(2 * _EDGE / BIN))
 # What is as stale or staler has one bin.
 MOST_STALENESS = 16
 PERCENTILES = (1, 50, 99)
+DISTANCE, DISTANCE_TOKENS = "sampler/distance/", "sampler/distance_tokens/"
+# Servers beyond so many have no figures of their own.
+MOST_SERVERS = 64
 
 
 def sums_of(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -41,17 +44,30 @@ def sums_of(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torc
     }
 
 
+def sums_of_servers(log_ratios: torch.Tensor, fresh: torch.Tensor, server: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a row's N tokens that train, by the server that sampled them. fresh: bool [N], whether the version that trains
+    sampled the token; server: int32 [N], see `PackedRow`. Each sum is one-dimensional."""
+    places = server.long().clamp(0, MOST_SERVERS)
+    return {
+        "server_tokens": _added(MOST_SERVERS + 1, places, fresh.long()),
+        "server_distance": _added(MOST_SERVERS + 1, places, torch.where(fresh, log_ratios.abs(), 0.0)),
+    }
+
+
 def nothing(device: torch.device) -> dict[str, torch.Tensor]:
     """The sums of no row."""
-    return sums_of(torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int32, device=device))
+    none, whole = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int32, device=device)
+    return {**sums_of(none, whole), **sums_of_servers(none, whole.bool(), whole)}
 
 
-def figures(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def figures(sums: Mapping[str, torch.Tensor], servers: Sequence[str] = ()) -> dict[str, float]:
     """Of a step's sums, by their names in `metrics.jsonl`; what no token has is left out.
 
     `sampler/ratio_p<n>`: percentiles of the ratio policy / sampler over all tokens that train;
     `sampler/kl_staleness_<s>` for s >= 1: KL(sampler, learner) in nats, the mean of -log r over the tokens of that
-    staleness (joschu.net/blog/kl-approx.html, k1; `learner.trainer` says why not k3).
+    staleness (joschu.net/blog/kl-approx.html, k1; `learner.trainer` says why not k3);
+    `sampler/distance/<server>`: the mean of |log r| in nats over the fresh tokens that this one of `servers` sampled,
+    `sampler/distance_tokens/<server>` of them. Unlike a KL it is not the square of what the two differ by.
     """
     together = torch.cat([value.double() for value in sums.values()]).cpu().numpy()
     parts = np.split(together, np.cumsum([len(value) for value in sums.values()])[:-1])
@@ -60,6 +76,10 @@ def figures(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     for age in range(1, MOST_STALENESS + 1):
         if tokens := found["stale"][age]:
             shown[f"sampler/kl_staleness_{age}"] = float(found["stale_kl"][age] / tokens)
+    for name, tokens, distance in zip(servers, found["server_tokens"], found["server_distance"], strict=False):
+        if tokens:
+            shown[f"{DISTANCE}{name}"] = float(distance / tokens)
+            shown[f"{DISTANCE_TOKENS}{name}"] = int(tokens)
     return shown
 
 

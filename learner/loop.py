@@ -26,13 +26,14 @@ from learner.keeper import Keeper
 from learner.report.progress import Progress
 from learner.report.record import StepRecord, StepTimes
 from learner.report.reports import Reports
+from learner.report.server_watch import ServerWatch
 from learner.report.troubles import Troubles
 from learner.skipping import Attempts
 from learner.stopping import Stop, Stopped
-from learner.trainer import Trainer
+from learner.trainer import StepFigures, Trainer
 from protocol.client import QueueError, RunFinished
 from protocol.config import RunConfig
-from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ class Loop:
         self._stop = stop
         self._loaded = callbacks
         self._recorded = 0
-        self._probe_ids = probe_token_ids(trainer.policy.vocabulary_size)
         # torch calls it right before weights change.
         trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
         trainer.team.guard(stop)
@@ -87,6 +87,7 @@ class Loop:
             config, self._trainer, client, progress, self._stop, newest, self._evaluator, self._troubles.checkpoint
         )
         most = config.learner.skip_bad_batches
+        self._watch = ServerWatch()
         self._attempts = Attempts(self._trainer, most, config.run_dir, begin.step, progress, self._troubles.batch)
         self._keeper.on_saved = self._saved
         self._models = Models(config, progress)
@@ -184,6 +185,7 @@ class Loop:
             record = StepRecord(
                 batch.step, batch.version + 1, batch.tally, figures, times, tokens, self._evaluator.fresh()
             )
+            self._watch_servers(figures)
             report = self._troubles.told_in(record.report(self._publisher.in_flight))
             self._position = feeder.trained(batch, report)
             reports.step(record, batch.samples)
@@ -195,6 +197,11 @@ class Loop:
                 self._evaluator.ask_if_due(batch.step, self._published, wish.evaluate)
             self._keeper.keep_if_due(self._position, wish.save)
 
+    def _watch_servers(self, figures: StepFigures) -> None:
+        for text in self._watch.step(figures.beside):
+            self._progress.warn(text)
+            self._troubles.server(text)
+
     def _conclude(self) -> None:
         status = self._client.call(lambda queue: queue.status())
         # The figures first: a run that is finished is not entered again.
@@ -205,7 +212,10 @@ class Loop:
     def _publish(self) -> float:
         """Hand the weights over; returns the seconds that this took."""
         version = self._position.version
-        probe = Probe(self._probe_ids, self._trainer.score(self._probe_ids))
+        ids = probe_token_ids(
+            self._trainer.policy.vocabulary_size, version // self._config.weight_sync.every, self._config.run.seed
+        )
+        probe = Probe(ids, self._trainer.score(ids))
         with self._client.waiting(self._position.session, "publication"):
             blocked_s = self._publisher.publish(version, self._trainer.weights(), probe)
         self._published = version

@@ -152,6 +152,7 @@ class Trainer:
             _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
             _add(own, _sampler_kl(distance, row.fresh))
             _add(spread, figures.sums_of(distance, row.staleness))
+            _add(spread, figures.sums_of_servers(distance, row.fresh, row.server))
             _add(sums, result.sums)
             _raise(peaks, result.peaks)
             farthest = torch.maximum(farthest, distance.abs().amax())
@@ -190,7 +191,7 @@ class Trainer:
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
-            beside={**figures.figures(spread), **self._meter.figures(flops, train_s)},
+            beside={**figures.figures(spread, rollouts.servers), **self._meter.figures(flops, train_s)},
         )
 
     def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:

@@ -71,6 +71,13 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True):
         versions[~self.loss_mask] = -1
         return versions
 
+    def token_servers(self) -> npt.NDArray[np.int32]:
+        """Which of the group's `server_names` sampled each token, int32 [T]; 0 where the token was not sampled."""
+        servers = np.zeros(len(self.token_ids), dtype=np.int32)
+        for span in self.version_spans:
+            servers[span.start : span.end] = span.server
+        return servers
+
 
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The training data of one episode.
@@ -198,8 +205,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 class Trouble(msgspec.Struct, frozen=True):
     """The first failure of its kind, as a person should read it. `kind`: tool, environment, agent, reward, row, prompt,
-    episode, ticket, server, or code, where user code hangs or blocks others; the learner's: checkpoint, batch; `text`:
-    what failed, with which error, in which file and line."""
+    episode, ticket, server, or code, where user code hangs or blocks others; the learner's: checkpoint, batch, server;
+    `text`: what failed, with which error, in which file and line."""
 
     kind: str
     text: str

@@ -24,7 +24,7 @@ from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig
 from protocol.messages import ServerState
 from weight_sync.cancellation import together
-from weight_sync.probe import Probe
+from weight_sync.proof.probe import Probe
 from weight_sync.server_sync import Outcome
 from weight_sync.servers import Servers
 from weight_sync.snapshot import Snapshot

@@ -66,7 +66,12 @@ class Swap:
 
 
 class ControlError(RuntimeError):
-    """A call to a server failed or timed out. The text names server, route and cause."""
+    """A call to a server failed or timed out. The text names server, route and cause; `status` is the HTTP status, None
+    where there was no answer."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class ServerControl:
@@ -173,7 +178,11 @@ class ServerControl:
     async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs float32 [T-1] of each of `sequences` [T] by the live weights, computed beside generation."""
         reply = await self._call("POST", "/slipstream/score", {"token_ids": sequences})
-        return [np.array(row, dtype=np.float32) for row in _fields(_Scores, reply)["logprobs"]]
+        try:
+            rows = _fields(_Scores, reply)["logprobs"]
+            return [np.array(row, dtype=np.float32) for row, _ in zip(rows, sequences, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}/slipstream/score: no log-probs in {reply!r:.200} ({error!r})") from error
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
         """What the live layers hold; see `weight_sync.vllm.proof_routes`."""
@@ -281,7 +290,8 @@ class ServerControl:
                 if response.status >= 400 and response.status not in answered:
                     text = (await response.text())[:500]
                     raise ControlError(
-                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}"
+                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status)}",
+                        response.status,
                     )
                 return await response.json()
         except TimeoutError as error:

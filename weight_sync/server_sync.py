@@ -1,6 +1,6 @@
 """One version onto one server: transport, proof by probe, and what each outcome leaves behind.
 
-New weights count only when the probe agrees. After an error a server with a transport that stages goes on generating
+New weights count only when the proof holds. After an error a server with a transport that stages goes on generating
 (I6); with one that loads in place it stays paused, and a publication that succeeds resumes it.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weight_sync.pause import Pause
+from weight_sync.proof.server_proof import ProofFailed, ProofFigures, ServerProof
 from weight_sync.server_control import ControlError, ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError, Transport
@@ -19,18 +20,19 @@ from weight_sync.transports.base import TransferError, Transport
 logger = logging.getLogger(__name__)
 
 
-class ProbeMismatch(RuntimeError):
-    """The server computes with other weights than were sent."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """One publication to one server. Seconds: `transfer_s` beside generation, `pause_s` without it (an in-place
-    transport's transfer included); `probe_max_abs_diff` is the probe's largest difference in log-prob."""
+    transport's transfer included); `proof`: what the proof found."""
 
     transfer_s: float
     pause_s: float
-    probe_max_abs_diff: float
+    proof: ProofFigures
+
+    @property
+    def probe_max_abs_diff(self) -> float:
+        """The probe's largest difference in log-prob, in nats."""
+        return self.proof.max_abs_diff
 
 
 class ServerSync:
@@ -40,12 +42,20 @@ class ServerSync:
     succeeds.
     """
 
-    def __init__(self, control: ServerControl, make_transport: Callable[[], Transport], tolerance: float) -> None:
-        """`tolerance`: the largest `probe_max_abs_diff` that proves a version."""
+    def __init__(
+        self,
+        control: ServerControl,
+        make_transport: Callable[[], Transport],
+        tolerance: float,
+        dtype: str = "float32",
+        rounds_more: bool = False,
+    ) -> None:
+        """`tolerance`: the largest `probe_max_abs_diff` that proves a version, in nats; `dtype`: what the server
+        computes in; `rounds_more`: whether it is quantised."""
         self.control = control
+        self.proof = ServerProof(tolerance, dtype, rounds_more)
         self.left_paused = False
         self._make_transport = make_transport
-        self._tolerance = tolerance
         self._transport: Transport | None = None
         self._proven: str | None = None
 
@@ -70,22 +80,17 @@ class ServerSync:
         transport = await self._connect()
         # Prefixes are kept apart by version; only another learner may have used the same numbers before.
         pause = Pause(self.control, self._proven is None, transport.stages, self.left_paused)
+        if not self.left_paused:
+            await self.proof.look(self.control, snapshot, known=self._proven is not None)
         began = time.monotonic()
         try:
             await transport.publish(self.control, snapshot, pause)
         finally:
             self.left_paused = pause.left_paused
         transfer_s = time.monotonic() - began - pause.seconds
-        difference = snapshot.probe.max_abs_diff(await self.control.score_by_request(snapshot.probe.token_ids))
-        if not difference <= self._tolerance:
-            raise ProbeMismatch(
-                f"{self.control.url}: log-probs after version {snapshot.version} differ by {difference:.2g} from the "
-                f"learner's, more than the {self._tolerance:g} that weight_sync.probe_tolerance allows with this "
-                f"model.dtype: look at the server's log and start it again; where the server rounds more, as a "
-                f"quantised one does, raise weight_sync.probe_tolerance"
-            )
+        figures = await self.proof.prove(self.control, snapshot)
         self._proven = snapshot.label
-        return Outcome(transfer_s, pause.seconds, difference)
+        return Outcome(transfer_s, pause.seconds, figures)
 
     async def _connect(self) -> Transport:
         """The transport, new if there is none or if the server is not as the last publication left it."""
@@ -107,4 +112,4 @@ class ServerSync:
         return transport
 
 
-PUBLISH_ERRORS = (ControlError, TransferError, ProbeMismatch)
+PUBLISH_ERRORS = (ControlError, TransferError, ProofFailed)

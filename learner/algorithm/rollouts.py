@@ -19,7 +19,7 @@ class StepRollouts:
     rewards: float64 [S]; groups: int64 [S], the number of each one's group, ascending; tokens: int64 [S], how many of
     its tokens train, which may be none: its reward is in the group all the same. components: float64 [S, C], what each
     reward function gave, NaN where it gave nothing; reward_weights: float64 [C]. A function whose weight is not the
-    same in all groups has a column for each of its weights.
+    same in all groups has a column for each of its weights. servers: names of the vLLM servers that sampled them.
     """
 
     rewards: Floats
@@ -27,6 +27,7 @@ class StepRollouts:
     tokens: npt.NDArray[np.int64]
     components: Floats
     reward_weights: Floats
+    servers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, rewards: Floats, groups: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Self:

@@ -29,7 +29,8 @@ class Sample:
     token_ids: int32 [T]; behaviour: float32 [T], log-probs under the policy that sampled; weights: float32 [T], 1 where
     a token trains, 0 for the first one and where not sampled; staleness: int32 [T], versions between sampling and
     training; fresh: bool [T], whether the version that trains sampled the token, and all of its turn before it;
-    rollout: the number of its rollout in the step; group: a number that samples with a common prompt share.
+    rollout: the number of its rollout in the step; group: a number that samples with a common prompt share; servers:
+    int32 [T], which of the step's servers sampled each token, None where it does not matter.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -39,6 +40,7 @@ class Sample:
     fresh: npt.NDArray[np.bool_]
     rollout: int
     group: int = 0
+    servers: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -60,7 +62,8 @@ class PackedRow:
 
     positions, targets: int64 [U], the pairs to be scored, each once: index in the row of the token before, whose output
     predicts, and the id that is predicted. For each of the N tokens that train: scored, int64 [N], its pair; behaviour,
-    float32 [N]; staleness, int32 [N]; fresh, bool [N]; rollout, int64 [N], the number of its rollout in the step.
+    float32 [N]; staleness, int32 [N]; fresh, bool [N]; rollout, int64 [N], the number of its rollout in the step;
+    server, int32 [N], its place in the step's `StepRollouts.servers`.
     """
 
     input_ids: torch.Tensor
@@ -77,6 +80,7 @@ class PackedRow:
     staleness: torch.Tensor
     fresh: torch.Tensor
     rollout: torch.Tensor
+    server: torch.Tensor
 
     @property
     def tokens(self) -> int:
@@ -184,10 +188,11 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
                 sample.staleness[trained],
                 sample.fresh[trained],
                 np.full(len(trained), sample.rollout, dtype=np.int64),
+                np.zeros(len(trained), dtype=np.int32) if sample.servers is None else sample.servers[trained],
             )
         )
     pairs, scored = np.unique(np.concatenate(positions) << 32 | np.concatenate(targets), return_inverse=True)
-    behaviour, staleness, fresh, rollout = (np.concatenate(column) for column in zip(*entries, strict=True))
+    behaviour, staleness, fresh, rollout, server = (np.concatenate(column) for column in zip(*entries, strict=True))
     return PackedRow(
         input_ids=torch.from_numpy(paths.token_ids)[None],
         position_ids=torch.from_numpy(paths.depths)[None],
@@ -203,6 +208,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         staleness=torch.from_numpy(staleness),
         fresh=torch.from_numpy(fresh),
         rollout=torch.from_numpy(rollout),
+        server=torch.from_numpy(server),
     )
 
 

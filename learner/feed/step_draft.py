@@ -148,6 +148,7 @@ class Draft:
         budget = self._config.learner.token_budget
         standing = self._in_order()
         rollouts = self._rollouts(standing)
+        rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         ranks = self._config.learner.ranks
         rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA, ranks=ranks)
@@ -235,6 +236,8 @@ def _sequences(standing: _Standing, group: int, rollouts: StepRollouts) -> Itera
         for segment in rollout.segments
     ]
     of = standing.weights
+    places = np.array([rollouts.servers.index(name) for name in standing.group.server_names], dtype=np.int32)
     for (segment, rollout), weights, staleness, fresh in zip(numbered, of.weights, of.staleness, of.fresh, strict=True):
         if weights.any():
-            yield Sample(segment.token_ids, segment.logprobs, weights, staleness, fresh, rollout, group)
+            servers = places[segment.token_servers()] if len(places) else None
+            yield Sample(segment.token_ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers)

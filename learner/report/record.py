@@ -31,7 +31,7 @@ class StepTimes:
 MAIN_METRICS = (
     *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
     *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_0", "clip_ratio/*"),
-    *("ess", "sampler/ratio_p*", "mfu"),
+    *("sampler/distance/*", "ess", "sampler/ratio_p*", "mfu"),
     *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
 )
 MOST_REPORTED = 64

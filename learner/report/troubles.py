@@ -21,6 +21,10 @@ class Troubles:
         """A batch was left out."""
         self._untold.append(Trouble("batch", text))
 
+    def server(self, text: str) -> None:
+        """What a vLLM server samples is no longer as near to the learner's policy as it was."""
+        self._untold.append(Trouble("server", text))
+
     def told_in(self, report: LearnerReport) -> LearnerReport:
         """The report with what is untold, which counts as told from here on."""
         told, self._untold = self._untold, []

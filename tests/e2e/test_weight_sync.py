@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protocol.config import WeightSyncSection
-from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.proof.probe import Probe, probe_token_ids
+from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import ProbeMismatch, ServerSync
+from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import build
 from weight_sync.transports.base import TransferError
@@ -131,7 +132,7 @@ async def test_a_server_with_other_weights_is_caught_by_the_probe_and_left_runni
     server = sync_of(control)
     wrong = snapshot(model, 7)
     wrong.probe.logprobs[5] += 0.01
-    with pytest.raises(ProbeMismatch, match="version 7"):
+    with pytest.raises(ProofFailed, match="version 7"):
         await server.publish(wrong)
     assert not await is_paused(control.url)
     assert (await server.publish(snapshot(model, 8))).probe_max_abs_diff < TOLERANCE

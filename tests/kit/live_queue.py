@@ -24,7 +24,7 @@ from rollout_queue.broker import Broker
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.messages import SERVER, segment
 from tests.kit.queue import listening, serve_version
-from weight_sync.probe import Probe
+from weight_sync.proof.probe import Probe
 from weight_sync.publisher import PublishRecord
 
 T = TypeVar("T")

@@ -18,13 +18,17 @@ from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from weight_sync.cancellation import together
 from weight_sync.pause import Pause
-from weight_sync.probe import Probe
+from weight_sync.proof.probe import Probe
 from weight_sync.server_control import ServerControl
 from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 
 PROBE_IDS = [3, 1, 4, 1, 5]
+
+QUESTIONS = frozenset(
+    {"/weight_info", "/get_world_size", "/is_paused", "/slipstream/score", "/slipstream/layers", "/slipstream/state"}
+)
 
 Send = Callable[[Snapshot], Coroutine[Any, Any, None]]
 
@@ -132,8 +136,4 @@ async def against(fake: FakeVllm, timeout_s: float = 0.3, stages: bool = True) -
 
 def control_calls(fake: FakeVllm) -> list[str]:
     """The routes asked, without the questions that change nothing."""
-    return [
-        path
-        for path in fake.calls
-        if path not in ("/weight_info", "/get_world_size", "/is_paused", "/slipstream/state")
-    ]
+    return [path for path in fake.calls if path not in QUESTIONS]

@@ -40,7 +40,7 @@ from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, sample, status
 from tests.kit.messages import VOCABULARY, group
 from tests.kit.model import save_tiny_model
-from weight_sync.probe import Probe
+from weight_sync.proof.probe import Probe
 from weight_sync.publisher import Publisher, PublishError, PublishRecord
 
 

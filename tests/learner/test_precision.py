@@ -22,7 +22,7 @@ from protocol.messages import RunPosition
 from tests.kit import config
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.memory import LiveBytes
-from weight_sync.probe import Probe
+from weight_sync.proof.probe import Probe
 from weight_sync.snapshot import Snapshot
 
 Make = Callable[..., Policy]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_sync.manifest import ALIGNMENT, Manifest
-from weight_sync.probe import Probe, probe_token_ids
+from weight_sync.proof.probe import Probe
 from weight_sync.snapshot import Snapshot, digest_of
 
 PROBE = Probe([1, 2], np.array([-1.0], dtype=np.float32))
@@ -78,16 +76,3 @@ def test_one_changed_byte_changes_the_digest() -> None:
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="float1 is not a dtype"):
         Manifest(["w"], ["float1"], [[1]]).total_bytes()
-
-
-def test_the_probe_compares_log_probs() -> None:
-    probe = Probe([1, 2, 3], np.array([-1.0, -2.0], dtype=np.float32))
-    assert math.isclose(probe.max_abs_diff(np.array([-1.0, -2.5], dtype=np.float32)), 0.5)
-    assert probe.max_abs_diff(np.array([-1.0, np.nan], dtype=np.float32)) == math.inf
-    assert probe.max_abs_diff(np.array([-1.0], dtype=np.float32)) == math.inf
-
-
-def test_probe_tokens_are_fixed_and_in_the_vocabulary() -> None:
-    assert probe_token_ids(50, 64) == probe_token_ids(50, 64)
-    assert len(set(probe_token_ids(50, 64))) > 20
-    assert all(0 <= token < 50 for token in probe_token_ids(50, 64))

@@ -14,8 +14,9 @@ from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.sync import Rig, against, control_calls, nothing, snapshot
 from weight_sync import cancellation
+from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import ControlError, ServerControl
-from weight_sync.server_sync import ProbeMismatch, ServerSync
+from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import build
 from weight_sync.transports.base import TransferError
@@ -33,7 +34,7 @@ async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> 
         outcome = await s.server.publish(snapshot(1))
         assert control_calls(s.fake) == [
             *("/resume", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
-            *(*FIRST_SWAP, "/inference/v1/generate"),
+            *(*FIRST_SWAP,),
         ]
         assert finished == [{"weight_version": "1"}]
         assert s.transports.made[0].workers == 1
@@ -48,7 +49,7 @@ async def test_a_second_version_uses_the_same_connection() -> None:
         await s.server.publish(snapshot(1))
         s.fake.calls.clear()
         await s.server.publish(snapshot(2))
-        assert control_calls(s.fake) == [*FIRST_SWAP, "/inference/v1/generate"]
+        assert control_calls(s.fake) == FIRST_SWAP
         assert [transport.sent for transport in s.transports.made] == [[1, 2]]
 
 
@@ -81,7 +82,7 @@ async def test_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_
         s.fake.engine.hooks["pause"] = lambda query: pauses.append(query["clear_cache"])
         await s.server.publish(snapshot(1))
         await s.server.publish(snapshot(2))
-        with pytest.raises(ProbeMismatch):
+        with pytest.raises(ProofFailed):
             await s.server.publish(snapshot(3, shift=0.5))
         # What was cached as version 3 are the keys and values of other weights.
         await s.server.publish(snapshot(3))
@@ -176,7 +177,8 @@ async def test_f26_a_connection_that_cannot_be_made_is_an_error() -> None:
 async def test_other_weights_than_were_sent_are_an_error_of_the_probe() -> None:
     async with against(FakeVllm()) as s:
         with pytest.raises(
-            ProbeMismatch, match=r"version 1 differ by 0\.5 .*the 0\.001 that weight_sync\.probe_tolerance"
+            ProofFailed,
+            match=r"version 1 its log-probs of the probe differ by 0\.5 .*weight_sync\.probe_tolerance allows 0\.001",
         ):
             await s.server.publish(snapshot(1, shift=0.5))
         assert not s.fake.engine.paused
@@ -186,13 +188,14 @@ async def test_other_weights_than_were_sent_are_an_error_of_the_probe() -> None:
 async def test_a_probe_that_is_not_a_number_is_a_mismatch() -> None:
     async with against(FakeVllm()) as s:
         s.fake.engine.probe_logprob = lambda token, place: float("nan")
-        with pytest.raises(ProbeMismatch, match="differ by inf"):
+        with pytest.raises(ProofFailed, match="differ by inf"):
             await s.server.publish(snapshot(1))
 
 
 async def test_a_probe_without_log_probs_is_an_error() -> None:
     async with against(FakeVllm()) as s:
         s.fake._scored = lambda prompt: []  # type: ignore[method-assign]
+        s.fake.faults.append(Fault("status", None, "/slipstream/score", 501))
         with pytest.raises(ControlError, match="holds no prompt log-probs"):
             await s.server.publish(snapshot(1))
         assert not s.fake.engine.paused

@@ -1,7 +1,36 @@
-"""The worker's side of the proof."""
+"""The worker's side of the proof; a part of `weight_sync.vllm.worker.SlipstreamWorker`."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from weight_sync.vllm import proof_layers, proof_score
+
 
 class ProofMixin:
-    """Nothing yet."""
+    """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+
+    def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
+        """`logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
+        for ids in token_ids:
+            if (reason := proof_score.reason_not_to(self.model_runner, len(ids))) is not None:
+                return {"cannot": reason}
+        scores = [proof_score.score(self.model_runner, ids) for ids in token_ids]
+        return {"logprobs": None if None in scores else scores}
+
+    def slipstream_read_layers(self) -> dict[str, Any]:
+        """Begin to read what the live layers hold, on a thread of its own; `cannot`: why not."""
+        proven = getattr(self.weight_transfer_engine, "proven", None)
+        if proven is None:
+            return {"cannot": "no weights were staged and proven before they were loaded"}
+        self._slipstream_reading = proof_layers.Reading(self.model_runner.model, proven)
+        self._slipstream_reading.start()
+        return {}
+
+    def slipstream_layers(self) -> dict[str, Any]:
+        """What was read, if it is done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`."""
+        reading: proof_layers.Reading = self._slipstream_reading
+        return {} if reading.is_alive() else reading.result()

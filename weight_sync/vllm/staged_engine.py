@@ -19,12 +19,14 @@ class StagedEngine(WeightTransferEngine):
     """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls`, `init_transfer_engine`,
     `receive` and, where it holds a connection, `disconnect`. See vLLM's `WeightTransferEngine` for when each is called.
 
-    `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them; None before
+    `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.proof_layers.Held`), None where that is not
+    known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them; None before
     and after.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.proven: Any = None
         self._staging: Staging | None = None
         self._buffer: torch.Tensor | None = None
 
@@ -89,7 +91,9 @@ class StagedEngine(WeightTransferEngine):
             raise RuntimeError(f"weights not swapped: {report['error'] or 'they have not all arrived'}")
         staging, self._staging = self._staging, None
         assert staging is not None
+        self.proven = None
         staging.shadow.exchange()
+        self.proven = getattr(staging.shadow, "proven", None)
 
     def shutdown(self) -> None:
         """Drop the connection and what is staged. A thread that still receives keeps the buffer to itself."""

@@ -44,6 +44,7 @@ class FakeEngine:
     latency_s: Callable[[int], float] | float = 0.0
     weight_version: str = BASE_WEIGHTS
     probe_logprob: Callable[[int, int], float] = logprob_of
+    wrong_layers: list[str] = field(default_factory=list)
     hooks: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     transfer_ready: bool = False
     updating: bool = False

@@ -1,0 +1,130 @@
+"""What layers hold, by fingerprint: each fault is found in the layer that has it, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from weight_sync.vllm import proof_layers
+from weight_sync.vllm.proof_layers import Reading, compare, fingerprint, held
+
+
+class Model(nn.Module):
+    """As vLLM holds one on a CPU: linear layers compute with a packed copy, and their own weight is empty."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 16, dtype=dtype)
+        self.norm = nn.LayerNorm(16, dtype=dtype)
+        self.up = nn.Linear(16, 24, bias=False, dtype=dtype)
+        self.register_buffer("places", torch.arange(4))
+        self.pack(self.up.weight.detach())
+
+    def pack(self, weight: torch.Tensor) -> None:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.clone(), 8)
+        self.up.cpu_linear = partial(_linear, packed)  # type: ignore[assignment]
+        self.up.weight = nn.Parameter(torch.empty(0))
+
+    @property
+    def dense(self) -> torch.Tensor:
+        packed = self.up.cpu_linear.args[0]  # type: ignore[union-attr]
+        dense: torch.Tensor = packed.to_dense()
+        return dense.clone()
+
+
+def _linear(packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
+
+
+def exchange_rows(model: Model) -> None:
+    rows = model.embedding.weight.data
+    rows[[3, 4]] = rows[[4, 3]]
+
+
+def change_element(model: Model) -> None:
+    model.embedding.weight.data[7, 5] += 0.02
+
+
+def change_packed_element(model: Model) -> None:
+    dense = model.dense
+    dense[11, 2] += 0.02
+    model.pack(dense)
+
+
+def shift_packed(model: Model) -> None:
+    model.pack(model.dense + 1e-5)
+
+
+def leave_out(model: Model) -> None:
+    model.pack(torch.randn(24, 16, dtype=model.norm.weight.dtype))
+
+
+FAULTS: list[tuple[Callable[[Model], None], str]] = [
+    (exchange_rows, "embedding.weight"),
+    (change_element, "embedding.weight"),
+    (change_packed_element, "up.packed0"),
+    (leave_out, "up.packed0"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("fault", "name"), FAULTS)
+def test_f2_each_fault_is_found_in_its_layer(fault: Callable[[Model], None], name: str, dtype: torch.dtype) -> None:
+    proven, live = Model(dtype), Model(dtype)
+    assert compare(held(proven), held(live)).wrong == []
+    fault(live)
+    assert compare(held(proven), held(live)).wrong == [name]
+
+
+def test_f2_a_layer_that_is_off_by_very_little_is_found() -> None:
+    proven, live = Model(torch.float32), Model(torch.float32)
+    shift_packed(live)
+    assert compare(held(proven), held(live)).wrong == ["up.packed0"]
+
+
+def test_a_layer_that_was_packed_by_a_handle_instead_is_not_what_was_proven() -> None:
+    proven, live = Model(torch.float32), Model(torch.float32)
+    handle = object()
+    live.up.cpu_linear = lambda x: (handle, x)  # type: ignore[assignment]
+    assert held(live).unread == ["up.packed"]
+    assert compare(held(proven), held(live)).wrong == ["up.packed0"]
+
+
+def test_everything_that_is_computed_with_is_compared() -> None:
+    model = Model(torch.float32)
+    names = ["embedding.weight", "norm.bias", "norm.weight", "places", "up.packed0"]
+    assert sorted(held(model).prints) == names
+    assert compare(held(model), held(Model(torch.float32))).checked == len(names)
+
+
+def test_live_layers_are_read_on_a_thread() -> None:
+    model = Model(torch.float32)
+    proven = held(model)
+    exchange_rows(model)
+    reading = Reading(model, proven)
+    reading.start()
+    reading.join(10)
+    assert reading.result() == {"checked": 5, "wrong": ["embedding.weight"], "unread": []}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
+def test_the_fingerprint_on_a_device_sees_every_change(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof_layers, "CHUNK", 100)
+    torch.manual_seed(0)
+    one = (torch.randn(40, 9) * 100).to(dtype)
+    exchanged, changed = one.clone(), one.clone()
+    exchanged[[3, 20]] = exchanged[[20, 3]]
+    changed[11, 4] += 1
+    prints = [proof_layers._bits_on_device(of) for of in (one, one.clone(), exchanged, changed)]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_a_fingerprint_is_of_shape_and_type_too() -> None:
+    zeros = torch.zeros(4, 2)
+    assert len({fingerprint(of) for of in (zeros, zeros.view(2, 4), zeros.int())}) == 3

@@ -1,0 +1,140 @@
+"""What the layers of a model hold, as fingerprints: of the shadow before the swap, of the live model after it.
+
+Log-probs show what a layer does to the tokens of a probe; a row that the probe does not touch, or one value that is
+off by little, they do not show. Fingerprints do, whatever the layer is for. On a CPU linear layers compute with packed
+copies: those that torch packed are read back bit for bit; oneDNN's handles cannot be read, and are named as such.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+# Elements of a tensor on an accelerator that are hashed at one time: 8 bytes each, and as many for their places.
+CHUNK = 2**24
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number
+
+
+@dataclass(frozen=True)
+class Held:
+    """prints: the fingerprint of each tensor that a model computes with, by its name; unread: packed weights that
+    cannot be read."""
+
+    prints: dict[str, str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """checked: tensors that were compared; wrong: those that differ or are missing; unread: see `Held`."""
+
+    checked: int
+    wrong: list[str]
+    unread: list[str]
+
+
+def held(model: torch.nn.Module) -> Held:
+    """Reads every parameter, buffer and packed weight of `model`; on any thread, beside generation. What modules share
+    is read once."""
+    found = Held()
+    known: dict[tuple[Any, ...], str] = {}
+    for name, tensor in _tensors(model):
+        if tensor is None:
+            found.unread.append(name)
+        elif tensor.numel():
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if not tensor.is_mkldnn else (name,)
+            if key not in known:
+                known[key] = fingerprint(tensor)
+            found.prints[name] = known[key]
+    return found
+
+
+def compare(proven: Held, live: Held) -> Difference:
+    """The live model against what was proven on the shadow."""
+    names = sorted(proven.prints.keys() | live.prints.keys())
+    wrong = [name for name in names if proven.prints.get(name) != live.prints.get(name)]
+    # A handle that nobody can read stands where a packed weight was proven: that is not what was swapped in.
+    return Difference(len(names), wrong, sorted(set(live.unread) - set(wrong)))
+
+
+class Reading(threading.Thread):
+    """Reads what `model` holds and compares it to `proven`, beside generation: nothing is written."""
+
+    def __init__(self, model: torch.nn.Module, proven: Held) -> None:
+        super().__init__(name="layer-proof", daemon=True)
+        self._model = model
+        self._proven = proven
+        self._found: Difference | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            on_gpu = next(self._model.parameters()).is_cuda
+            # On a stream of its own it does not stand between two steps of the engine.
+            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+                self._found = compare(self._proven, held(self._model))
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> dict[str, Any]:
+        """`Difference`'s fields, after the thread's end. Raises RuntimeError if it could not read them."""
+        if self._found is None:
+            raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
+        return vars(self._found)
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """Of shape, type and bits, place by place. Against damage and mistakes, not against an adversary."""
+    dense = (tensor.to_dense() if tensor.is_mkldnn else tensor).detach().contiguous()
+    bits = _bits_on_device(dense) if dense.device.type != "cpu" else _bits(dense)
+    return f"{tuple(dense.shape)} {dense.dtype} {bits}"
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _bits_on_device(tensor: torch.Tensor) -> str:
+    """A sum of the bits, each word times an odd number of its place, modulo 2 to the 64th: nothing is copied out."""
+    flat = tensor.reshape(-1)
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), CHUNK):
+        part = words[start : start + CHUNK].to(torch.int64)
+        places = torch.arange(start, start + len(part), device=tensor.device) * _GOLDEN
+        total += (part * (places ^ (places >> 29) | 1)).sum()
+    return f"{int(total) % 2**64:016x}"
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield prefix + name, tensor
+        packed = getattr(module, "cpu_linear", None)
+        if packed is not None:
+            yield from ((f"{prefix}packed{place}", part) for place, part in enumerate(_parts(packed, module)))
+
+
+def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The tensors that a packed layer's function computes with; None where it has a handle instead. One that reads the
+    module's own weight has none."""
+    kept: list[Any] = []
+    if isinstance(packed, functools.partial):
+        kept = [*packed.args, *packed.keywords.values()]
+    elif hasattr(packed, "__closure__"):
+        kept = [cell.cell_contents for cell in packed.__closure__ or ()]
+    elif hasattr(packed, "__dict__"):
+        kept = [*vars(packed).values()]
+    parts = [part for part in kept if isinstance(part, torch.Tensor)]
+    if not parts and not module.weight.numel():
+        return [None]
+    return [*parts]

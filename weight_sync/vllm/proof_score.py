@@ -1,0 +1,117 @@
+"""Log-probs of given tokens, computed inside a vLLM worker between two steps of its engine.
+
+No request, slot or cache is taken, so nobody waits: one forward pass over the tokens, in which attention looks at the
+tokens themselves and not at the cache. All else is the code and the weights that generation uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+
+# Attention holds scores of this many tokens squared for each head.
+MOST_TOKENS = 1024
+
+
+def reason_not_to(runner: Any, tokens: int) -> str | None:
+    """Why `runner`'s model cannot be scored so; None if it can. runner: vLLM's model runner."""
+    config = runner.vllm_config
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return "its layers are spread over a pipeline"
+    if parallel.data_parallel_size > 1:
+        return "its engines step together (data parallel)"
+    if tokens > MOST_TOKENS:
+        return f"{tokens} tokens are more than {MOST_TOKENS}"
+    if runner.model_config.is_encoder_decoder or getattr(runner, "uses_xdrope_dim", 0):
+        return "its inputs are not tokens alone"
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if (reason := _reason_of_layer(layer, tokens)) is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def _reason_of_layer(layer: Any, tokens: int) -> str | None:
+    if not isinstance(layer, AttentionLayerBase):
+        return None  # a mixture of experts registers too, and keeps nothing from token to token
+    if type(layer) is not Attention:
+        return f"is {type(layer).__name__}, not plain attention"
+    if layer.attn_type != AttentionType.DECODER:
+        return f"is attention of the kind {layer.attn_type}"
+    if layer.sliding_window is not None and layer.sliding_window < tokens:
+        return f"looks back {layer.sliding_window} tokens only"
+    if layer.kv_sharing_target_layer_name is not None:
+        return "shares the keys and values of another layer"
+    for special in ("alibi_slopes", "sinks"):
+        if getattr(layer.impl, special, None) is not None:
+            return f"has {special}"
+    return None
+
+
+@torch.inference_mode()
+def score(runner: Any, token_ids: list[int]) -> list[float] | None:
+    """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, T - 1 values; None where a worker has no logits.
+
+    To be called on the engine's thread, with every worker at once: tensor-parallel ones compute together.
+    """
+    device = runner.device
+    ids = torch.tensor(token_ids, device=device)
+    positions = torch.arange(len(ids), device=device)
+    if runner.uses_mrope:
+        positions = positions.expand(3, -1)
+    with (
+        set_forward_context(None, runner.vllm_config, num_tokens=len(ids), skip_compiled=True),
+        _attending_to_itself(runner),
+    ):
+        hidden = runner.model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        logits = runner.model.compute_logits(hidden[:-1])
+    if logits is None:
+        return None
+    logprobs = torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0]
+    values: list[float] = logprobs.tolist()
+    return values
+
+
+@contextmanager
+def _attending_to_itself(runner: Any) -> Iterator[None]:
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    patched = [layer for layer in layers if type(layer) is Attention]
+    try:
+        for layer in patched:
+            layer.forward = partial(_attend, layer)
+        yield
+    finally:
+        for layer in patched:
+            layer.__dict__.pop("forward", None)
+
+
+def _attend(
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output_shape: torch.Size | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What `Attention.forward` gives for a sequence of its own: causal, in float32."""
+    heads, groups = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
+    q = query.view(-1, heads, groups, layer.head_size).float()
+    k = key.view(-1, heads, layer.head_size).float()
+    v = value.view(-1, heads, layer.head_size_v).float()
+    scores = torch.einsum("qhgd,khd->hgqk", q, k) * layer.impl.scale
+    if cap := getattr(layer.impl, "logits_soft_cap", None):
+        scores = torch.tanh(scores / cap) * cap
+    later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(later, -math.inf).softmax(-1)
+    output = torch.einsum("hgqk,khd->qhgd", weights, v).to(output_dtype or query.dtype)
+    return output.reshape(output_shape or (len(q), -1))

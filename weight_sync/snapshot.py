@@ -36,8 +36,8 @@ class AdapterWeights(Protocol):
 class Snapshot:
     """The weights of one policy version, or of its adapter alone, and the probe that proves them.
 
-    adapter_config: None where they are the model's. flat: uint8 [manifest.total_bytes()] on the host. Making it is the only part of a publication that the learner
-    waits for.
+    adapter_config: None where they are the model's. flat: uint8 [manifest.total_bytes()] on the host. Making it is the
+    only part of a publication that the learner waits for.
     """
 
     def __init__(

@@ -7,69 +7,77 @@ the probe proves that as well.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 
 from weight_sync.adapters.payload import AdapterPayload
 from weight_sync.cancellation import on_thread
+from weight_sync.proof.rule import Floats
+from weight_sync.proof.server_proof import ProofFigures, ServerProof
 from weight_sync.server_control import ControlError, ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 
-logger = logging.getLogger(__name__)
-
 CHUNK_BYTES = 8 << 20
+# The status of what a server cannot do.
+CANNOT_READ = 501
 MERGED = "or have the merged weights published, with weight_sync.adapter_only = false"
 
 
 class AdapterScores:
-    """What the proof asks a server of an adapter that it has loaded. `ServerControl`'s names."""
+    """What the proof asks of `ServerControl`, asked of one loaded adapter."""
 
     def __init__(self, control: ServerControl, name: str) -> None:
         self.url = control.url
         self._control = control
         self._name = name
-        self._by_request = False
 
-    async def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Log-probs float32 [T-1] of `token_ids` [T] under the adapter: from the workers, or, where they cannot, by a
-        request, which waits behind episodes. Raises `ControlError`."""
-        try:
-            return (await self._control.score_adapter(self._name, [token_ids]))[0]
-        except ControlError as error:
-            if error.status != 501:
-                raise
-            return await self._control.score_by_request(token_ids, self._name)
+    async def score(self, sequences: list[list[int]]) -> list[Floats]:
+        return await self._control.score_adapter(self._name, sequences)
+
+    async def score_by_request(self, token_ids: list[int]) -> Floats:
+        return await self._control.score_by_request(token_ids, self._name)
+
+    async def layers(self, label: str) -> dict[str, Any]:
+        raise ControlError(f"{self.url}: an adapter's layers cannot be read", CANNOT_READ)
 
 
-async def publish_adapter(
-    control: ServerControl, snapshot: Snapshot, prove: Callable[[AdapterScores], Awaitable[float]]
-) -> tuple[float, float]:
-    """Seconds of the transfer, loading included, and what `prove` gave. `prove` raises where the server computes with
-    other weights than the learner's; then the adapter is not served, and the one before goes on.
+@dataclass(frozen=True)
+class Served:
+    """An adapter that serves now. `transfer_s`: seconds to send and load it, without its proof."""
 
-    Raises `ControlError`, `TransferError`.
+    name: str
+    transfer_s: float
+    proof: ProofFigures
+
+
+async def publish_adapter(control: ServerControl, snapshot: Snapshot, proof: ServerProof, proven: str | None) -> Served:
+    """proven: the name of the adapter that was last proven on the server. Where the proof fails, the adapter is not
+    served, and the one before goes on.
+
+    Raises `ControlError`, `TransferError`, `ProofFailed`.
     """
     payload = await on_thread(lambda: snapshot.adapter)
-    assert payload is not None, "a snapshot of an adapter"
+    assert payload is not None, "the snapshot is not an adapter's"
     began = time.monotonic()
     state = await _state(control)
+    before = state["served"]
+    if before is not None:
+        await proof.look(AdapterScores(control, before), snapshot, known=before == proven)
+        began = time.monotonic()
     if payload.name not in state["loaded"]:
         await _send(control, payload)
         await _load(control, payload)
-    sent_s = time.monotonic() - began
-    figure = await prove(AdapterScores(control, payload.name))
+    transfer_s = time.monotonic() - began
+    figures = await proof.prove(AdapterScores(control, payload.name), snapshot)
     await control.serve_adapter(payload.name)
-    return sent_s, figure
+    return Served(payload.name, transfer_s, figures)
 
 
-async def _state(control: ServerControl) -> dict[str, object]:
+async def _state(control: ServerControl) -> dict[str, Any]:
     try:
         state = await control.adapters()
     except ControlError as error:
@@ -89,7 +97,6 @@ async def _send(control: ServerControl, payload: AdapterPayload) -> None:
     for start in range(0, len(view), CHUNK_BYTES):
         chunk = bytes(view[start : start + CHUNK_BYTES])
         await control.put_adapter(payload.name, start, chunk, blake3(chunk).hexdigest())
-        await asyncio.sleep(0)
 
 
 async def _load(control: ServerControl, payload: AdapterPayload) -> None:

@@ -33,14 +33,14 @@ class Shelf:
     def __init__(self, engine: Any, models: Any, store: AdapterStore) -> None:
         self.served: str | None = None
         self.store = store
-        self._engine = engine
+        self.engine = engine
         self._models = models
         self._order: list[str] = []
         self._lock = asyncio.Lock()
 
     def state(self) -> dict[str, Any]:
         """The answer of `GET /slipstream/adapters`."""
-        lora = self._engine.vllm_config.lora_config
+        lora = self.engine.vllm_config.lora_config
         return {
             "enabled": lora is not None,
             "max_rank": lora.max_lora_rank if lora is not None else 0,
@@ -79,12 +79,9 @@ class Shelf:
                     await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=old))
             return {"removed": len(gone)}
 
-    def lora(self, name: str) -> Any:
-        """vLLM's `LoRARequest` of a loaded adapter. Raises `RouteError` 409."""
-        found = self._models.lora_requests.get(name)
-        if found is None:
-            raise RouteError(409, f"the adapter {name} is not loaded")
-        return found
+    def adapter(self, name: str) -> Any:
+        """vLLM's `LoRARequest` of it; None: not loaded."""
+        return self._models.lora_requests.get(name)
 
     def _loaded(self) -> list[str]:
         """Of ours; a person may have loaded others."""
@@ -92,7 +89,7 @@ class Shelf:
 
     def _in_use(self) -> set[str]:
         """Adapters of the requests that are in flight."""
-        states = self._engine.output_processor.request_states.values()
+        states = self.engine.output_processor.request_states.values()
         return {state.lora_name for state in states if state.lora_name is not None}
 
 

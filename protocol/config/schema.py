@@ -122,7 +122,7 @@ class RunConfig(Section):
         sampling.check(rollout)
         algorithm.check(learner)
         optimisation.check(learner)
-        adapters.check(self.model, learner, self.lora)
+        adapters.check(self.model, learner, self.lora, self.weight_sync)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "

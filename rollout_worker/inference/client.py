@@ -97,7 +97,8 @@ class InferenceClient:
                 if response.status == 200:
                     yield response
                     return
-                if response.status not in (404, 409) or (named is None and not headers):
+                lost = response.status == 404 and headers
+                if response.status not in (404, 409) or (named is None and not lost):
                     raise error_of(response.status, _message_of(await response.read()))
                 if named is None:
                     # Another process answers by now, with the weights that it was started with.

@@ -1,7 +1,8 @@
 """An adapter that trains while the model's own weights stay (LoRA, arXiv:2106.09685), by peft.
 
 Its weights are float32 whatever the base has. It is published merged, under the checkpoint's names, so that servers
-need not know of it, or by itself, to servers that load it beside the base. A checkpoint holds it as peft does, beside the merged model.
+need not know of it, or by itself, to servers that load it beside the base. A checkpoint holds it as peft does, beside
+the merged model.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def unservable(model: ModelSection, lora: LoraSection) -> str | None:
 
 
 def largest_rank(lora: LoraSection) -> int:
-    return max(lora.r, *lora.rank_pattern.values())
+    return max([lora.r, *lora.rank_pattern.values()])
 
 
 def published_alone(weight_sync: WeightSyncSection, model: ModelSection, lora: LoraSection, on_gpu: bool) -> bool:

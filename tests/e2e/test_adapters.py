@@ -160,10 +160,10 @@ async def test_i5_the_base_is_refused_and_a_name_that_is_gone_leads_to_the_newes
     server = sync_of(control)
     await server.publish(moved(policy, 41))
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "output_mode": "tokens"}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{control.url}/inference/v1/generate", json=body) as response:
-            assert response.status == 409
-            assert version_of(response.headers["slipstream-adapter"]) == 41
+    path = f"{control.url}/inference/v1/generate"
+    async with aiohttp.ClientSession() as session, session.post(path, json=body) as response:
+        assert response.status == 409
+        assert version_of(response.headers["slipstream-adapter"]) == 41
     async with InferenceClient(60) as client:
         assert await spans_of(client, control.url, 2) == [[SampledSpan(41, 0, 2, "a")]]
         for version in (42, 43, 44):

@@ -119,7 +119,8 @@ async def test_f16_a_server_that_lost_its_adapters_is_used_no_more_until_it_is_p
         first, second = s.fakes
         names = s.pool._router.serving
         await asyncio.gather(*(s.turn() for _ in range(6)))
-        assert first.requests and second.requests
+        assert first.requests
+        assert second.requests
         first.adapters.restart()
         turns = await asyncio.gather(*(s.turn() for _ in range(6)))
         # No token of base weights: all are of the other one, whichever was asked first.

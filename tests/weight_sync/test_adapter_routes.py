@@ -138,6 +138,15 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server()
 
 
+def files(tmp_path: Path) -> list[Path]:
+    """What lies in the server's folder."""
+    return list(next(tmp_path.iterdir()).iterdir())
+
+
+def is_there(folder: str | Path) -> bool:
+    return Path(folder).is_dir()
+
+
 async def test_i5_what_is_loaded_is_named_to_nobody_before_it_serves(server: Server) -> None:
     name = await server.put(1)
     assert (await server.load(name)).status == 200
@@ -158,7 +167,7 @@ async def test_i5_a_request_that_knows_of_no_adapter_is_refused_once_one_serves(
 async def test_the_last_three_can_be_asked_for_and_older_files_go(server: Server, tmp_path: Path) -> None:
     names = [await server.serve(version) for version in range(6)]
     assert (await server.state())["loaded"] == names[-3:]
-    assert len(list(next(tmp_path.iterdir()).iterdir())) <= 4
+    assert len(files(tmp_path)) <= 4
 
 
 async def test_the_file_of_an_adapter_stays_while_a_request_may_need_it(server: Server) -> None:
@@ -168,10 +177,10 @@ async def test_the_file_of_an_adapter_stays_while_a_request_may_need_it(server: 
     for version in range(1, 6):
         await server.serve(version)
     assert first not in (await server.state())["loaded"]
-    assert folder.is_dir()
+    assert is_there(folder)
     server.engine.runs()
     await server.serve(6)
-    assert not folder.exists()
+    assert not is_there(folder)
 
 
 async def test_an_adapter_that_was_never_served_goes_with_the_next_one(server: Server) -> None:
@@ -187,7 +196,7 @@ async def test_a_refusal_of_vllm_is_said_and_nothing_of_the_adapter_stays(server
     answer = await server.load(name)
     assert answer.status == 422
     assert "LoRA rank 16 is greater" in answer.error
-    assert list(next(tmp_path.iterdir()).iterdir()) == []
+    assert files(tmp_path) == []
 
 
 async def test_loading_twice_is_harmless(server: Server) -> None:
@@ -203,7 +212,7 @@ async def test_scores_are_asked_of_the_workers_under_the_adapter(server: Server)
     assert answer.body == {"logprobs": [[-1.0, -2.0]]}
     [(method, (ids, (asked, number, folder)))] = server.engine.calls
     assert (method, ids, asked, number) == ("slipstream_score_adapter", [[1, 2, 3]], name, 1)
-    assert Path(folder).is_dir()
+    assert is_there(folder)
     server.engine.reply = {"cannot": "its layers are spread over a pipeline"}
     assert (await server.ask("POST", path, {"token_ids": [[1, 2, 3]]})).status == 501
 

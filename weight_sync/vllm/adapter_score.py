@@ -1,4 +1,4 @@
-"""Log-probs under an adapter that is loaded, whether it serves or not: computed inside the workers, beside generation."""
+"""Log-probs under a loaded adapter, whether it serves or not: computed inside the workers, beside generation."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class FakeVllm:
         says: dict[str, Any] | None = None,
         adapters: FakeAdapters | None = None,
     ) -> None:
-        """`adapters`: of a server that takes them. `says`: what `/server_info` holds of the model in place of what suits a run."""
+        """`says`: what `/server_info` holds of the model in place of what suits a run; `adapters`: of a server that
+        takes them."""
         self.engine = engine or FakeEngine()
         self._version = version
         self._says = says or {}

@@ -80,15 +80,15 @@ def sync_of(control: ServerControl) -> ServerSync:
     return ServerSync(control, lambda: build(section), TOLERANCE)
 
 
-def request(tokens: int, choices: int = 1) -> GenerateRequest:
+def request(model: str, tokens: int, choices: int = 1) -> GenerateRequest:
     config = load(EXAMPLE / "run.toml", ["--rollout.temperature", "1.0"])
     params = sampling_params(config, [], tokens, choices, None)
-    params.min_tokens = tokens
-    return GenerateRequest("policy", f"r{torch.randint(1 << 30, ()).item()}", PROMPT, params, "salt")
+    return GenerateRequest(model, f"r{torch.randint(1 << 30, ()).item()}", PROMPT, params, "salt")
 
 
 async def spans_of(client: InferenceClient, url: str, tokens: int, choices: int = 1) -> list[list[SampledSpan]]:
-    wanted = request(tokens, choices)
+    wanted = request(client.model_at(url), tokens, choices)
+    wanted.sampling_params.min_tokens = tokens
     answers = [choice async for choice in client.generate(url, wanted, "a")]
     asked = Asked(tokens, (), 100, version_of(wanted.model))
     return [sampled_of(choice, "a", asked).spans for choice in answers]
@@ -135,7 +135,7 @@ async def test_tokens_that_an_adapter_sampled_have_its_log_probs(control: Server
     server = sync_of(control)
     await server.publish(moved(policy, 21))
     async with InferenceClient(60) as client:
-        wanted = request(24)
+        wanted = request("policy", 24)
         [choice] = [choice async for choice in client.generate(control.url, wanted, "a")]
     turn = sampled_of(choice, "a", Asked(24, (), 100, version_of(wanted.model)))
     ours = policy.score(PROMPT + turn.token_ids)[len(PROMPT) - 1 :]

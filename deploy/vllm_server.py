@@ -57,7 +57,7 @@ def command(config: RunConfig, index: int) -> list[str]:
         *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
         "--disable-uvicorn-access-log",
     ]
-    if adapters.published_alone(config.weight_sync, config.model, config.lora, not on_cpu()):
+    if adapters.published_alone(config.weight_sync.adapter_only, config.model, config.lora, not on_cpu()):
         flags += _adapter_flags(config)
     if config.token:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.

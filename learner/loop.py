@@ -214,7 +214,9 @@ class Loop:
         """What is published."""
         config, adapter = self._config, self._trainer.policy.adapter
         on_gpu = self._trainer.device.type == "cuda"
-        if adapter is not None and adapters.published_alone(config.weight_sync, config.model, config.lora, on_gpu):
+        if adapter is not None and adapters.published_alone(
+            config.weight_sync.adapter_only, config.model, config.lora, on_gpu
+        ):
             return adapter.alone()
         return self._trainer.weights()
 

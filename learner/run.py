@@ -94,7 +94,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             if policy.adapter is not None:
                 progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
             on_gpu = trainer.device.type == "cuda"
-            if text := adapters.merged_after_all(config.weight_sync, config.model, config.lora, on_gpu):
+            if text := adapters.merged_after_all(config.weight_sync.adapter_only, config.model, config.lora, on_gpu):
                 progress.say(text)
             if text := warning(policy.precision, trainer.weights, config.learner.learning_rate):
                 progress.warn(text)

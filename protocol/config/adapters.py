@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from protocol.config.sections import LearnerSection, LoraSection, ModelSection, WeightSyncSection
 from protocol.config.sections.base import toml_value
@@ -11,6 +12,8 @@ from protocol.config.sections.base import toml_value
 _LITTLE = 5e-6
 # What `lora.target_modules` may be beside a list and an expression.
 _KINDS = ("all-linear", "auto")
+AdapterOnly = bool | Literal["auto"]
+
 # vLLM's for `--max-lora-rank` (vllm 0.32, `MaxLoRARanks`).
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _WITH_FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
@@ -104,18 +107,18 @@ def largest_rank(lora: LoraSection) -> int:
     return max([lora.r, *lora.rank_pattern.values()])
 
 
-def published_alone(weight_sync: WeightSyncSection, model: ModelSection, lora: LoraSection, on_gpu: bool) -> bool:
-    """Whether versions are adapters in place of merged weights. on_gpu: whether the caller's part of the run, servers
-    or learner, is on GPUs: they have to agree, or the first publication says what to set."""
-    if not lora.r or weight_sync.adapter_only is False:
+def published_alone(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> bool:
+    """Whether versions are adapters in place of merged weights. adapter_only: `weight_sync.adapter_only`; on_gpu: whether
+    the caller's part of the run, servers or learner, is on GPUs. Where they differ, the first publication says it."""
+    if not lora.r or adapter_only is False:
         return False
-    return weight_sync.adapter_only is True or (on_gpu and unservable(model, lora) is None)
+    return adapter_only is True or (on_gpu and unservable(model, lora) is None)
 
 
-def merged_after_all(weight_sync: WeightSyncSection, model: ModelSection, lora: LoraSection, on_gpu: bool) -> str:
+def merged_after_all(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> str:
     """What is to be said of an adapter that is published merged, "" where nothing is."""
     reason = unservable(model, lora)
-    if not lora.r or weight_sync.adapter_only != "auto" or not on_gpu or reason is None:
+    if not lora.r or adapter_only != "auto" or not on_gpu or reason is None:
         return ""
     return f"{reason}: vLLM serves no such adapter, so the merged weights are published"
 

@@ -181,6 +181,6 @@ def test_auto_publishes_the_adapter_alone_on_gpus_where_vllm_can_serve_it(
     adapter_only: Any, lora: dict[str, Any], on_gpu: bool, alone: bool
 ) -> None:
     config = made(weight_sync={"adapter_only": adapter_only}, lora=lora)
-    assert published_alone(config.weight_sync, config.model, config.lora, on_gpu) is alone
-    said = merged_after_all(config.weight_sync, config.model, config.lora, on_gpu)
+    assert published_alone(config.weight_sync.adapter_only, config.model, config.lora, on_gpu) is alone
+    said = merged_after_all(config.weight_sync.adapter_only, config.model, config.lora, on_gpu)
     assert ("use_dora" in said) is bool(lora.get("use_dora"))

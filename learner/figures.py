@@ -76,7 +76,8 @@ def figures(sums: Mapping[str, torch.Tensor], servers: Sequence[str] = ()) -> di
     for age in range(1, MOST_STALENESS + 1):
         if tokens := found["stale"][age]:
             shown[f"sampler/kl_staleness_{age}"] = float(found["stale_kl"][age] / tokens)
-    for name, tokens, distance in zip(servers, found["server_tokens"], found["server_distance"], strict=False):
+    for place, name in enumerate(servers[:MOST_SERVERS]):
+        tokens, distance = found["server_tokens"][place], found["server_distance"][place]
         if tokens:
             shown[f"{DISTANCE}{name}"] = float(distance / tokens)
             shown[f"{DISTANCE_TOKENS}{name}"] = int(tokens)

@@ -119,7 +119,10 @@ class Servers:
             control = await self._resources.enter_async_context(
                 ServerControl(server.url, section.timeout_s, self._config.token)
             )
-            sync = self._syncs[server.url] = ServerSync(control, self._make_transport, self._config.probe_tolerance)
+            config = self._config
+            sync = self._syncs[server.url] = ServerSync(
+                control, self._make_transport, config.probe_tolerance, config.served_dtype, config.served_quantised
+            )
         return sync
 
     async def _register(

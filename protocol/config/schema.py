@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from protocol.config import adapters, algorithm, chat, optimisation, patience, sampling
+from protocol.config import adapters, algorithm, chat, optimisation, patience, sampling, served
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
@@ -106,9 +106,17 @@ class RunConfig(Section):
     def probe_tolerance(self) -> float:
         """`weight_sync.probe_tolerance` with its "auto" worked out."""
         tolerance = self.weight_sync.probe_tolerance
-        if tolerance == "auto":
-            return 1e-3 if self.model.dtype == "float32" else 0.5
-        return tolerance
+        return served.tolerance(self.model.dtype, self.vllm.args) if tolerance == "auto" else tolerance
+
+    @property
+    def served_dtype(self) -> str:
+        """What the servers compute in: float32, bfloat16 or float16."""
+        return served.dtype(self.model.dtype, self.vllm.args)
+
+    @property
+    def served_quantised(self) -> bool:
+        """Whether the servers round the weights that they are sent to fewer bits."""
+        return served.quantisation(self.vllm.args) is not None
 
     @property
     def server_names(self) -> dict[str, str]:
@@ -123,6 +131,7 @@ class RunConfig(Section):
         algorithm.check(learner)
         optimisation.check(learner)
         adapters.check(self.model, learner, self.lora, self.weight_sync)
+        served.check(self.vllm.args)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "

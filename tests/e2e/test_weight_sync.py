@@ -177,7 +177,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
-from weight_sync.vllm.reload import load_staged
+from weight_sync.vllm import shadow, torch_packing
 
 folder, kind = sys.argv[1:]
 torch.manual_seed(0)
@@ -191,19 +191,28 @@ else:
 model.save_pretrained(folder)
 llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
           max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=8_000_000, block_size=32)
-config = llm.llm_engine.model_config
-for update in range(2):
+config = llm.llm_engine.vllm_config
+torch_packing.install()
+built = []
+
+def swap(served, weights):
+    new = shadow.build(served, config, weights)
+    built.append(type(new).__name__)
+    new.exchange()
+
+for update in range(3):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     weights = {name: tensor.clone() for name, tensor in Published(model)}
     assert "lm_head.weight" not in weights
-    llm.apply_model(lambda served: load_staged(served, config, weights))
+    llm.apply_model(lambda served: swap(served, weights))
 ids = list(range(40, 100))
 reply = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
 served = [entry[token].logprob for entry, token in zip(reply[0].prompt_logprobs[1:], ids[1:])]
 ours = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
 ours = ours.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+assert built == ["Shadow"] * 3, built
 print("difference", (ours - torch.tensor(served)).abs().max().item())
 """
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.algorithm.objectives.base import MAX_LOG_RATIO
-from learner.figures import BIN, FINEST, MOST_STALENESS, figures, sums_of
+from learner.figures import BIN, FINEST, MOST_SERVERS, MOST_STALENESS, figures, nothing, sums_of, sums_of_servers
 
 
 def of(log_ratios: list[float], staleness: list[int] | None = None) -> dict[str, float]:
@@ -53,6 +53,21 @@ def test_the_kl_of_a_staleness_is_the_mean_over_its_tokens() -> None:
     kls = {name: value for name, value in found.items() if "kl" in name}
     assert kls == pytest.approx(
         {"sampler/kl_staleness_1": 0.2, "sampler/kl_staleness_3": -0.25, f"sampler/kl_staleness_{MOST_STALENESS}": 9.0}
+    )
+
+
+def test_the_distance_of_a_server_is_the_mean_over_its_fresh_tokens() -> None:
+    log_ratios = torch.tensor([0.1, -0.3, 5.0, 0.2, 7.0])
+    fresh = torch.tensor([True, True, False, True, True])
+    server = torch.tensor([0, 0, 0, 1, MOST_SERVERS + 3], dtype=torch.int32)
+    sums = {**nothing(torch.device("cpu")), **sums_of_servers(log_ratios, fresh, server)}
+    assert figures(sums, ("vllm-0", "vllm-1", "vllm-2")) == pytest.approx(
+        {
+            "sampler/distance/vllm-0": 0.2,
+            "sampler/distance_tokens/vllm-0": 2,
+            "sampler/distance/vllm-1": 0.2,
+            "sampler/distance_tokens/vllm-1": 1,
+        }
     )
 
 

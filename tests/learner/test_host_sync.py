@@ -63,7 +63,7 @@ def test_a_row_goes_to_page_locked_memory_and_from_there_to_the_device(monkeypat
     (row,) = pack([sample(30, 5, 0)], 64)
     held = row.pinned()
     tensors = [name for name, value in vars(row).items() if isinstance(value, torch.Tensor)]
-    assert len(pinned) == len(tensors) == 10
+    assert len(pinned) == len(tensors) == 11
     assert all(getattr(held, name) is not getattr(row, name) for name in tensors)
     assert all(torch.equal(getattr(held, name), getattr(row, name)) for name in tensors)
     moved: PackedRow = held.to(META)

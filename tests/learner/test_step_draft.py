@@ -220,6 +220,22 @@ def test_each_token_carries_its_staleness() -> None:
     assert row.fresh.tolist() == [False, False, True] * 2
 
 
+def test_each_token_carries_its_server() -> None:
+    draft = _draft(version=5, groups_per_step=2)
+    for name, servers in (("a", ["vllm-1", "vllm-0"]), ("b", ["vllm-2"])):
+        one = group(name, [0, 1], [None, 5, 5])
+        one.server_names = servers
+        draft.add([LeasedGroup(one, 5)])
+    batch = draft.finish()
+    assert batch.rollouts.servers == ("vllm-0", "vllm-1", "vllm-2")
+    sampled = [
+        (int(rollout), batch.rollouts.servers[server])
+        for row in batch.rows
+        for rollout, server in zip(row.rollout, row.server, strict=True)
+    ]
+    assert set(sampled) == {(0, "vllm-1"), (1, "vllm-1"), (2, "vllm-2"), (3, "vllm-2")}
+
+
 def test_staleness_is_split_at_the_arrival() -> None:
     draft = _draft(version=5)
     draft.add([LeasedGroup(group("a", [0, 1], [None, 3, 4]), 4)])

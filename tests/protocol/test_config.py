@@ -542,11 +542,23 @@ def test_the_printed_run_file_loads_to_the_same(folder: Path, tmp_path: Path, ov
 
 @pytest.mark.parametrize(
     ("given", "tolerance"),
-    [([], 1e-3), (["--model.dtype", "bfloat16"], 0.5), (["--model.dtype", "float16"], 0.5)],
+    [
+        ([], 1e-3),
+        (["--model.dtype", "bfloat16"], 0.5),
+        (["--model.dtype", "float16"], 0.5),
+        (["--vllm.args", '["--dtype", "half"]'], 0.5),
+        (["--vllm.args", '["--quantization=fp8"]'], 2.0),
+        (["--vllm.args", '["-q", "nvfp4_per_token"]'], 4.0),
+    ],
 )
 def test_the_probe_s_tolerance_follows_the_model_s_type(folder: Path, given: list[str], tolerance: float) -> None:
     assert load(folder / "run.toml", given).probe_tolerance == tolerance
     assert load(folder / "run.toml", [*given, "--weight_sync.probe_tolerance", "0.1"]).probe_tolerance == 0.1
+
+
+def test_a_quantisation_that_cannot_take_new_weights_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--quantization awq, whose weights are packed before"):
+        load(folder / "run.toml", ["--vllm.args", '["--quantization", "awq"]'])
 
 
 def test_the_printed_run_file_tells_what_each_setting_means(shared_folder: Path) -> None:

@@ -57,11 +57,10 @@ def held(model: torch.nn.Module) -> Held:
 
 
 def compare(proven: Held, live: Held) -> Difference:
-    """The live model against what was proven on the shadow."""
-    names = sorted(proven.prints.keys() | live.prints.keys())
-    wrong = [name for name in names if proven.prints.get(name) != live.prints.get(name)]
-    # A handle that nobody can read stands where a packed weight was proven: that is not what was swapped in.
-    return Difference(len(names), wrong, sorted(set(live.unread) - set(wrong)))
+    """The live model against what was proven on the shadow, as far as the shadow was loaded."""
+    # One that is missing is wrong: a handle that nobody can read, in the place of a packed weight, was not swapped in.
+    wrong = [name for name, print_ in proven.prints.items() if live.prints.get(name) != print_]
+    return Difference(len(proven.prints), sorted(wrong), sorted(set(live.unread) - set(wrong)))
 
 
 class Reading(threading.Thread):
@@ -78,7 +77,7 @@ class Reading(threading.Thread):
         try:
             on_gpu = next(self._model.parameters()).is_cuda
             # On a stream of its own it does not stand between two steps of the engine.
-            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
                 self._found = compare(self._proven, held(self._model))
         except Exception as error:
             self._error = error
@@ -117,7 +116,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
+            if tensor is not None and not tensor.is_meta:
                 yield prefix + name, tensor
         packed = getattr(module, "cpu_linear", None)
         if packed is not None:
@@ -135,6 +134,7 @@ def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
     elif hasattr(packed, "__dict__"):
         kept = [*vars(packed).values()]
     parts = [part for part in kept if isinstance(part, torch.Tensor)]
-    if not parts and not module.weight.numel():
+    weight = module._parameters.get("weight")
+    if not parts and (weight is None or not weight.numel()):
         return [None]
     return [*parts]

@@ -12,6 +12,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 
+class Reload:
+    """Weights (tensors by name, as in a checkpoint) that are loaded into the live model under the pause."""
+
+    def __init__(self, model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._weights = weights
+
+    def exchange(self) -> None:
+        """Make the live model compute with the new weights; generation must stand still. Where it raises, the model
+        may be half new."""
+        load_staged(self._model, self._model_config, self._weights)
+
+
 def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
     """Reload `model` from `weights`, names and tensors as in a checkpoint; generation must be paused.
 

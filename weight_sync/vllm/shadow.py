@@ -1,30 +1,237 @@
-"""The new weights of one worker, made ready beside generation so that the pause holds nothing but an exchange."""
+"""The new weights of one worker, made ready beside generation so that the pause holds nothing but an exchange.
+
+The shadow is a second tree of the model's modules (`twins`) that weights are loaded into and packed in, while the live
+modules generate. Under the pause the live modules take its tensors. The live model is not touched before.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from weight_sync.vllm.reload import load_staged
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+from weight_sync.vllm.proof_layers import held
+from weight_sync.vllm.reload import Reload
 from weight_sync.vllm.staging import Weights
+from weight_sync.vllm.torch_packing import LOOKUP_ONLY
+from weight_sync.vllm.twins import CONTAINERS, Pair, bind_to_live, let_go, twins_of
+
+logger = logging.getLogger(__name__)
+
+# After the pause: to free the old weights takes longer than to exchange them.
+FREE_AFTER_S = 0.2
+SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
 
 
-class Reload:
-    """Weights that are loaded into the live model under the pause."""
+class NoShadow(Exception):
+    """Of this model no shadow can be built; the text says why."""
 
-    def __init__(self, model: Any, model_config: Any, weights: Weights) -> None:
-        self._model = model
-        self._model_config = model_config
-        self._weights = weights
+
+def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
+    """What exchanges the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
+
+    Raises ValueError where names, shapes or types are not the model's. A model of which no shadow can be built is
+    loaded under the pause, which is said once.
+    """
+    check_types(model, vllm_config.model_config.dtype, weights)
+    try:
+        check_can_be_shadowed(model)
+        return Shadow(model, vllm_config, weights)
+    except NoShadow as why:
+        logger.warning("%s: weights are loaded under the pause, which takes longer", why)
+        return Reload(model, vllm_config.model_config, weights)
+
+
+def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
+    """Loaders cast in silence; what was sent in another type was not meant for this model."""
+    known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
+    for name, tensor in weights.items():
+        if tensor.dtype not in known:
+            raise ValueError(f"{name} came as {tensor.dtype}, and this server's model is {dtype}: set model.dtype")
+
+
+def check_can_be_shadowed(model: Any) -> None:
+    """Raises `NoShadow`."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in SHADOWED:
+            raise NoShadow(f"{name} is quantised ({type(method).__name__})")
+        if is_deferred_attention_layer(module) and module._parameters:
+            raise NoShadow(f"{name} ({type(module).__name__}) makes weights of its own when it is loaded")
+        if getattr(module, "w13_bias", None) is not None:
+            raise NoShadow(f"{name} has experts with a bias, which their kernel holds")
+
+
+class Shadow:
+    """The new weights in modules of their own. `pairs`: the live modules and their twins, of those that were loaded;
+    `proven`: what the twins hold, which is what the live modules must hold after the exchange."""
+
+    def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
+        all_pairs = twins_of(model)
+        try:
+            with torch.no_grad(), _config_known(vllm_config):
+                parallel = vllm_config.parallel_config
+                whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
+                self.pairs = _load(all_pairs, weights, whole)
+        except BaseException:
+            let_go(all_pairs)
+            raise
+        self.proven = held(all_pairs[0].twin)
+        self._all = all_pairs
+        self._changes = [change for pair in self.pairs for change in _changes(pair)]
 
     def exchange(self) -> None:
-        """Make the live model compute with the new weights; generation must stand still. Whatever it raises, the model
-        may then be half new."""
-        load_staged(self._model, self._model_config, self._weights)
+        """Make the live modules compute with the shadow's tensors; generation must stand still."""
+        old: list[Any] = []
+        with torch.no_grad():
+            for change in self._changes:
+                old.append(change())
+        pairs, self.pairs, self._changes = self._all, [], []
+        self._all = []
+
+        def free() -> None:
+            let_go(pairs)
+            pairs.clear()
+            old.clear()
+
+        timer = threading.Timer(FREE_AFTER_S, free)
+        timer.daemon = True
+        timer.start()
 
 
-def build(model: Any, vllm_config: Any, weights: Weights) -> Any:
-    """What exchanges the weights of `model` for `weights` (tensors by name, as in a checkpoint): has `exchange()`.
+def _load(pairs: list[Pair], weights: Weights, whole: bool) -> list[Pair]:
+    """Load `weights` into the twins and pack them; the pairs that were loaded. whole: no part of a tensor belongs to
+    another worker."""
+    twin = pairs[0].twin
+    _mark_lookups(pairs)
+    initialize_layerwise_reload(twin)
+    for pair in pairs:
+        # Else what is processed would be copied into the live tensors.
+        pair.info.kernel_tensors = None
+    sizes = [pair.info.load_numel_total for pair in pairs]
+    twin.load_weights(iter(weights.items()))
+    placed = sum(
+        size if not pair.info.can_load() else pair.info.load_numel for pair, size in zip(pairs, sizes, strict=True)
+    )
+    loaded = [pair for pair in pairs if _processed(pair)]
+    loaded += _tie([pair for pair in pairs if pair.info.can_load()], loaded)
+    _check_complete([pair for pair in pairs if pair not in loaded])
+    sent = sum(tensor.numel() for tensor in weights.values())
+    if whole and sent > placed and not (len(weights) and _head_is_tied_and_sent(pairs, weights)):
+        raise ValueError(f"of {sent} elements that were sent, {sent - placed} have no place in this server's model")
+    for pair in loaded:
+        _pack_experts(pair.twin)
+    return loaded
 
-    Raises ValueError where names, shapes or types are not the model's; the live model is not touched.
-    """
-    return Reload(model, vllm_config.model_config, weights)
+
+def _processed(pair: Pair) -> bool:
+    """Whether the twin was loaded. A vocabulary that is padded is loaded when all that was sent for it has come."""
+    info = pair.info
+    if not info.can_load():
+        return True
+    if info.load_numel == 0:
+        return False
+    if is_deferred_attention_layer(pair.twin):
+        raise NoShadow(f"{pair.name} ({type(pair.twin).__name__}) was sent scales")
+    if not isinstance(pair.twin, VocabParallelEmbedding):
+        raise ValueError(f"{pair.name}: {info.load_numel} of {info.load_numel_total} elements came")
+    _layerwise_process(pair.twin, info)
+    return True
+
+
+def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:
+    """Those of `left` whose parameters are the live tensors of loaded modules: a tied output head, packed anew."""
+    owners = {id(tensor): (pair, name) for pair in loaded for name, tensor in pair.live._parameters.items()}
+    tied = []
+    for pair in left:
+        shared = {n: owners[id(t)] for n, t in pair.live._parameters.items() if t is not None and id(t) in owners}
+        for name, (owner, owners_name) in shared.items():
+            pair.twin._parameters[name] = owner.twin._parameters[owners_name]
+        if shared:
+            if hasattr(pair.twin, "cpu_linear"):
+                pair.twin.quant_method.process_weights_after_loading(pair.twin)
+            tied.append(pair)
+    return tied
+
+
+def _check_complete(left: list[Pair]) -> None:
+    missing = [f"{pair.name}.{name}" for pair in left for name, size in _sizes(pair) if size]
+    if missing:
+        raise ValueError(f"{len(missing)} parameters of this server's model were not sent, among them {missing[0]}")
+
+
+def _sizes(pair: Pair) -> Iterator[tuple[str, int]]:
+    params, _ = pair.info.restore_metadata
+    yield from ((name, tensor.numel()) for name, tensor in params.items())
+
+
+def _head_is_tied_and_sent(pairs: list[Pair], weights: Weights) -> bool:
+    return "lm_head.weight" in weights and any(isinstance(pair.live, ParallelLMHead) for pair in pairs)
+
+
+def _mark_lookups(pairs: list[Pair]) -> None:
+    """An embedding beside a head of its own multiplies nothing, and needs no packing."""
+    heads = [pair for pair in pairs if isinstance(pair.live, ParallelLMHead)]
+    for pair in pairs:
+        if isinstance(pair.live, VocabParallelEmbedding) and pair not in heads and heads:
+            pair.twin.__dict__[LOOKUP_ONLY] = True
+
+
+def _pack_experts(twin: Any) -> None:
+    """vLLM packs experts at their first load only."""
+    kernel = getattr(getattr(twin, "quant_method", None), "moe_kernel", None)
+    if kernel is not None and twin.w13_weight.device.type == "cpu":
+        kernel.fused_experts.process_weights_after_loading(twin)
+
+
+def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
+    """What makes the live module hold what its twin holds; each returns what it took out."""
+    for container in ("_parameters", "_buffers"):
+        old = getattr(pair.live, container)
+        for name, tensor in getattr(pair.twin, container).items():
+            if tensor is None or tensor is old.get(name) or tensor.is_meta:
+                continue
+            bind_to_live(tensor, pair)
+            live = old.get(name)
+            # Others hold these by reference: a router's bias, and on a GPU the captured graphs.
+            if live is not None and (name in SKIP_TENSORS or live.device.type != "cpu"):
+                yield lambda live=live, tensor=tensor: live.data.copy_(tensor.data)
+            else:
+                yield lambda old=old, name=name, tensor=tensor: _put(old, name, tensor)
+    for name, value in pair.twin.__dict__.items():
+        if name not in NOT_LOADED and pair.live.__dict__.get(name) is not value:
+            yield lambda name=name, value=value: _put(pair.live.__dict__, name, value)
+
+
+def _put(where: dict[str, Any], name: str, value: Any) -> Any:
+    old = where.get(name)
+    where[name] = value
+    return old
+
+
+class _config_known:  # noqa: N801
+    """vLLM's current configuration, for loaders that ask. It is one of the process: a worker has never another."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
+
+    def __enter__(self) -> None:
+        from vllm.config import vllm as module
+
+        self._before = module._current_vllm_config
+        module._current_vllm_config = self._config
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.config import vllm as module
+
+        module._current_vllm_config = self._before

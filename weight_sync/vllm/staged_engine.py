@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+from weight_sync.vllm import torch_packing
 from weight_sync.vllm.staging import Staging, Weights
 
 
@@ -19,9 +20,9 @@ class StagedEngine(WeightTransferEngine):
     """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls`, `init_transfer_engine`,
     `receive` and, where it holds a connection, `disconnect`. See vLLM's `WeightTransferEngine` for when each is called.
 
-    `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.proof_layers.Held`), None where that is not
-    known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them; None before
-    and after.
+    `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.proof_layers.Held`), None where that is
+    not known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them;
+    None before and after.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,6 +30,8 @@ class StagedEngine(WeightTransferEngine):
         self.proven: Any = None
         self._staging: Staging | None = None
         self._buffer: torch.Tensor | None = None
+        if self.device.type == "cpu":
+            torch_packing.install()
 
     @property
     def shadow(self) -> Any:

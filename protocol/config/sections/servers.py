@@ -29,7 +29,7 @@ class WeightSyncSection(Section):
     probe_tolerance: float | Literal["auto"] = setting(
         "auto",
         description="largest difference of log-probs between server and learner, in nats; auto is 0.001 where "
-        "model.dtype is float32, and 0.5 for 16 bits",
+        "servers compute in float32, 0.5 in 16 bits, 2 and 4 where they quantise to 8 and 4 bits",
         why="a hundred times what float32 differs by; rounded to 16 bits, a tiny model differs by 0.2",
     )
     timeout_s: Seconds = setting(

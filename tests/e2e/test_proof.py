@@ -1,0 +1,198 @@
+"""The proof against the real vLLM server: what the workers compute and hold, and faults that are put into them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from weight_sync.proof.probe import probe_token_ids
+from weight_sync.server_control import ControlError, ServerControl
+
+pytestmark = pytest.mark.e2e
+
+IDS = probe_token_ids(512)
+
+
+async def generate(url: str, tokens: int) -> None:
+    """All of the server's slots, and as many that wait."""
+    params = {"n": 64, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    body = {"token_ids": IDS[:8], "sampling_params": params, "output_mode": "tokens"}
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(_one(session, url, body))
+
+
+async def _one(session: aiohttp.ClientSession, url: str, body: object) -> None:
+    async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+        assert response.status == 200
+        await response.read()
+
+
+async def test_the_workers_score_as_the_served_path_does_and_wait_for_no_episode(vllm_url: str) -> None:
+    async with ServerControl(vllm_url, timeout_s=60) as control:
+        served = await control.score_by_request(IDS)
+        alone, again = await control.score([IDS, IDS])
+        assert np.abs(alone - served).max() < 5e-6
+        assert np.array_equal(alone, again)
+        busy = asyncio.create_task(generate(vllm_url, 400))
+        await asyncio.sleep(1.0)
+        took = []
+        for _ in range(3):
+            began = time.monotonic()
+            (loaded,) = await control.score([IDS])
+            took.append(time.monotonic() - began)
+            assert np.array_equal(loaded, alone), "the same to the bit, whatever else runs"
+        assert not busy.done()
+        assert min(took) < 1.0
+        await busy
+
+
+@pytest.mark.parametrize("ids", [[1], [1, 512], [1, -1], [1, True], "12"])
+async def test_ids_that_would_end_the_engine_are_refused(vllm_url: str, ids: list[int]) -> None:
+    async with ServerControl(vllm_url, timeout_s=30) as control:
+        with pytest.raises(ControlError, match="token_ids") as error:
+            await control.score([ids])
+        assert error.value.status == 400
+        assert await control.is_up()
+
+
+FAULTS = """
+import asyncio, builtins, os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from vllm import LLM
+from weight_sync.proof.probe import Probe, probe_token_ids
+from weight_sync.proof.server_proof import ProofFailed, ServerProof
+from weight_sync.server_control import ControlError
+from weight_sync.snapshot import Snapshot
+from weight_sync.vllm import proof_layers, shadow, torch_packing
+from weight_sync.vllm.proof_worker import ProofMixin
+
+torch_packing.install()
+torch.manual_seed(0)
+folder, dtype = sys.argv[1:]
+sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.1)
+model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+model.save_pretrained(folder)
+llm = LLM(folder, dtype=dtype, enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
+          max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=8_000_000, block_size=32)
+llm.collective_rpc(lambda worker: setattr(builtins, "the_worker", worker))
+worker = getattr(builtins.the_worker, "worker", builtins.the_worker)
+live, config = worker.model_runner.model, llm.llm_engine.vllm_config
+
+
+class Server:
+    url, proven, reads = "vllm", None, True
+
+    async def score(self, sequences):
+        reply = ProofMixin.slipstream_score(worker, sequences)
+        return [np.array(row, dtype=np.float32) for row in reply["logprobs"]]
+
+    async def layers(self, body):
+        if not self.reads or self.proven is None:
+            raise ControlError("cannot", 501)
+        return vars(proof_layers.compare(self.proven, proof_layers.held(live)))
+
+
+def snapshot(version):
+    ids, rounded = probe_token_ids(512, version), getattr(torch, dtype)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
+    logprobs = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    return Snapshot(version, model.named_parameters(), Probe(ids, logprobs), rounded)
+
+
+async def publish(server, proof, version, rate, swaps=True):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.sign(torch.randn_like(parameter)), alpha=rate)
+    sent = snapshot(version)
+    await proof.look(server, sent, known=version > 1)
+    new = shadow.build(live, config, sent.manifest.views(sent.flat))
+    if swaps:
+        new.exchange()
+        server.proven = new.proven
+    return await proof.prove(server, sent)
+
+
+def embedding(change):
+    weight = live.model.embed_tokens.weight.data
+    old = weight.clone()
+    change(weight)
+    return lambda: weight.copy_(old)
+
+
+def linear(layer, change):
+    old, weight = layer.cpu_linear, layer.cpu_linear.dense().clone()
+    change(weight)
+    layer.cpu_linear = torch_packing.TorchLinear(weight)
+    return lambda: setattr(layer, "cpu_linear", old)
+
+
+def rows(weight):
+    weight[[7, 9]] = weight[[9, 7]]
+
+
+def element(weight):
+    weight[11, 3] += 0.02
+
+
+def slightly(weight):
+    weight += 1e-5
+
+
+async def main():
+    tolerance = 1e-3 if dtype == "float32" else 0.5
+    for rate in (1e-6, 1e-7):
+        server, proof = Server(), ServerProof(tolerance, dtype)
+        server.reads = False
+        for version in range(1, 13):
+            await publish(server, proof, version, rate)
+        try:
+            await publish(server, proof, 13, rate, swaps=False)
+            print("NOT FOUND: a swap left out at", rate)
+        except ProofFailed:
+            pass
+    server, proof = Server(), ServerProof(tolerance, dtype)
+    assert (await publish(server, proof, 1, 1e-6)).layers > 15
+    up, head = live.model.layers[1].mlp.gate_up_proj, live.lm_head
+    faults = [("rows of the embedding", "model.embed_tokens.weight", lambda: embedding(rows)),
+        ("element of the embedding", "model.embed_tokens.weight", lambda: embedding(element)),
+        ("rows of the head", "lm_head.packed0", lambda: linear(head, rows)),
+        ("element of a layer", "model.layers.1.mlp.gate_up_proj.packed0", lambda: linear(up, element)),
+        ("layer slightly off", "model.layers.1.mlp.gate_up_proj.packed0", lambda: linear(up, slightly))]
+    for name, where, fault in faults:
+        undo = fault()
+        found = (await server.layers({}))["wrong"]
+        if found != [where]:
+            print("NOT FOUND:", name, found)
+        undo()
+    assert (await server.layers({}))["wrong"] == []
+    print("ALL DONE")
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_f2_each_fault_that_is_put_into_a_server_is_found_and_nothing_else(dtype: str, tmp_path: Path) -> None:
+    """With log-probs alone: swaps left out at learning rates of 1e-6 and 1e-7, and 24 publications without an alarm.
+    With the layers: rows exchanged, one element changed, a layer slightly off."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, str(tmp_path / "model"), dtype], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "NOT FOUND" not in done.stdout
+    assert "ALL DONE" in done.stdout

@@ -1,0 +1,62 @@
+"""Linear layers on a CPU, packed by torch in place of vLLM's oneDNN handles.
+
+vLLM's `onednn_mm` is not thread-safe, and nothing reads its handles back. What torch packs may be made on any thread,
+computes the same, and `to_dense` gives it back bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PACKED_TYPES = (torch.float32, torch.bfloat16)
+LOOKUP_ONLY = "_slipstream_lookup_only"
+
+
+class TorchLinear:
+    """`layer.cpu_linear`: x @ W^T + bias, W [out, in] packed once."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        weight = weight.detach()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return product
+
+    def dense(self) -> torch.Tensor:
+        """W, bit for bit."""
+        return self.packed.to_dense()
+
+
+def install() -> None:
+    """From now on every layer that vLLM would pack by oneDNN is packed by torch. May be called again."""
+    from vllm.model_executor.layers import utils
+
+    original = utils.dispatch_cpu_unquantized_gemm
+    if getattr(original, "by_slipstream", False):
+        return
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta or weight.ndim != 2 or _has_a_kernel_of_its_own(utils, weight):
+            original(layer, remove_weight)
+            return
+        if weight.dtype not in PACKED_TYPES or getattr(layer, LOOKUP_ONLY, False):
+            layer.cpu_linear = torch.nn.functional.linear
+            return
+        layer.cpu_linear = TorchLinear(weight)
+        if remove_weight:
+            empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            layer.weight = torch.nn.Parameter(empty, requires_grad=False)
+
+    dispatch.by_slipstream = True  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _has_a_kernel_of_its_own(utils: Any, weight: torch.Tensor) -> bool:
+    """Whether vLLM packs it for its AMX kernels or zentorch, which no thread harms."""
+    rows, columns = weight.shape
+    zen = utils.current_platform.is_zen_cpu() and hasattr(torch.ops.zentorch, "zentorch_linear_unary")
+    return bool(zen or utils.check_cpu_sgl_kernel(rows, columns, weight.dtype))

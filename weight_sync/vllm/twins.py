@@ -1,0 +1,88 @@
+"""A second tree of a model's modules that shares everything with the first but what loading weights replaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+
+CONTAINERS = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass
+class Pair:
+    """A live module and its twin. `name`: of the module in the model."""
+
+    name: str
+    live: Any
+    twin: Any
+
+    @property
+    def info(self) -> Any:
+        """vLLM's account of what was loaded into the twin."""
+        return get_layerwise_info(self.twin)
+
+
+def twins_of(model: Any) -> list[Pair]:
+    """The pairs of all modules of `model`, the model's own first."""
+    pairs: dict[int, Pair] = {}
+    _twin(model, "", pairs)
+    for pair in pairs.values():
+        _own_what_vllm_would_share(pair)
+    return list(pairs.values())
+
+
+def let_go(pairs: list[Pair]) -> None:
+    """vLLM's accounts refer to the modules that they are kept by: without this no twin would ever be freed."""
+    for pair in pairs:
+        LAYERWISE_INFO.pop(pair.twin, None)
+        pair.twin._parameters.clear()
+        pair.twin._buffers.clear()
+
+
+def bind_to_live(tensor: torch.Tensor, pair: Pair) -> None:
+    """Make the loaders of a tensor the live module's, whose tensor it is about to become."""
+    sanitize_layer_refs(tensor, pair.twin)
+    restore_layer_refs(tensor, pair.live)
+
+
+def _twin(live: Any, name: str, pairs: dict[int, Pair]) -> Any:
+    if id(live) in pairs:
+        return pairs[id(live)].twin
+    twin = object.__new__(type(live))
+    twin.__dict__.update(live.__dict__)
+    for container in CONTAINERS:
+        twin.__dict__[container] = dict(getattr(live, container))
+    twin.__dict__["_non_persistent_buffers_set"] = set(live._non_persistent_buffers_set)
+    pairs[id(live)] = Pair(name, live, twin)
+    for child, module in live._modules.items():
+        if module is not None:
+            twin._modules[child] = _twin(module, f"{name}.{child}".lstrip("."), pairs)
+    return twin
+
+
+def _own_what_vllm_would_share(pair: Pair) -> None:
+    """An account of the twin's own, and copies of the tensors that vLLM's reload writes where they are."""
+    live_info = get_layerwise_info(pair.live)
+    params, buffers = live_info.restore_metadata
+    fresh = (
+        {name: to_meta_tensor(tensor) for name, tensor in params.items()},
+        {name: to_meta_tensor(tensor) for name, tensor in buffers.items()},
+    )
+    LAYERWISE_INFO[pair.twin] = LayerReloadingInfo(restore_metadata=fresh, restore_device=live_info.restore_device)
+    for container in (pair.twin._parameters, pair.twin._buffers):
+        for name, tensor in container.items():
+            if name in SKIP_TENSORS and tensor is not None:
+                container[name] = _copy(tensor, pair)
+
+
+def _copy(tensor: torch.Tensor, pair: Pair) -> torch.Tensor:
+    copy = tensor.data.clone()
+    copy.__class__ = tensor.__class__
+    copy.__dict__ = tensor.__dict__.copy()
+    return restore_layer_refs(sanitize_layer_refs(copy, pair.live), pair.twin)  # type: ignore[no-any-return]

@@ -240,3 +240,12 @@ async def test_i8_bad_input_is_refused(server: Server, method: str, path: str, b
 async def test_a_server_without_lora_says_so(server: Server) -> None:
     server.engine.vllm_config.lora_config = None  # type: ignore[assignment]
     assert (await server.state())["enabled"] is False
+
+
+@pytest.mark.parametrize("path", ["/slipstream/swap", "/start_weight_update"])
+async def test_i5_no_adapter_outlives_the_base_that_it_was_proven_over(server: Server, path: str) -> None:
+    await server.serve(1)
+    assert (await server.ask("POST", path, {})).body == path
+    state = await server.state()
+    assert (state["served"], state["loaded"]) == (None, [])
+    assert (await server.generate(None)).status == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.vllm import proof_score
+from weight_sync.vllm.active_adapter import put_under
 from weight_sync.vllm.proof_routes import given_logprobs, given_token_ids
 from weight_sync.vllm.route import RouteError
 
@@ -34,14 +35,10 @@ class AdapterMixin:
         """As `ProofMixin.slipstream_score`, under the adapter of this name, number and folder."""
         from vllm.lora.request import LoRARequest
 
-        runner = self.model_runner
-        request = LoRARequest(*which)
-        number = request.lora_int_id
         scores = []
         for ids in token_ids:
-            if (reason := proof_score.reason_not_to(runner, len(ids))) is not None:
+            if (reason := proof_score.reason_not_to(self.model_runner, len(ids))) is not None:
                 return {"cannot": reason}
-            # The engine's next step says anew which of its tokens are under which adapter.
-            runner._set_active_loras((number,) * (len(ids) - 1), (number,) * len(ids), {request})
-            scores.append(proof_score.score(runner, ids))
+            put_under(self.model_runner, len(ids), LoRARequest(*which))
+            scores.append(proof_score.score(self.model_runner, ids))
         return {"logprobs": None if None in scores else scores}

@@ -79,6 +79,13 @@ class Shelf:
                     await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=old))
             return {"removed": len(gone)}
 
+    async def clear(self) -> None:
+        """Before the base changes: what was proven over it is proven no more."""
+        async with self._lock:
+            self.served, self._order = None, []
+            for name in self._loaded():
+                await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+
     def adapter(self, name: str) -> Any:
         """vLLM's `LoRARequest` of it; None: not loaded."""
         return self._models.lora_requests.get(name)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 ROOT = "/slipstream/adapters"
 GENERATE = "/inference/v1/generate"
+# Routes that change the weights under all adapters.
+OF_THE_BASE = frozenset({"/slipstream/swap", "/start_weight_update"})
 
 
 class Adapters:
@@ -52,6 +54,9 @@ class Adapters:
             await self._answer(self._shelf_of(engine, state), scope, receive, send)
         elif scope["path"] == GENERATE and self._shelf is not None and self._shelf.served is not None:
             await self._generate(self._shelf.served, scope, receive, send)
+        elif scope["path"] in OF_THE_BASE and self._shelf is not None:
+            await self._shelf.clear()
+            await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.adapter_names import HEADER
+from weight_sync.adapters.routes import AdapterRoutes
 
-ADAPTERS = "/slipstream/adapters"
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
 # A server that does not answer within this time counts as still starting.
@@ -74,7 +74,7 @@ class ControlError(RuntimeError):
         self.status = status
 
 
-class ServerControl:
+class ServerControl(AdapterRoutes):
     """The routes of one vLLM server, as methods. Use it as a context manager. Every call raises `ControlError`.
 
     `timeout_s` bounds each call. `token` is the one that the server's `weight_sync.vllm.guard` asks for, if it runs.
@@ -177,12 +177,7 @@ class ServerControl:
 
     async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs float32 [T-1] of each of `sequences` [T] by the live weights, computed beside generation."""
-        reply = await self._call("POST", "/slipstream/score", {"token_ids": sequences})
-        try:
-            rows = _fields(_Scores, reply)["logprobs"]
-            return [np.array(row, dtype=np.float32) for row, _ in zip(rows, sequences, strict=True)]
-        except (TypeError, ValueError) as error:
-            raise ControlError(f"{self.url}/slipstream/score: no log-probs in {reply!r:.200} ({error!r})") from error
+        return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
         """What the live layers hold; see `weight_sync.vllm.proof_routes`."""
@@ -212,28 +207,6 @@ class ServerControl:
                     raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
                 await asyncio.sleep(RESUME_PAUSE_S)
 
-    async def adapters(self) -> dict[str, Any]:
-        """What the server says of its adapters; see `weight_sync.vllm.adapters` for this and what follows."""
-        reply: dict[str, Any] = await self._call("GET", ADAPTERS)
-        return reply
-
-    async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
-        """A chunk of an adapter's file, from byte `start`. digest: its BLAKE3, hexadecimal."""
-        await self._call("PUT", f"{ADAPTERS}/{name}?start={start}&blake3={digest}", data=chunk)
-
-    async def load_adapter(self, name: str, config: str, digest: str) -> None:
-        """Load what has arrived; it serves nobody yet. digest: of the file and `config`."""
-        await self._call("POST", f"{ADAPTERS}/{name}/load", {"config": config, "blake3": digest})
-
-    async def serve_adapter(self, name: str) -> None:
-        """Name the adapter to whoever samples."""
-        await self._call("POST", f"{ADAPTERS}/{name}/serve", {})
-
-    async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """As `score`, under a loaded adapter."""
-        reply = await self._call("POST", f"{ADAPTERS}/{name}/score", {"token_ids": sequences})
-        return [np.array(row, dtype=np.float32) for row in _fields(_Scores, reply)["logprobs"]]
-
     async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
         """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, or under an adapter that is loaded,
         by the path that episodes take."""
@@ -256,6 +229,14 @@ class ServerControl:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
+
+    async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+        reply = await self._call("POST", path, {"token_ids": sequences})
+        try:
+            rows = _fields(_Scores, reply)["logprobs"]
+            return [np.array(row, dtype=np.float32) for row, _ in zip(rows, sequences, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}{path}: no log-probs in {reply!r:.200} ({error!r})") from error
 
     async def _read(self, path: str, field: str) -> Any:
         reply = await self._call("GET", path)

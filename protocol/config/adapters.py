@@ -108,8 +108,9 @@ def largest_rank(lora: LoraSection) -> int:
 
 
 def published_alone(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> bool:
-    """Whether versions are adapters in place of merged weights. adapter_only: `weight_sync.adapter_only`; on_gpu: whether
-    the caller's part of the run, servers or learner, is on GPUs. Where they differ, the first publication says it."""
+    """Whether versions are adapters in place of merged weights. adapter_only: `weight_sync.adapter_only`; on_gpu:
+    whether the caller's part of the run, servers or learner, is on GPUs. Where they differ, the first publication says
+    so."""
     if not lora.r or adapter_only is False:
         return False
     return adapter_only is True or (on_gpu and unservable(model, lora) is None)

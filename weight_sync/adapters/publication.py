@@ -41,7 +41,7 @@ class AdapterScores:
     async def score_by_request(self, token_ids: list[int]) -> Floats:
         return await self._control.score_by_request(token_ids, self._name)
 
-    async def layers(self, label: str) -> dict[str, Any]:
+    async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
         raise ControlError(f"{self.url}: an adapter's layers cannot be read", CANNOT_READ)
 
 

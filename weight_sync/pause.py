@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from weight_sync.cancellation import to_its_end
-from weight_sync.server_control import ServerControl
+from weight_sync.server_control import ControlError, ServerControl
+
+# How long a server waits for a learner that went away inside a pause.
+LEASE_S = 15.0
 
 
 @dataclass
@@ -30,18 +35,28 @@ class Pause:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """Generation stands still inside. Resumes at the end even if the calling task is cancelled; after an error or
-        a cancellation inside only with `resume_after_error`. Raises `ControlError`."""
+        a cancellation inside only with `resume_after_error`. The pause is a lease, renewed while it is held. Raises
+        `ControlError`."""
         began = time.monotonic()
         self.left_paused = True
         resume = self.resume_after_error
+        renewing = asyncio.create_task(self._renew())
         try:
             await self.server.pause(self.clear_cache)
             yield
             resume = True
         finally:
+            renewing.cancel()
             if resume:
                 await to_its_end(self._resume())
             self.seconds += time.monotonic() - began
+
+    async def _renew(self) -> None:
+        """Keep the lease while this process lives; the server ends the pause of one that does not renew it."""
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            with contextlib.suppress(ControlError):  # the next call of the transport meets it too
+                await self.server.lease(LEASE_S)
 
     async def _resume(self) -> None:
         await self.server.resume()

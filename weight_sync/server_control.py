@@ -104,22 +104,24 @@ class ServerControl(AdapterRoutes):
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        await self._call("GET", "/get_world_size")
-                        return
+                        state = await self.state()
+                        if state.alive and not state.reason:
+                            return
+                        last = ControlError(state.reason or "the engine does not answer")
                     except ControlError as error:
                         last = error
-                        await asyncio.sleep(0.5)
+                    await asyncio.sleep(0.5)
         except TimeoutError:
             raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({last})") from None
 
     async def is_up(self) -> bool:
-        """Whether the server answers now."""
+        """Whether the engine answers now, not only the server in front of it."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                await self._call("GET", "/get_world_size")
+                state = await self.state()
         except (ControlError, TimeoutError):
             return False
-        return True
+        return state.alive and not state.reason
 
     async def world_size(self) -> int:
         """Number of the server's workers, over all kinds of parallelism."""

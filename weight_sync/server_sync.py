@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from weight_sync.adapters.publication import publish_adapter
 from weight_sync.pause import Pause
 from weight_sync.proof.server_proof import ProofFailed, ProofFigures, ServerProof
-from weight_sync.server_control import ControlError, ServerControl
+from weight_sync.server_control import ControlError, EngineState, ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError, Transport
 
@@ -59,6 +59,7 @@ class ServerSync:
         self._make_transport = make_transport
         self._transport: Transport | None = None
         self._proven: str | None = None
+        self._boot: str | None = None
 
     @property
     def connected(self) -> bool:
@@ -99,22 +100,26 @@ class ServerSync:
 
     async def _connect(self) -> Transport:
         """The transport, new if there is none or if the server is not as the last publication left it."""
+        state = await self._alive()
         if self._transport is not None:
-            label = await self.control.weight_label()
-            if label == self._proven:
+            if (state.boot, state.label) == (self._boot, self._proven):
                 return self._transport
-            logger.warning(
-                "%s holds weights %r, not %r: it restarted, connecting anew", self.control.url, label, self._proven
-            )
+            was = f"{state.boot}, weights {state.label!r}"
+            logger.warning("%s is %s: not as it was left, connecting anew", self.control.url, was)
             await self.disconnect()
-        workers = await self.control.world_size()
+        self._boot = state.boot
         self._transport = transport = self._make_transport()
         if transport.stages:
-            # A learner that died may have left it paused; in place, with a half-loaded model.
-            await self.control.resume()
             self.left_paused = False
-        await transport.connect(self.control, workers)
+        await transport.connect(self.control, state.workers)
         return transport
+
+    async def _alive(self) -> EngineState:
+        """What the server says of itself. Raises `ControlError` where its engine does not answer."""
+        state = await self.control.state()
+        if not state.alive:
+            raise ControlError(f"{self.control.url}: {state.reason or 'the engine does not answer'}")
+        return state
 
 
 PUBLISH_ERRORS = (ControlError, TransferError, ProofFailed)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,18 +155,113 @@ async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: Ser
     await server.disconnect()
 
 
-async def test_i6_a_learner_that_died_in_mid_publication_is_cleared_up_by_the_next(
+async def staged_alone(control: ServerControl, sent: Snapshot) -> Any:
+    """All of a publication but the swap; gives the transport."""
+    transport = build(WeightSyncSection(bucket_bytes=1 << 20, timeout_s=20))
+    await transport.connect(control, 1)
+    await control.start_update()
+    await control.update(sent.manifest.as_dict())
+    await transport.send(control, sent)  # type: ignore[attr-defined]
+    assert (await control.staged(20)).stage == "ready"
+    return transport
+
+
+async def test_i6_a_learner_that_died_between_staging_and_swap_is_cleared_up_by_the_next(
     control: ServerControl, model: Any
 ) -> None:
-    dead = sync_of(control)
-    await dead.publish(snapshot(model, 1))
-    await control.start_update()
-    await control.pause(clear_cache=False)
+    await sync_of(control).publish(snapshot(model, 1))
+    before = await control.score_by_request(PROBE_IDS)
+    perturb(model)
+    await staged_alone(control, snapshot(model, 2))
+    state = await control.state()
+    assert (state.label, state.paused, state.whole, state.alive) == ("1", False, True, True)
+    assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
     successor = sync_of(control)
-    outcome = await successor.publish(snapshot(model, 2))
-    assert outcome.probe_max_abs_diff < TOLERANCE
-    assert not await is_paused(control.url)
+    perturb(model)
+    assert (await successor.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
     await successor.disconnect()
+
+
+async def test_i6_a_swap_whose_client_went_away_is_made_and_labelled(control: ServerControl, model: Any) -> None:
+    transport = await staged_alone(control, snapshot(model, 5))
+    body = json.dumps({"label": "5", "clear_cache": True}).encode()
+    port = int(control.url.rpartition(":")[2])
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /slipstream/swap HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    await writer.drain()
+    writer.close()
+    await transport.close()
+    for _ in range(100):
+        if (await control.state()).label == "5":
+            break
+        await asyncio.sleep(0.1)
+    state = await control.state()
+    assert (state.label, state.paused, state.whole) == ("5", False, True)
+
+
+async def test_i6_a_persons_pause_stands_through_a_swap(control: ServerControl, model: Any) -> None:
+    perturb(model)
+    sent = snapshot(model, 6)
+    await post(control.url, "/pause?mode=keep")
+    transport = await staged_alone(control, sent)
+    await control.swap("6", clear_cache=True)
+    state = await control.state()
+    assert (state.label, state.paused, state.pause_owner) == ("6", True, "person")
+    await post(control.url, "/resume")
+    assert not await is_paused(control.url)
+    assert sent.probe.max_abs_diff(await control.score_by_request(PROBE_IDS)) < TOLERANCE
+    await transport.close()
+
+
+async def test_p4_weights_are_labelled_by_the_swap_alone(control: ServerControl) -> None:
+    assert await post(control.url, "/update_weight_version", {"new_version": "99"}) == 409
+    assert await post(control.url, "/finish_weight_update", {"weight_version": "99"}) == 409
+    assert await control.weight_label() != "99"
+
+
+async def post(url: str, path: str, body: Any = None) -> int:
+    async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as response:
+        return response.status
+
+
+def without_a_layer(weights: dict[str, Any]) -> None:
+    del weights["model.layers.0.mlp.down_proj.weight"]
+
+
+def of_another_shape(weights: dict[str, Any]) -> None:
+    weights["model.norm.weight"] = torch.ones(3)
+
+
+def of_another_type(weights: dict[str, Any]) -> None:
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float16)
+
+
+def with_a_stranger(weights: dict[str, Any]) -> None:
+    weights["model.layers.0.mlp.stranger.weight"] = torch.ones(3, 3)
+
+
+def half_a_fused_layer(weights: dict[str, Any]) -> None:
+    del weights["model.layers.0.self_attn.k_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    "spoil", [without_a_layer, of_another_shape, of_another_type, with_a_stranger, half_a_fused_layer]
+)
+async def test_p7_weights_that_are_not_the_models_leave_the_old_ones_untouched(
+    spoil: Callable[[dict[str, Any]], None], control: ServerControl, model: Any
+) -> None:
+    server = sync_of(control)
+    await server.publish(snapshot(model, 1))
+    before = await control.score_by_request(PROBE_IDS)
+    perturb(model)
+    weights = dict(model.named_parameters())
+    spoil(weights)
+    with pytest.raises(TransferError, match="the weights were not staged"):
+        await server.publish(Snapshot(2, weights.items(), Probe(PROBE_IDS, score(model))))
+    assert await control.weight_label() == "1"
+    assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
+    assert (await server.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
+    await server.disconnect()
 
 
 RELOADED = """

@@ -89,7 +89,8 @@ async def test_a_learner_that_dies_in_mid_transfer_is_an_error_at_the_worker() -
         await r.control.start_update()
         await r.control.update(snapshot().manifest.as_dict())
         await r.transport.close()
-        (reception,) = r.receiver.receptions
-        reception.join(15)
-        assert reception.error is not None
-        assert reception.views is None
+        (staging,) = r.receiver.stagings
+        staging.join(15)
+        assert staging.report()["stage"] == "failed"
+        assert staging.report()["error"]
+        assert staging.shadow is None

@@ -17,7 +17,7 @@ from protocol.config import WeightSyncSection
 from tests.kit.sync import probe
 from weight_sync.cancellation import on_thread
 from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
+from weight_sync.server_control import ServerControl, Staged, Swap
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo.sender import GlooTransport
@@ -51,14 +51,13 @@ class InProcess(ServerControl):
     async def update(self, update_info: dict[str, Any]) -> None:
         self._engine.update_weights(update_info)
 
-    async def pause(self, clear_cache: bool) -> None:
-        self.loaded_at["pause"] = len(self._loaded)
+    async def staged(self, wait_s: float) -> Staged:
+        return Staged(**await on_thread(self._engine.staging, wait_s))
 
-    async def finish_update(self, label: str) -> None:
-        await on_thread(self._engine.finish_weight_update)
-
-    async def resume(self) -> None:
-        self.loaded_at["resume"] = len(self._loaded)
+    async def swap(self, label: str, clear_cache: bool) -> Swap:
+        self.loaded_at["swap"] = len(self._loaded)
+        self._engine.finish_weight_update()
+        return Swap(0.002, 0.001)
 
 
 @dataclass
@@ -97,11 +96,12 @@ async def rig(module: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig
     config = SimpleNamespace(parallel_config=parallel, model_config="model config")
     rig = Rig(module.GlooEngine(None, config, torch.device("cpu"), "model"))
 
-    def load(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
-        assert (model, model_config) == ("model", "model config")
-        rig.loaded.append({name: tensor.clone() for name, tensor in weights.items()})
+    def build(engine: Any, weights: dict[str, torch.Tensor]) -> Any:
+        assert engine.model == "model"
+        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        return SimpleNamespace(exchange=lambda: rig.loaded.append(copies))
 
-    monkeypatch.setattr(module, "load_staged", load)
+    monkeypatch.setattr(module.GlooEngine, "build", build)
     yield rig
     for transport in rig.transports:
         await transport.close()
@@ -111,7 +111,7 @@ async def test_the_model_is_touched_by_finish_alone_and_gets_what_was_sent(rig: 
     transport = await rig.connect()
     for version in (1, 2):
         await rig.publish(transport, snapshot(version))
-        assert rig.server.loaded_at == {"pause": version - 1, "resume": version}
+        assert rig.server.loaded_at == {"swap": version - 1}
         assert len(rig.loaded) == version
         assert torch.equal(rig.loaded[-1]["a"], torch.full((1500,), float(version)))
         assert torch.equal(rig.loaded[-1]["b"], torch.arange(7))
@@ -139,7 +139,8 @@ async def test_f2_damaged_weights_are_refused_at_both_ends_and_never_reach_the_m
     damaged.__dict__["digest"] = bytes(32)
     with pytest.raises(TransferError, match="another digest"):
         await rig.publish(transport, damaged)
-    with pytest.raises(RuntimeError, match="weights not swapped: the digest of what arrived is not the learner's"):
+    assert rig.engine.staging(5)["stage"] == "failed"
+    with pytest.raises(RuntimeError, match="weights not swapped: TransferError: the digest of what arrived is not the"):
         rig.engine.finish_weight_update()
     assert rig.loaded == []
 
@@ -149,10 +150,13 @@ async def test_f4_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_th
 ) -> None:
     await rig.connect(timeout_s=1)
     rig.receive(snapshot(1))
+    with pytest.raises(RuntimeError, match="weights not swapped: they have not all arrived"):
+        rig.engine.finish_weight_update()
     began = time.monotonic()
+    assert rig.engine.staging(8)["stage"] == "failed"
+    assert time.monotonic() - began < 8
     with pytest.raises(RuntimeError, match="weights not swapped"):
         rig.engine.finish_weight_update()
-    assert time.monotonic() - began < 8
     assert rig.loaded == []
 
     rig.engine.shutdown()
@@ -184,7 +188,10 @@ async def test_a_manifest_of_another_shape_is_refused(rig: Rig, info: dict[str, 
         rig.engine.update_weights(info)
 
 
-def test_a_reload_warns_of_modules_with_parameters_only(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_warns_of_modules_with_parameters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    module = importlib.import_module("weight_sync.vllm.reload")
+
     class Rotary(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

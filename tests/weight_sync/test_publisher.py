@@ -186,14 +186,14 @@ def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
 
 
 def test_i5_a_server_that_fails_is_quarantined_with_the_reason_and_the_others_go_on(world: World) -> None:
-    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
+    world.fakes[1].faults.append(Fault("status", route="/slipstream/swap"))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         publishing.wait()
         assert world.states() == [(ServerState.SERVING, 1), (ServerState.QUARANTINED, 1)]
         reason = world.servers()["vllm-1"].reason
         assert reason is not None
-        assert f"{world.urls[1]}/finish_weight_update: HTTP 500" in reason
+        assert f"{world.urls[1]}/slipstream/swap: HTTP 500" in reason
         assert publishing.records[0].servers_ok == ["vllm-0"]
         assert publishing.records[0].servers_failed == {"vllm-1": reason}
         assert not world.fakes[1].engine.paused
@@ -224,14 +224,14 @@ def test_when_every_server_fails_the_version_is_tried_again(world: World) -> Non
 
 @pytest.mark.parametrize("through", ["wait", "publish"])
 def test_when_no_server_can_be_reached_the_error_holds_all_reasons(world: World, through: str) -> None:
-    for fake, route in zip(world.fakes, ("/pause", "/finish_weight_update"), strict=True):
+    for fake, route in zip(world.fakes, ("/slipstream/staged", "/slipstream/swap"), strict=True):
         fake.faults.append(Fault("status", times=None, route=route))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         with pytest.raises(PublishError, match=r"version 1 reached no vLLM server in 3 attempts: .*") as caught:
             publishing.wait() if through == "wait" else publishing.publish(2, weights(), probe())
-        assert f"{world.urls[0]}/pause" in str(caught.value)
-        assert f"{world.urls[1]}/finish_weight_update" in str(caught.value)
+        assert f"{world.urls[0]}/slipstream/staged" in str(caught.value)
+        assert f"{world.urls[1]}/slipstream/swap" in str(caught.value)
         assert publishing.in_flight is None
         assert publishing.records == []
         for fake in world.fakes:
@@ -358,7 +358,7 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
         await asyncio.Event().wait()
 
     for fake in world.fakes:
-        fake.engine.hooks["finish_weight_update"] = hang
+        fake.engine.hooks["swap"] = hang
     with world.publisher(timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
         assert swapping.wait(5)
@@ -371,7 +371,7 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
 
 def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
     world.transports = FakeTransports(stages=False)
-    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
+    world.fakes[1].faults.append(Fault("status", route="/slipstream/swap"))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         publishing.wait()

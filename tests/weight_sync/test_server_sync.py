@@ -21,7 +21,7 @@ from weight_sync.snapshot import Snapshot
 from weight_sync.transports import build
 from weight_sync.transports.base import TransferError
 
-FIRST_SWAP = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update", "/resume"]
+FIRST_SWAP = ["/start_weight_update", "/update_weights", "/slipstream/staged", "/slipstream/swap"]
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.usefixtures("quick")
 async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> None:
     async with against(FakeVllm()) as s:
         finished: list[Any] = []
-        s.fake.engine.hooks["finish_weight_update"] = finished.append
+        s.fake.engine.hooks["swap"] = finished.append
         outcome = await s.server.publish(snapshot(1))
         assert control_calls(s.fake) == [
-            *("/resume", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
-            *(*FIRST_SWAP,),
+            *("/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
+            *FIRST_SWAP,
         ]
-        assert finished == [{"weight_version": "1"}]
+        assert finished == [{"label": "1", "clear_cache": True}]
         assert s.transports.made[0].workers == 1
         assert s.transports.made[0].sent == [1]
         assert outcome.probe_max_abs_diff < 1e-6
@@ -61,56 +61,53 @@ async def test_nothing_is_paused_during_the_transfer_but_all_is_during_the_swap(
             paused.update(send=s.fake.engine.paused)
 
         s.transports.send = look
-        s.fake.engine.hooks["finish_weight_update"] = lambda _: paused.update(finish=s.fake.engine.paused)
+        s.fake.engine.hooks["swap"] = lambda _: paused.update(swap=s.fake.engine.paused)
         await s.server.publish(snapshot(1))
-        assert paused == {"send": False, "finish": True}
+        assert paused == {"send": False, "swap": True}
 
 
-async def test_f3_generation_is_frozen_never_aborted() -> None:
+async def test_f3_nothing_outside_the_server_pauses_or_aborts() -> None:
     async with against(FakeVllm()) as s:
-        pauses: list[dict[str, str]] = []
-        s.fake.engine.hooks["pause"] = pauses.append
         for version in (1, 2):
             await s.server.publish(snapshot(version))
-        assert [pause["mode"] for pause in pauses] == ["keep", "keep"]
-        assert not any("abort" in path for path in s.fake.calls)
+        assert not any(word in path for path in s.fake.calls for word in ("abort", "pause", "resume"))
 
 
 async def test_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_failure_only() -> None:
     async with against(FakeVllm()) as s:
-        pauses: list[str] = []
-        s.fake.engine.hooks["pause"] = lambda query: pauses.append(query["clear_cache"])
+        clears: list[bool] = []
+        s.fake.engine.hooks["swap"] = lambda body: clears.append(body["clear_cache"])
         await s.server.publish(snapshot(1))
         await s.server.publish(snapshot(2))
         with pytest.raises(ProofFailed):
             await s.server.publish(snapshot(3, shift=0.5))
         # What was cached as version 3 are the keys and values of other weights.
         await s.server.publish(snapshot(3))
-        assert pauses == ["true", "false", "false", "true"]
+        assert clears == [True, False, False, True]
 
 
 async def raising(snapshot: Snapshot) -> None:
     raise TransferError("the wire was cut")
 
 
-def drop_finish(s: Rig) -> None:
-    s.fake.faults.append(Fault("drop", route="/finish_weight_update"))
+def drop_swap(s: Rig) -> None:
+    s.fake.faults.append(Fault("drop", route="/slipstream/swap"))
 
 
-def fail_finish(s: Rig) -> None:
-    s.fake.faults.append(Fault("status", route="/finish_weight_update"))
+def fail_swap(s: Rig) -> None:
+    s.fake.faults.append(Fault("status", route="/slipstream/swap"))
 
 
-def hang_finish(s: Rig) -> None:
-    s.fake.faults.append(Fault("hang", route="/finish_weight_update"))
+def hang_swap(s: Rig) -> None:
+    s.fake.faults.append(Fault("hang", route="/slipstream/swap"))
 
 
 def hang_update(s: Rig) -> None:
     s.fake.faults.append(Fault("hang", route="/update_weights"))
 
 
-def hang_pause(s: Rig) -> None:
-    s.fake.faults.append(Fault("hang", route="/pause"))
+def hang_staged(s: Rig) -> None:
+    s.fake.faults.append(Fault("hang", route="/slipstream/staged"))
 
 
 def fail_send(s: Rig) -> None:
@@ -124,11 +121,11 @@ def fail_start(s: Rig) -> None:
 @pytest.mark.parametrize(
     ("break_it", "error", "match"),
     [
-        (fail_finish, ControlError, "/finish_weight_update: HTTP 500"),
-        (drop_finish, ControlError, "/finish_weight_update: "),
-        (hang_finish, ControlError, r"/finish_weight_update: no answer within 0.3 s"),
+        (fail_swap, ControlError, "/slipstream/swap: HTTP 500"),
+        (drop_swap, ControlError, "/slipstream/swap: "),
+        (hang_swap, ControlError, r"/slipstream/swap: no answer within 0.3 s"),
         (hang_update, ControlError, r"/update_weights: no answer within 0.3 s"),
-        (hang_pause, ControlError, r"/pause\S*: no answer within 0.3 s"),
+        (hang_staged, ControlError, "/slipstream/staged: no answer within"),
         (fail_start, ControlError, "/start_weight_update: HTTP 500"),
         (fail_send, TransferError, "the wire was cut"),
     ],
@@ -164,7 +161,7 @@ async def test_f26_a_transfer_that_fails_is_an_error_and_no_other_way_is_tried()
             await s.server.publish(snapshot(1))
         assert len(s.transports.made) == 1
         assert "/pause" not in s.fake.calls
-        assert "/finish_weight_update" not in s.fake.calls
+        assert "/slipstream/swap" not in s.fake.calls
 
 
 async def test_f26_a_connection_that_cannot_be_made_is_an_error() -> None:
@@ -201,36 +198,6 @@ async def test_a_probe_without_log_probs_is_an_error() -> None:
         assert not s.fake.engine.paused
 
 
-@pytest.mark.parametrize("cancels", [1, 3])
-async def test_i6_a_cancellation_in_the_middle_of_the_pause_resumes_the_server_first(cancels: int) -> None:
-    async with against(FakeVllm(), timeout_s=5) as s:
-        swapping, resuming, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-        async def hang(_: Any) -> None:
-            swapping.set()
-            await asyncio.Event().wait()
-
-        async def slow_resume(_: Any) -> None:
-            resuming.set()
-            await go_on.wait()
-
-        s.fake.engine.hooks["finish_weight_update"] = hang
-        publishing = asyncio.create_task(s.server.publish(snapshot(1)))
-        await swapping.wait()
-        assert s.fake.engine.paused
-        s.fake.engine.hooks["resume"] = slow_resume
-        publishing.cancel()
-        await resuming.wait()
-        for _ in range(cancels - 1):
-            publishing.cancel()
-            await asyncio.sleep(0.02)
-        assert not publishing.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await publishing
-        assert not s.fake.engine.paused
-
-
 async def test_i6_a_cancellation_in_the_middle_of_a_transfer_that_hangs_does_not_wait_for_it() -> None:
     async with against(FakeVllm(), timeout_s=5) as s:
         sending, release = threading.Event(), threading.Event()
@@ -251,31 +218,6 @@ async def test_i6_a_cancellation_in_the_middle_of_a_transfer_that_hangs_does_not
         s.transports.send = nothing
         await s.server.publish(snapshot(1))
         release.set()
-
-
-@pytest.mark.parametrize("kind", ["status", "drop", "hang"])
-async def test_i6_a_resume_that_fails_is_tried_again(kind: Any) -> None:
-    async with against(FakeVllm()) as s:
-        await s.server.publish(snapshot(1))
-        s.fake.faults.append(Fault(kind, times=2, route="/resume"))
-        await s.server.publish(snapshot(2))
-        assert not s.fake.engine.paused
-
-
-async def test_i6_a_resume_that_never_works_is_an_error_in_time_and_the_next_publication_heals_it() -> None:
-    async with against(FakeVllm()) as s:
-        await s.server.publish(snapshot(1))
-        s.fake.faults.append(Fault("hang", times=None, route="/resume"))
-        began = time.monotonic()
-        with pytest.raises(ControlError, match=r"/resume: no answer within 0.3 s; after 3 attempts .* still be paused"):
-            await s.server.publish(snapshot(2))
-        assert time.monotonic() - began < 3
-        assert s.fake.engine.paused
-        assert s.server.left_paused
-        s.fake.faults.clear()
-        await s.server.publish(snapshot(2))
-        assert not s.fake.engine.paused
-        assert not s.server.left_paused
 
 
 async def test_f5_a_server_that_hangs_at_every_call_is_an_error_in_time() -> None:
@@ -311,11 +253,9 @@ async def test_i6_what_a_learner_that_died_left_is_cleared_by_its_successor(labe
     engine.weight_version = label
     engine.init_transfer()
     engine.start_update()
-    engine.pause()
     async with against(fake) as s:
         await s.server.publish(snapshot(8))
         assert engine.weight_version == "8"
-        assert not engine.paused
         assert not engine.updating
 
 

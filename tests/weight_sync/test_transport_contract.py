@@ -89,12 +89,13 @@ async def test_each_version_arrives_whole_and_is_labelled_and_served(name: str) 
         await transport.close()
 
 
-async def test_a_transport_that_stages_pauses_only_after_the_transfer(name: str) -> None:
+async def test_i6_a_transport_that_stages_pauses_in_the_swap_alone(name: str) -> None:
     async with rig(name) as r:
         transport = await r.connected()
         await r.publish(transport, snapshot(1))
         if transport.stages:
-            assert control_calls(r.fake)[-3:] == ["/pause", "/finish_weight_update", "/resume"]
+            assert control_calls(r.fake)[-2:] == ["/slipstream/staged", "/slipstream/swap"]
+            assert "/pause" not in r.fake.calls
         await transport.close()
 
 

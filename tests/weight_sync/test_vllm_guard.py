@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -78,14 +79,20 @@ def test_without_a_token_in_the_environment_everything_passes(monkeypatch: pytes
     assert ask("/update_weights")[0]["status"] == 200
 
 
+def middlewares(line: list[str]) -> list[str]:
+    return [value for flag, value in pairwise(line) if flag == "--middleware"]
+
+
 def test_i8_the_launched_server_is_guarded_and_its_command_line_never_shows_the_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
-    assert "--middleware" not in vllm_server.command(config(), 0)
+    ours = "weight_sync.vllm.middleware.Slipstream"
+    assert middlewares(vllm_server.command(config(), 0)) == [ours]
     guarded = config(queue={"token": "s3cret"})
     line = vllm_server.command(guarded, 0)
-    assert line[line.index("--middleware") + 1] == "weight_sync.vllm.guard.RequireToken"
+    # vLLM asks the last first.
+    assert middlewares(line) == [ours, "weight_sync.vllm.guard.RequireToken"]
     assert not any("s3cret" in argument for argument in line)
     assert vllm_server.environment(guarded)["SLIPSTREAM_TOKEN"] == "s3cret"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")

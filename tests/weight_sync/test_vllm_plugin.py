@@ -26,7 +26,9 @@ def test_every_transports_engine_is_known_to_vllm_and_the_plugin_may_run_again(n
     register()
     register()
     config = SimpleNamespace(parallel_config=None, model_config=None)
-    engine = WeightTransferEngineFactory.create_engine(SimpleNamespace(backend=name), config, None, None)
+    engine = WeightTransferEngineFactory.create_engine(
+        SimpleNamespace(backend=name), config, SimpleNamespace(type="cpu"), None
+    )
     module, _, engine_class = TRANSPORTS[name].engine.partition(":")
     assert type(engine) is getattr(import_module(module), engine_class)
 

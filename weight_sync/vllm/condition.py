@@ -43,6 +43,7 @@ class Condition:
     lease_owner: str | None = None
     lease_ends: asyncio.TimerHandle | None = None
     ending: asyncio.Task[None] | None = None
+    heartbeat: asyncio.Task[None] | None = None
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     end: Callable[[], None] = end_the_process
 

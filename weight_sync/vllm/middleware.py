@@ -16,8 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weight_sync.vllm.condition import Condition, condition_of
 from weight_sync.vllm.control_rules import RULES
+from weight_sync.vllm.heartbeat import watch
 from weight_sync.vllm.route import RouteError
 from weight_sync.vllm.routes import ROUTES
+from weight_sync.vllm.server_routes import engine_says
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +37,16 @@ class Slipstream:
         engine = getattr(scope["app"].state, "engine_client", None) if "app" in scope else None
         if scope["type"] != "http" or engine is None:
             await self._app(scope, receive, send)
-        elif scope["path"].startswith(PREFIX):
+            return
+        condition = condition_of(engine)
+        if condition.heartbeat is None:
+            condition.heartbeat = asyncio.create_task(watch(engine, condition, engine_says))
+        if scope["path"].startswith(PREFIX):
             await _answer(engine, scope, receive, send)
         else:
-            await self._passed_on(engine, scope, receive, send)
+            await self._passed_on(engine, condition, scope, receive, send)
 
-    async def _passed_on(self, engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        condition = condition_of(engine)
+    async def _passed_on(self, engine: Any, condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
         if condition.broken is not None:
             await _refuse(condition, scope, receive, send)
             return

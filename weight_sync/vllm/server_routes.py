@@ -17,10 +17,10 @@ LOOK_EVERY_S = (0.02, 0.25)
 LONGEST_WAIT_S = 60.0
 
 
-async def engine_says(engine: Any, timeout_s: float = LOOK_TIMEOUT_S) -> dict[str, Any] | None:
-    """`engine_swap.state` of the engine; None if it does not answer in time."""
+async def engine_says(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
+    """`engine_swap.state` of the engine; None if it does not answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
             said: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
             return said
     except TimeoutError:

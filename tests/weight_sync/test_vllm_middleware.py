@@ -1,0 +1,270 @@
+"""Our routes and rules inside vLLM's API process, around an app and an engine that are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from weight_sync.vllm import heartbeat, lease
+from weight_sync.vllm.condition import Condition, condition_of
+from weight_sync.vllm.middleware import Slipstream
+
+READY = {"stage": "ready", "error": None, "seconds": {"receiving": 1.0}}
+OURS = {"slipstream-owner": "publication"}
+
+
+class Engine:
+    """vLLM's engine client, as far as our routes use it. A test sets what it answers."""
+
+    def __init__(self) -> None:
+        parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=2)
+        transfer = SimpleNamespace(backend="gloo")
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer)
+        self.engine_core = self
+        self.label = "default"
+        self.paused = False
+        self.hangs = False
+        self.staging = [READY, READY]
+        self.swapped: dict[str, Any] = {"pause_s": 0.01, "exchange_s": 0.001, "error": None, "whole": True}
+        self.swapping = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.ended: list[str] = []
+        self.errored = False
+
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if method == "slipstream_state":
+            return {"boot": "e1", "label": self.label, "paused": self.paused}
+        self.swapping.set()
+        await self.go_on.wait()
+        if not self.swapped["error"]:
+            self.label = arguments[0]
+        return self.swapped
+
+    async def collective_rpc(self, method: str) -> Any:
+        return self.staging
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+
+class Server(httpx.AsyncClient):
+    engine: Engine
+    condition: Condition
+    generating: asyncio.Event
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Server]:
+    engine, generating = Engine(), asyncio.Event()
+
+    async def pause(request: Request) -> Response:
+        engine.paused = True
+        return JSONResponse({"status": "paused"})
+
+    async def resume(request: Request) -> Response:
+        await engine.resume_generation()
+        return JSONResponse({"status": "resumed"})
+
+    async def generate(request: Request) -> Response:
+        generating.set()
+        await asyncio.Event().wait()
+        return JSONResponse({})
+
+    async def done(request: Request) -> Response:
+        return JSONResponse({"message": "done"})
+
+    control = ["/start_weight_update", "/finish_weight_update", "/update_weight_version"]
+    app = Starlette(
+        routes=[
+            Route("/pause", pause, methods=["POST"]),
+            Route("/resume", resume, methods=["POST"]),
+            Route("/inference/v1/generate", generate, methods=["POST"]),
+            *(Route(path, done, methods=["POST"]) for path in control),
+        ]
+    )
+    app.state.engine_client = engine
+    app.add_middleware(Slipstream)
+    condition = condition_of(engine)
+    condition.end = lambda: engine.ended.append("ended")
+    async with Server(transport=httpx.ASGITransport(app), base_url="http://server") as server:
+        server.engine, server.condition, server.generating = engine, condition, generating
+        yield server
+    for task in (condition.heartbeat, condition.ending):
+        if task is not None:
+            task.cancel()
+
+
+async def test_the_state_says_what_the_engine_says_and_what_only_the_server_knows() -> None:
+    async with serving() as server:
+        reply = await server.get("/slipstream/state")
+        assert reply.status_code == 200
+        state = reply.json()
+        assert state.pop("boot").endswith("-e1")
+        assert state == {
+            "label": "default",
+            "paused": False,
+            "whole": True,
+            "alive": True,
+            "pause_owner": "none",
+            "workers": 2,
+            "transport": "gloo",
+            "reason": None,
+        }
+
+
+async def test_f5_an_engine_that_hangs_is_not_alive_though_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.vllm.server_routes.LOOK_TIMEOUT_S", 0.05)
+    async with serving() as server:
+        server.engine.hangs = True
+        reply = await asyncio.wait_for(server.get("/slipstream/state"), 5)
+        assert reply.status_code == 503
+        assert not reply.json()["alive"]
+        assert reply.json()["reason"] == "the engine does not answer"
+
+
+async def test_f5_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ASK_EVERY_S": 0.01, "ANSWER_WITHIN_S": 0.01, "QUESTIONS": 3}.items():
+        monkeypatch.setattr(heartbeat, name, value)
+    monkeypatch.setattr("weight_sync.vllm.condition.TELL_S", 0.01)
+    async with serving() as server:
+        server.engine.hangs = True
+        generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
+        reply = await asyncio.wait_for(generating, 5)
+        assert reply.status_code == 503
+        assert "did not answer 3 times" in reply.json()["error"]["message"]
+        await asyncio.sleep(0.1)
+        assert server.engine.ended == ["ended"]
+
+
+async def test_the_slowest_worker_is_what_staging_is() -> None:
+    async with serving() as server:
+        building = {"stage": "building", "error": None, "seconds": {"receiving": 2.0}}
+        server.engine.staging = [READY, building]
+        assert (await server.post("/slipstream/staged", json={"wait_s": 0})).json() == building
+        failed = {"stage": "failed", "error": "no place", "seconds": {}}
+        server.engine.staging = [building, failed]
+        assert (await server.post("/slipstream/staged", json={"wait_s": 9})).json()["error"] == "no place"
+
+
+async def test_i6_a_swap_ends_though_its_client_went_away() -> None:
+    async with serving() as server:
+        server.engine.go_on.clear()
+        swap = asyncio.create_task(server.post("/slipstream/swap", json={"label": "3", "clear_cache": False}))
+        await server.engine.swapping.wait()
+        assert not server.condition.whole
+        swap.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swap
+        server.engine.go_on.set()
+        await asyncio.sleep(0.05)
+        assert server.engine.label == "3"
+        assert server.condition.whole
+
+
+async def test_a_swap_of_what_is_not_ready_is_refused_and_the_server_goes_on() -> None:
+    async with serving() as server:
+        server.engine.swapped = {"pause_s": 0.0, "exchange_s": 0.0, "error": "worker 1 is not ready", "whole": True}
+        reply = await server.post("/slipstream/swap", json={"label": "3", "clear_cache": False})
+        assert reply.status_code == 409
+        assert "worker 1 is not ready" in reply.text
+        assert (await server.get("/slipstream/state")).status_code == 200
+
+
+async def test_p7_i6_a_swap_that_fails_half_way_answers_503_to_all_at_once_and_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weight_sync.vllm.condition.TELL_S", 0.05)
+    async with serving() as server:
+        generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
+        await server.generating.wait()
+        server.engine.swapped = {"pause_s": 0.0, "exchange_s": 0.0, "error": "RuntimeError: boom", "whole": False}
+        reply = await server.post("/slipstream/swap", json={"label": "3", "clear_cache": False})
+        assert reply.status_code == 503
+        in_flight = await asyncio.wait_for(generating, 1)
+        assert in_flight.status_code == 503
+        assert "failed half-way: RuntimeError: boom" in in_flight.text
+        assert (await server.post("/resume")).status_code == 503
+        state = await server.get("/slipstream/state")
+        assert (state.status_code, state.json()["whole"]) == (503, False)
+        await asyncio.sleep(0.2)
+        assert server.engine.ended == ["ended"]
+
+
+async def test_i6_a_pause_whose_owner_died_ends_by_resuming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease.grant, "__defaults__", (0.05,))
+    async with serving() as server:
+        await server.post("/pause", headers=OURS)
+        assert (await server.get("/slipstream/state")).json()["pause_owner"] == "publication"
+        await asyncio.sleep(0.2)
+        assert not server.engine.paused
+        assert server.condition.pause_owner == "none"
+
+
+async def test_i6_a_lease_that_is_renewed_holds() -> None:
+    async with serving() as server:
+        await server.post("/pause", headers=OURS)
+        for _ in range(3):
+            reply = await server.post("/slipstream/lease", json={"owner": "publication", "seconds": 0.2})
+            assert reply.status_code == 200
+            await asyncio.sleep(0.1)
+        assert server.engine.paused
+        await asyncio.sleep(0.3)
+        assert not server.engine.paused
+        assert (await server.post("/slipstream/lease", json={"owner": "x", "seconds": 1})).status_code == 409
+
+
+async def test_p7_a_model_left_half_loaded_never_generates_and_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease.grant, "__defaults__", (0.1,))
+    monkeypatch.setattr("weight_sync.vllm.condition.TELL_S", 0.01)
+    async with serving() as server:
+        server.engine.vllm_config.weight_transfer_config.backend = "in place"
+        await server.post("/pause", headers=OURS)
+        await server.post("/start_weight_update")
+        assert (await server.post("/resume")).status_code == 409
+        assert server.engine.paused
+        await asyncio.sleep(0.3)
+        assert server.engine.paused
+        assert (await server.post("/inference/v1/generate")).status_code == 503
+        assert server.engine.ended == ["ended"]
+
+
+async def test_a_persons_pause_stands_through_a_publication_in_place() -> None:
+    async with serving() as server:
+        server.engine.vllm_config.weight_transfer_config.backend = "in place"
+        await server.post("/pause")
+        await server.post("/pause", headers=OURS)
+        await server.post("/start_weight_update")
+        await server.post("/finish_weight_update")
+        assert (await server.post("/resume", headers=OURS)).status_code == 423
+        assert server.engine.paused
+        assert (await server.get("/slipstream/state")).json()["pause_owner"] == "person"
+        assert (await server.post("/resume")).status_code == 200
+        assert not server.engine.paused
+
+
+@pytest.mark.parametrize("path", ["/finish_weight_update", "/update_weight_version"])
+async def test_p4_weights_of_a_staged_transport_are_labelled_by_the_swap_alone(path: str) -> None:
+    async with serving() as server:
+        reply = await server.post(path, json={"weight_version": "9"})
+        assert reply.status_code == 409
+        assert "/slipstream/swap" in reply.text
+
+
+async def test_i8_a_body_on_our_routes_is_bounded() -> None:
+    async with serving() as server:
+        assert (await server.post("/slipstream/staged", content=b"x" * (17 << 20))).status_code == 413
+        assert (await server.post("/slipstream/staged", content=b"[1]")).status_code == 400
+        assert (await server.post("/slipstream/nothing", json={})).status_code == 404

@@ -39,7 +39,7 @@ async def test_the_workers_score_as_the_served_path_does_and_wait_for_no_episode
     async with ServerControl(vllm_url, timeout_s=60) as control:
         served = await control.score_by_request(IDS)
         alone, again = await control.score([IDS, IDS])
-        assert np.abs(alone - served).max() < 5e-6
+        assert np.abs(alone - served).max() < 2e-5, "a few times the last bit of a log-prob of -18"
         assert np.array_equal(alone, again)
         busy = asyncio.create_task(generate(vllm_url, 400))
         await asyncio.sleep(1.0)

@@ -25,8 +25,9 @@ from learner.algorithm.tokens import Tokens
 from learner.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
 from learner.loop import Loop
-from learner.report import sampler_kl
+from learner.report import sampler_kl, server_watch
 from learner.report.progress import Progress
+from learner.report.troubles import Troubles
 from learner.run import build_trainer, run
 from learner.start import session, starting_point
 from learner.stopping import Stop
@@ -38,7 +39,7 @@ from protocol.messages import Group, Problem
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, sample, status
-from tests.kit.messages import VOCABULARY, group
+from tests.kit.messages import SERVER, VOCABULARY, group
 from tests.kit.model import save_tiny_model
 from weight_sync.proof.probe import Probe
 from weight_sync.publisher import Publisher, PublishError, PublishRecord
@@ -149,6 +150,23 @@ def test_the_run_directory_holds_metrics_summary_and_curve(model_path: Path, tmp
     result = msgspec.json.decode((directory / "summary.json").read_bytes())
     assert (result["steps"], result["sync_count"], result["sync_pause_ms_p50"]) == (4, 5, 5.0)
     assert (directory / "reward.png").stat().st_size > 1000
+
+
+def test_a_server_that_leaves_its_range_is_named_to_the_queue(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in's log-probs are made up, and of the same server in all steps."""
+    for name, value in (("LEARNT", 1), ("IN_A_ROW", 1), ("UNUSUAL", 0.0), ("FEWEST_TOKENS", 1)):
+        monkeypatch.setattr(server_watch, name, value)
+    told: list[str] = []
+    monkeypatch.setattr(Troubles, "server", lambda _, text: told.append(text))
+    train(config_for(model_path, tmp_path, clip_low=0.99, clip_high=100.0, delta="none"), FakeQueue(endless()))
+    metrics = lines(tmp_path / "test" / "metrics.jsonl")
+    seen = [line[f"sampler/distance/{SERVER}"] for line in metrics if f"sampler/distance/{SERVER}" in line]
+    assert seen
+    assert all(distance > 0 for distance in seen)
+    assert bool(told) == (len(seen) > 1)
+    assert all(text.startswith(f"{SERVER} samples farther") for text in told)
 
 
 class MadeUp(Objective):

@@ -15,13 +15,15 @@ from deploy.devices import SHARE, Seat
 from deploy.token_command import check_secret
 from protocol import tokens
 from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, ModelSection, RunConfig
+from protocol.config import ConfigError, ModelSection, RunConfig, adapters
 from protocol.messages import Server
 from rollout_worker.inference.client import SERVED_MODEL_NAME
 from weight_sync.transports import backend, choice
 
 logger = logging.getLogger(__name__)
 
+# Each takes its place in the server's memory.
+MOST_ADAPTERS = 8
 # How long to try to reach the queue, which may be starting beside the server: that takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
 
@@ -65,6 +67,8 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
         "--disable-uvicorn-access-log",
     ]
+    if adapters.published_alone(config.weight_sync.adapter_only, config.model, config.lora, not on_cpu()):
+        flags += _adapter_flags(config)
     if config.token:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
@@ -75,6 +79,21 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         flags.append("--enforce-eager")
     # -P: nothing is imported from the working directory.
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
+
+
+def _adapter_flags(config: RunConfig) -> list[str]:
+    """Versions in flight at one time are at most max_staleness + 1, and one is on its way: requests for more adapters
+    than `--max-loras` would wait for those of an older one to end."""
+    rank = adapters.largest_rank(config.lora)
+    at_once = max(2, min(config.queue.max_staleness + 2, MOST_ADAPTERS))
+    return [
+        "--enable-lora",
+        *("--max-lora-rank", str(next(served for served in adapters.SERVED_RANKS if served >= rank))),
+        *("--max-loras", str(at_once)),
+        *("--max-cpu-loras", str(at_once + 1)),
+        # A later one is further out: this one is outside of our other routes, and inside of the token's.
+        *("--middleware", "weight_sync.vllm.adapters.Adapters"),
+    ]
 
 
 def _model_flags(model: ModelSection) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -32,11 +32,12 @@ from learner.skipping import Attempts
 from learner.stopping import Stop, Stopped
 from learner.trainer import StepFigures, Trainer
 from protocol.client import QueueError, RunFinished
-from protocol.config import RunConfig
+from protocol.config import RunConfig, adapters
 from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainerCallback
 
 # What trackers may have to send the last steps, when the run does not come to its end.
@@ -209,6 +210,16 @@ class Loop:
         self._client.call(lambda queue: queue.finish(self._position.session))
         self._reports.conclude(status)
 
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """What is published."""
+        config, adapter = self._config, self._trainer.policy.adapter
+        on_gpu = self._trainer.device.type == "cuda"
+        if adapter is not None and adapters.published_alone(
+            config.weight_sync.adapter_only, config.model, config.lora, on_gpu
+        ):
+            return adapter.alone()
+        return self._trainer.weights()
+
     def _publish(self) -> float:
         """Hand the weights over; returns the seconds that this took."""
         version = self._position.version
@@ -217,7 +228,7 @@ class Loop:
         )
         probe = Probe(ids, self._trainer.score(ids))
         with self._client.waiting(self._position.session, "publication"):
-            blocked_s = self._publisher.publish(version, self._trainer.weights(), probe)
+            blocked_s = self._publisher.publish(version, self._weights(), probe)
         self._published = version
         self._record_publications()
         return blocked_s

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol import tokens
+from protocol.adapter_names import HEADER
+from weight_sync.adapters.routes import AdapterRoutes
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
@@ -73,7 +75,7 @@ class ControlError(RuntimeError):
         self.status = status
 
 
-class ServerControl:
+class ServerControl(AdapterRoutes):
     """The routes of one vLLM server, as methods. Use it as a context manager. Every call raises `ControlError`.
 
     `timeout_s` bounds each call. `token` is the one that the server's `weight_sync.vllm.guard` asks for, if it runs.
@@ -178,12 +180,7 @@ class ServerControl:
 
     async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs float32 [T-1] of each of `sequences` [T] by the live weights, computed beside generation."""
-        reply = await self._call("POST", "/slipstream/score", {"token_ids": sequences})
-        try:
-            rows = _fields(_Scores, reply)["logprobs"]
-            return [np.array(row, dtype=np.float32) for row, _ in zip(rows, sequences, strict=True)]
-        except (TypeError, ValueError) as error:
-            raise ControlError(f"{self.url}/slipstream/score: no log-probs in {reply!r:.200} ({error!r})") from error
+        return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
         """What the live layers hold; see `weight_sync.vllm.proof_routes`."""
@@ -213,16 +210,19 @@ class ServerControl:
                     raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
                 await asyncio.sleep(RESUME_PAUSE_S)
 
-    async def score_by_request(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, by the path that episodes take."""
+    async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
+        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, or under an adapter that is loaded,
+        by the path that episodes take."""
         reply = await self._call(
             "POST",
             "/inference/v1/generate",
-            {
+            ({"model": adapter} if adapter else {})
+            | {
                 "token_ids": token_ids,
                 "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
                 "output_mode": "tokens",
             },
+            headers={HEADER: adapter} if adapter else None,
         )
         try:
             entries = reply["prompt_logprobs"][1:]
@@ -232,6 +232,14 @@ class ServerControl:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
+
+    async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+        reply = await self._call("POST", path, {"token_ids": sequences})
+        try:
+            rows = _fields(_Scores, reply)["logprobs"]
+            return [np.array(row, dtype=np.float32) for row, _ in zip(rows, sequences, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}{path}: no log-probs in {reply!r:.200} ({error!r})") from error
 
     async def _read(self, path: str, field: str) -> Any:
         reply = await self._call("GET", path)
@@ -248,14 +256,20 @@ class ServerControl:
         timeout_s: float | None = None,
         headers: dict[str, str] | None = None,
         answered: tuple[int, ...] = (),
+        data: bytes | None = None,
     ) -> Any:
-        """The answer's JSON. answered: statuses above 400 that are an answer too."""
+        """The answer's JSON. answered: statuses above 400 that are an answer too. data: a body that is not JSON."""
         if self._session is None:
             raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with self._session.request(
-                method, self.url + path, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                method,
+                self.url + path,
+                json=body,
+                data=data,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 if response.status >= 400 and response.status not in answered:
                     text = (await response.text())[:500]

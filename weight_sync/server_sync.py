@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weight_sync.adapters.publication import publish_adapter
 from weight_sync.pause import Pause
 from weight_sync.proof.server_proof import ProofFailed, ProofFigures, ServerProof
 from weight_sync.server_control import ControlError, EngineState, ServerControl
@@ -80,6 +81,10 @@ class ServerSync:
             await transport.close()
 
     async def _publish(self, snapshot: Snapshot) -> Outcome:
+        if snapshot.adapter_config is not None:
+            served = await publish_adapter(self.control, snapshot, self.proof, self._proven)
+            self._proven = served.name
+            return Outcome(served.transfer_s, 0.0, served.proof)
         transport = await self._connect()
         # Prefixes are kept apart by version; only another learner may have used the same numbers before.
         pause = Pause(self.control, self._proven is None, transport.stages, self.left_paused)

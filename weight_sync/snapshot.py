@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from xxhash import xxh3_128_digest
 
+from weight_sync.adapters.payload import AdapterPayload
 from weight_sync.manifest import Manifest
 from weight_sync.memory import fresh
 from weight_sync.names import check_distinct, unwrapped
@@ -27,12 +28,20 @@ class MadeOneByOne(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
-class Snapshot:
-    """The weights of one policy version, and the probe that proves them.
+@runtime_checkable
+class AdapterWeights(Protocol):
+    """Weights that are an adapter's alone, by peft's names. adapter_config: the content of `adapter_config.json`."""
 
-    flat: uint8 [manifest.total_bytes()] on the host. Making it is the only part of a publication that the learner
-    waits for. It takes little more than a copy of the bytes, on as many threads as torch has, where `buffer` was used
-    before or its pages were taken ahead (`weight_sync.memory`); else one and a half to two times as long.
+    adapter_config: Mapping[str, Any]
+
+
+class Snapshot:
+    """The weights of one policy version, or of its adapter alone, and the probe that proves them.
+
+    adapter_config: None where they are the model's. flat: uint8 [manifest.total_bytes()] on the host. Making it is the
+    only part of a publication that the learner waits for. It takes little more than a copy of the bytes, on as many
+    threads as torch has, where `buffer` was used before or its pages were taken ahead (`weight_sync.memory`); else one
+    and a half to two times as long.
     """
 
     def __init__(
@@ -46,13 +55,15 @@ class Snapshot:
         """weights: names and tensors as in a checkpoint, but for what wraps the module, on any device; those that are
         `MadeOneByOne` are held one at a time. dtype: the servers', for floating-point tensors; without it each has its
         own. buffer: an earlier snapshot's `flat`, overwritten if it has the size."""
+        self.adapter_config = weights.adapter_config if isinstance(weights, AdapterWeights) else None
         if isinstance(weights, MadeOneByOne):
             layout = weights.layout()
         else:
             layout = dict(weights)
             weights = layout.items()
-        check_distinct(layout)
-        layout = {unwrapped(name): tensor for name, tensor in layout.items()}
+        if self.adapter_config is None:
+            check_distinct(layout)
+        layout = {self._name(name): tensor for name, tensor in layout.items()}
         self.version = version
         self.probe = probe
         self.manifest = Manifest.of(layout, dtype)
@@ -60,12 +71,23 @@ class Snapshot:
         self.flat = buffer if buffer is not None and len(buffer) == size else fresh(size)
         views = self.manifest.views(self.flat)
         for name, tensor in weights:
-            views[unwrapped(name)].copy_(tensor.detach())
+            views[self._name(name)].copy_(tensor.detach())
+
+    def _name(self, name: str) -> str:
+        """As a checkpoint has it; an adapter's file keeps peft's names."""
+        return name if self.adapter_config is not None else unwrapped(name)
 
     @property
     def label(self) -> str:
         """The version as vLLM reports it with each sampled token."""
         return str(self.version)
+
+    @cached_property
+    def adapter(self) -> AdapterPayload | None:
+        """The adapter as it travels; None where the weights are the model's."""
+        if self.adapter_config is None:
+            return None
+        return AdapterPayload.of(self.version, self.manifest.views(self.flat), self.adapter_config)
 
     @cached_property
     def digest(self) -> bytes:

@@ -1,14 +1,16 @@
 """An adapter that trains while the model's own weights stay (LoRA, arXiv:2106.09685), by peft.
 
 Its weights are float32 whatever the base has. It is published merged, under the checkpoint's names, so that servers
-need not know of it. A checkpoint holds it as peft does, beside the merged model.
+need not know of it, or by itself, to servers that load it beside the base. A checkpoint holds it as peft does, beside
+the merged model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,17 @@ _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _DEFAULTS = {name: field.default for name, field in LoraSection.model_fields.items()}
 # Settings that may change from one start to the next without changing what the adapter computes.
 _OF_THE_START = ("lora_dropout", "init_lora_weights")
+
+
+@dataclass(frozen=True)
+class AdapterAlone:
+    """An adapter's own weights, named by peft, and the content of its `adapter_config.json`."""
+
+    tensors: Mapping[str, torch.Tensor]
+    adapter_config: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
 
 
 class Adapter:
@@ -63,6 +76,10 @@ class Adapter:
     def published(self) -> Held:
         """What the network publishes, by the names that its weights had without the adapter."""
         return held(self._network, self._published, self._dtype)
+
+    def alone(self) -> AdapterAlone:
+        """What is published in place of `published`, to servers that load adapters."""
+        return AdapterAlone(self.tensors(), self.config())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The adapter's own weights under the names of `adapter_model.safetensors`, detached, float32: what a server

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
-from protocol.config.sections import LearnerSection, LoraSection, ModelSection
+from protocol.config.sections import LearnerSection, LoraSection, ModelSection, WeightSyncSection
 from protocol.config.sections.base import toml_value
 
 # An adapter starts at nothing and is far smaller than the weights that it stands for.
 _LITTLE = 5e-6
 # What `lora.target_modules` may be beside a list and an expression.
 _KINDS = ("all-linear", "auto")
+AdapterOnly = bool | Literal["auto"]
+
+# vLLM's for `--max-lora-rank` (vllm 0.32, `MaxLoRARanks`).
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _WITH_FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 
 
-def check(model: ModelSection, learner: LearnerSection, lora: LoraSection) -> None:
+def check(
+    model: ModelSection, learner: LearnerSection, lora: LoraSection, weight_sync: WeightSyncSection | None = None
+) -> None:
     """Raises `ValueError`."""
     _check_quantised(model, lora)
+    if weight_sync is not None:
+        _check_published_alone(weight_sync, model, lora)
     if not lora.r:
         for name, field in LoraSection.model_fields.items():
             if name != "r" and getattr(lora, name) != field.default:
@@ -76,6 +85,57 @@ def pattern_of(key: str) -> str:
     """The expression by which peft compares a key of `rank_pattern` and `alpha_pattern` with the names of layers
     (`peft.utils.other.get_pattern_key`)."""
     return rf"(.*\.)?({key})$"
+
+
+def unservable(model: ModelSection, lora: LoraSection) -> str | None:
+    """Why vLLM cannot serve this adapter beside its base, None if it can: the settings, as they stand in a run file."""
+    if model.quantised_bits:
+        # The learner's base is what the bits stand for; the server's is the checkpoint.
+        return f"model.load_in_{model.quantised_bits}bit = true"
+    if lora.use_dora:
+        return "lora.use_dora = true"
+    if lora.bias != "none":
+        return f"lora.bias = {lora.bias}"
+    if lora.modules_to_save:
+        return f"lora.modules_to_save = {toml_value(lora.modules_to_save)}"
+    if (rank := largest_rank(lora)) > SERVED_RANKS[-1]:
+        return f"a rank of {rank}, above {SERVED_RANKS[-1]}"
+    return None
+
+
+def largest_rank(lora: LoraSection) -> int:
+    return max([lora.r, *lora.rank_pattern.values()])
+
+
+def published_alone(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> bool:
+    """Whether versions are adapters in place of merged weights. adapter_only: `weight_sync.adapter_only`; on_gpu:
+    whether the caller's part of the run, servers or learner, is on GPUs. Where they differ, the first publication says
+    so."""
+    if not lora.r or adapter_only is False:
+        return False
+    return adapter_only is True or (on_gpu and unservable(model, lora) is None)
+
+
+def merged_after_all(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> str:
+    """What is to be said of an adapter that is published merged, "" where nothing is."""
+    reason = unservable(model, lora)
+    if not lora.r or adapter_only != "auto" or not on_gpu or reason is None:
+        return ""
+    return f"{reason}: vLLM serves no such adapter, so the merged weights are published"
+
+
+def _check_published_alone(weight_sync: WeightSyncSection, model: ModelSection, lora: LoraSection) -> None:
+    if weight_sync.adapter_only is not True:
+        return
+    if not lora.r:
+        raise ValueError(
+            "weight_sync.adapter_only = true without an adapter: set lora.r, to 16 for example, or leave it out"
+        )
+    if (reason := unservable(model, lora)) is not None:
+        raise ValueError(
+            f"weight_sync.adapter_only = true with {reason}: vLLM serves no such adapter; set weight_sync.adapter_only "
+            f"= false, which has the merged weights published"
+        )
 
 
 def doubts(learner: LearnerSection, lora: LoraSection) -> list[str]:

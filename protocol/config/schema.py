@@ -135,7 +135,7 @@ class RunConfig(Section):
         sampling.check(rollout)
         algorithm.check(learner)
         optimisation.check(learner)
-        adapters.check(self.model, learner, self.lora)
+        adapters.check(self.model, learner, self.lora, self.weight_sync)
         served.check(self.vllm.args)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
@@ -11,7 +11,8 @@ import aiohttp
 import msgspec
 
 from protocol import reasons
-from rollout_worker.inference.errors import BadSample, ServerFailed, error_of
+from protocol.adapter_names import HEADER, version_of
+from rollout_worker.inference.errors import BadSample, ServerFailed, UnknownWeights, error_of
 from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
 
 SERVED_MODEL_NAME = "policy"
@@ -23,6 +24,8 @@ _KEEPALIVE_S = 3.0
 # A machine that is gone answers nothing at all: do not take a whole request's time to find out.
 _CONNECT_S = 10.0
 _ABORT_S = 5.0
+# A server names another adapter each time that one was published between two attempts.
+_NAMES_TRIED = 4
 
 # What vLLM puts before the id of a request of this route.
 _ID_AT_VLLM = "generate-tokens-"
@@ -39,6 +42,8 @@ class InferenceClient:
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
+        # What each server that serves adapters named last, by its URL.
+        self._adapters: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
@@ -51,12 +56,20 @@ class InferenceClient:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, url: str, request: GenerateRequest) -> AsyncGenerator[Choice, None]:
-        """The choices: each as soon as it is finished if `request.stream` is set, else all at the end.
+    def model_at(self, url: str) -> str:
+        """What to ask this server for: the newest adapter that it named, or the model itself."""
+        return self._adapters.get(url, SERVED_MODEL_NAME)
 
-        Raises `Rejected`, `ServerFailed`, or `BadSample` for an answer that cannot be decoded.
+    async def generate(
+        self, url: str, request: GenerateRequest, server: str | None = None
+    ) -> AsyncGenerator[Choice, None]:
+        """The choices: each as soon as it is finished if `request.stream` is set, else all at the end. `request.model`
+        is then the adapter, if the server serves adapters, that the choices are from. server: its name.
+
+        Raises `Rejected`, `ServerFailed`, `BadSample` for an answer that cannot be decoded, or `UnknownWeights` where
+        the server has lost its adapters.
         """
-        async with self._post(url + GENERATE, msgspec.json.encode(request), self._timeout) as response:
+        async with self._sampling(url, request, server or url) as response:
             if not request.stream:
                 for choice in _decode(await response.read()).choices:
                     yield choice
@@ -72,30 +85,53 @@ class InferenceClient:
                         else:
                             yield whole
 
+    @asynccontextmanager
+    async def _sampling(self, url: str, request: GenerateRequest, server: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, after a server that does not serve what was asked for has named what it does."""
+        for _ in range(_NAMES_TRIED):
+            headers = {HEADER: request.model} if request.model != SERVED_MODEL_NAME else {}
+            async with self._post(url + GENERATE, msgspec.json.encode(request), self._timeout, headers) as response:
+                named = response.headers.get(HEADER)
+                if named is not None and version_of(named) is not None:
+                    self._adapters[url] = named
+                if response.status == 200:
+                    yield response
+                    return
+                lost = response.status == 404 and headers
+                if response.status not in (404, 409) or (named is None and not lost):
+                    raise error_of(response.status, _message_of(await response.read()))
+                if named is None:
+                    # Another process answers by now, with the weights that it was started with.
+                    self._adapters.pop(url, None)
+                    raise UnknownWeights(f"{request.model}, which it does not have", server)
+                if named == request.model:
+                    raise error_of(response.status, _message_of(await response.read()))
+                request.model = named
+        raise ServerFailed(f"{url}: it named {_NAMES_TRIED} adapters, and served none of them")
+
     async def abort(self, url: str, request_ids: Sequence[str]) -> None:
         """Have the server give these requests up: each answers with its tokens so far. Unknown ones are no error.
 
         Raises `ServerFailed` or `Rejected`.
         """
         body = msgspec.json.encode({"request_ids": [_ID_AT_VLLM + name for name in request_ids]})
-        async with self._post(url + ABORT, body, aiohttp.ClientTimeout(total=_ABORT_S)):
-            pass
+        async with self._post(url + ABORT, body, aiohttp.ClientTimeout(total=_ABORT_S)) as response:
+            if response.status != 200:
+                raise error_of(response.status, _message_of(await response.read()))
 
     @asynccontextmanager
     async def _post(
-        self, url: str, body: bytes, timeout: aiohttp.ClientTimeout
+        self, url: str, body: bytes, timeout: aiohttp.ClientTimeout, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
             raise RuntimeError("use the client as a context manager: async with InferenceClient(...) as client")
         try:
             try:
-                response = await self._session.post(url, data=body, timeout=timeout)
+                response = await self._session.post(url, data=body, timeout=timeout, headers=headers)
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
                 # The server has just closed a kept connection: sampling is safe to repeat, so ask once more.
-                response = await self._session.post(url, data=body, timeout=timeout)
+                response = await self._session.post(url, data=body, timeout=timeout, headers=headers)
             async with response:
-                if response.status != 200:
-                    raise error_of(response.status, _message_of(await response.read()))
                 yield response
         except aiohttp.ConnectionTimeoutError:
             raise ServerFailed(f"{url}: no connection within {timeout.sock_connect or timeout.total:g} s") from None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol import reasons
+from protocol.adapter_names import version_of
 from protocol.config import RunConfig
 from protocol.messages import Server
 from rollout_worker.backoff import pause_s
@@ -194,9 +195,9 @@ class Sampler:
             server = running.server
             request = self._request(server, token_ids, max_tokens, 1, False, own)
             running.id = request.request_id
-            async with aclosing(self._client.generate(server.url, request)) as choices:
+            async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
                 async for choice in choices:
-                    return self._checked(choice, server, max_tokens)
+                    return self._checked(choice, server, request)
             raise ServerFailed(f"{server.url}: the answer holds no choice")
 
     async def _fill(
@@ -231,12 +232,12 @@ class Sampler:
             server = running.server
             request = self._request(server, prompt, max_tokens, len(pending), self._stream_first_turn, own)
             running.id = request.request_id
-            async with aclosing(self._client.generate(server.url, request)) as choices:
+            async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
                 async for choice in choices:
                     if choice.index >= len(pending) or pending[choice.index].done():
                         continue
                     try:
-                        pending[choice.index].set_result(self._checked(choice, server, max_tokens))
+                        pending[choice.index].set_result(self._checked(choice, server, request))
                     except (BadSample, UnknownWeights) as error:
                         spoiled = spoiled or error
                         _fail(pending[choice.index], error)
@@ -246,9 +247,11 @@ class Sampler:
             if any(not waiting.done() for waiting in pending):
                 raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
 
-    def _checked(self, choice: Choice, server: Server, max_tokens: int) -> Sampled:
+    def _checked(self, choice: Choice, server: Server, request: GenerateRequest) -> Sampled:
+        adapter, most = version_of(request.model), request.sampling_params.max_tokens
+        asked = Asked(most, self._stop_token_ids, self.pool.newest_version, adapter)
         try:
-            return sampled_of(choice, server.name, Asked(max_tokens, self._stop_token_ids, self.pool.newest_version))
+            return sampled_of(choice, server.name, asked)
         except BadSample as error:
             error.server = server
             raise
@@ -272,8 +275,10 @@ class Sampler:
     def _request(
         self, server: Server, token_ids: list[int], max_tokens: int, n: int, stream: bool, own: OwnParams
     ) -> GenerateRequest:
+        model = self._client.model_at(server.url)
+        weights = server.version if model == SERVED_MODEL_NAME else model
         return GenerateRequest(
-            model=SERVED_MODEL_NAME,
+            model=model,
             request_id=next(self._names),
             token_ids=token_ids,
             sampling_params=sampling_params(
@@ -284,7 +289,7 @@ class Sampler:
                 stream_interval=_ONE_CHUNK if stream else None,
                 own=own,
             ),
-            cache_salt=f"{self._config.run.name}:{server.version}",
+            cache_salt=f"{self._config.run.name}:{weights}",
             stream=stream,
         )
 

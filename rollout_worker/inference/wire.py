@@ -155,11 +155,13 @@ class Reply(msgspec.Struct):
 
 class Asked(NamedTuple):
     """What an answer is held against: `max_tokens` and the ids that end a turn, as they were asked for, and the newest
-    version that the registry has named for any server."""
+    version that the registry has named for any server. adapter: the version that was asked for by the name of an
+    adapter; the labels of an answer are those of the base under it."""
 
     max_tokens: int
     stop_token_ids: Container[int]
     newest_version: int
+    adapter: int | None = None
 
 
 class SampledSpan(NamedTuple):
@@ -230,10 +232,15 @@ def sampled_of(choice: Choice, server: str, asked: Asked) -> Sampled:
         finish_reason = "stop"
     return Sampled(
         token_ids=token_ids,
-        spans=_spans(choice.weight_versions, len(token_ids), server, asked.newest_version),
+        spans=_spans(_versions(choice, len(token_ids), asked), len(token_ids), server, asked.newest_version),
         logprobs=_logprobs(choice.logprobs, len(token_ids)),
         finish_reason=finish_reason,
     )
+
+
+def _versions(choice: Choice, size: int, asked: Asked) -> list[WeightVersion] | None:
+    """What sampled the tokens: a request keeps the adapter that it asked for to its end."""
+    return choice.weight_versions if asked.adapter is None else [WeightVersion(str(asked.adapter), 0, size)]
 
 
 def _check_ids(token_ids: list[int], max_tokens: int) -> None:

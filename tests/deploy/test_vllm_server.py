@@ -151,3 +151,25 @@ def test_a_server_that_the_run_file_does_not_launch_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--index {index}"):
         vllm_server.run(config(run_file, *overrides), index)
+
+
+def test_a_server_of_adapters_takes_their_rank_and_those_in_flight(run_file: Path, cpu: bool) -> None:
+    lora = ["--lora.r", "12", "--queue.max_staleness", "3"]
+    command = vllm_server.command(config(run_file, *lora, "--weight_sync.adapter_only", "true"), 0)
+    assert "--enable-lora" in command
+    assert value_of(command, "--max-lora-rank") == "16"
+    assert value_of(command, "--max-loras") == "5"
+    assert value_of(command, "--max-cpu-loras") == "6"
+    for merged in (lora, [*lora, "--weight_sync.adapter_only", "false"], ["--weight_sync.adapter_only", "auto"]):
+        on = "--enable-lora" in vllm_server.command(config(run_file, *merged), 0)
+        assert on == (not cpu and merged == lora)
+
+
+def test_i8_the_token_is_asked_for_before_adapters_are_looked_at(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "s" * 32)
+    command = vllm_server.command(config(run_file, "--lora.r", "8", "--weight_sync.adapter_only", "true"), 0)
+    outward = [command[place + 1] for place, flag in enumerate(command) if flag == "--middleware"]
+    assert outward.index("weight_sync.vllm.adapters.Adapters") < outward.index("weight_sync.vllm.guard.RequireToken")
+    assert outward[0] == "weight_sync.vllm.middleware.Slipstream"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
 
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
@@ -284,3 +285,20 @@ def test_a_missing_peft_is_told_with_the_line_that_installs_it(
     monkeypatch.setattr("learner.model.adapter.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"lora.r = 4 needs peft.*pip install 'slipstream-rl\[lora\]'"):
         adapted(model_path)
+
+
+def test_what_is_published_alone_is_what_peft_would_load(model_path: Path, tmp_path: Path) -> None:
+    policy = trained(adapted(model_path, rank_pattern={"q_proj": 2}))
+    assert policy.adapter is not None
+    alone = policy.adapter.alone()
+    snapshot = Snapshot(1, alone, Probe([1, 2], np.zeros(1, np.float32)), torch.float32)
+    assert snapshot.adapter is not None
+    folder = tmp_path
+    (folder / "adapter_model.safetensors").write_bytes(snapshot.adapter.file)
+    (folder / "adapter_config.json").write_text(snapshot.adapter.config)
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, folder)
+    with torch.no_grad():
+        theirs = log_softmax(loaded(torch.tensor([IDS])).logits[0, :-1], -1)
+    theirs = theirs.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(theirs, policy.score(IDS), atol=1e-5)

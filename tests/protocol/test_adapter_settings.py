@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.config import ConfigError, RunConfig, load, resolve
-from protocol.config.adapters import doubts
+from protocol.config.adapters import doubts, merged_after_all, published_alone
 
 
 def made(**sections: dict[str, Any]) -> RunConfig:
@@ -137,3 +137,50 @@ def test_a_misspelt_optimiser_is_told_with_the_one_that_was_meant(tmp_path: Path
     with pytest.raises(ConfigError) as error:
         load(path, ["--learner.optim", given])
     assert f"; did you mean {meant}?" in str(error.value)
+
+
+ALONE = {"adapter_only": True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({}, r"adapter_only = true without an adapter: set lora.r, to 16"),
+        ({"lora": {**LORA, "use_dora": True}}, r"adapter_only = true with lora.use_dora = true: vLLM serves no such"),
+        ({"lora": {**LORA, "bias": "all"}}, r"adapter_only = true with lora.bias = all"),
+        (
+            {"lora": {**LORA, "modules_to_save": ["lm_head"]}},
+            r'lora.modules_to_save = \["lm_head"\].*adapter_only = fal',
+        ),
+        ({"lora": {"r": 513}}, r"a rank of 513, above 512"),
+        ({"lora": {**LORA, "rank_pattern": {"q_proj": 600}}}, r"a rank of 600, above 512"),
+        ({"lora": LORA, "model": {"load_in_4bit": True, "dtype": "bfloat16"}}, r"model.load_in_4bit = true: vLLM"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_serve_is_refused_where_it_is_to_be_published_alone(
+    sections: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        made(weight_sync=ALONE, **sections)
+    for merged in (False, "auto"):
+        made(weight_sync={"adapter_only": merged}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("adapter_only", "lora", "on_gpu", "alone"),
+    [
+        ("auto", LORA, True, True),
+        ("auto", LORA, False, False),  # sampling under an adapter is slower there
+        ("auto", {}, True, False),
+        ("auto", {**LORA, "use_dora": True}, True, False),
+        (True, LORA, False, True),
+        (False, LORA, True, False),
+    ],
+)
+def test_auto_publishes_the_adapter_alone_on_gpus_where_vllm_can_serve_it(
+    adapter_only: Any, lora: dict[str, Any], on_gpu: bool, alone: bool
+) -> None:
+    config = made(weight_sync={"adapter_only": adapter_only}, lora=lora)
+    assert published_alone(config.weight_sync.adapter_only, config.model, config.lora, on_gpu) is alone
+    said = merged_after_all(config.weight_sync.adapter_only, config.model, config.lora, on_gpu)
+    assert ("use_dora" in said) is bool(lora.get("use_dora"))

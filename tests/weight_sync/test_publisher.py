@@ -524,7 +524,7 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
         await asyncio.Event().wait()
 
     for fake in world.fakes:
-        fake.engine.hooks["finish_weight_update"] = hang
+        fake.engine.hooks["swap"] = hang
     with world.publisher(timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
         assert swapping.wait(5)
@@ -536,7 +536,7 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
 
 def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
     world.transports = FakeTransports(stages=False)
-    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
+    world.fakes[1].faults.append(Fault("status", route="/slipstream/swap"))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         publishing.wait()

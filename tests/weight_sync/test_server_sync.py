@@ -34,7 +34,7 @@ async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> 
         outcome = await s.server.publish(snapshot(1))
         assert control_calls(s.fake) == [
             *("/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
-            *(*FIRST_SWAP,),
+            *FIRST_SWAP,
         ]
         assert finished == [{"label": "1", "clear_cache": True}]
         assert s.transports.made[0].workers == 1

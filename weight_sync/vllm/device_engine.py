@@ -20,13 +20,17 @@ class DeviceEngine(StagedEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stream: Any = None
+        self._on_device: torch.Tensor | None = None
 
     def buffer(self, size: int) -> torch.Tensor:
         """uint8 [size] on the worker's GPU, the same memory at every update of that size."""
-        if self._buffer is None or len(self._buffer) != size:
-            self._buffer = None  # the old one is let go first
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._buffer
+        if self._on_device is None or len(self._on_device) != size:
+            self._on_device = None  # the old one is let go first
+            self._on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._on_device
+
+    def forget_buffer(self) -> None:
+        self._on_device = None
 
     def build(self, weights: Weights) -> Any:
         """As `StagedEngine.build`, on a stream beside generation's, and done when it returns."""

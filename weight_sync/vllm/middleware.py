@@ -61,7 +61,7 @@ class Slipstream:
             else:
                 await self._while_whole(condition, scope, receive, send)
         except RouteError as error:
-            await _problem(error.status, error.message)(scope, receive, send)
+            await problem(error.status, error.message)(scope, receive, send)
 
     async def _while_whole(self, condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -91,18 +91,18 @@ async def _answer(engine: Any, scope: Scope, receive: Receive, send: Send) -> No
     try:
         if handler is None:
             raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")
-        answer = await handler(engine, await _body(receive))
+        answer = await handler(engine, await body_of(receive))
         status = 503 if answer.get("reason") else 200
         await JSONResponse(answer, status)(scope, receive, send)
     except RouteError as error:
-        await _problem(error.status, error.message)(scope, receive, send)
+        await problem(error.status, error.message)(scope, receive, send)
     except Exception as error:
         logger.exception("%s failed", scope["path"])
-        await _problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
+        await problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
 
 
-async def _body(receive: Receive) -> dict[str, Any]:
-    """The JSON object that was sent, {} where nothing was."""
+async def bytes_of(receive: Receive) -> bytes:
+    """The whole body. Raises `RouteError` for one that is larger than `LONGEST_BODY`."""
     whole = bytearray()
     while True:
         message = await receive()
@@ -112,7 +112,12 @@ async def _body(receive: Receive) -> dict[str, Any]:
         if len(whole) > LONGEST_BODY:
             raise RouteError(413, f"the body is larger than {LONGEST_BODY} bytes")
         if not message.get("more_body"):
-            break
+            return bytes(whole)
+
+
+async def body_of(receive: Receive) -> dict[str, Any]:
+    """The JSON object that was sent, {} where nothing was."""
+    whole = await bytes_of(receive)
     try:
         body = json.loads(whole) if whole else {}
     except ValueError as error:
@@ -123,10 +128,10 @@ async def _body(receive: Receive) -> dict[str, Any]:
 
 
 async def _refuse(condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
-    await _problem(503, condition.broken or "")(scope, receive, send)
+    await problem(503, condition.broken or "")(scope, receive, send)
 
 
-def _problem(status: int, message: str) -> JSONResponse:
+def problem(status: int, message: str) -> JSONResponse:
     """As vLLM words its errors."""
     kinds = {503: "ServiceUnavailable", 409: "Conflict", 400: "BadRequest"}
     kind = kinds.get(status, "SlipstreamError")

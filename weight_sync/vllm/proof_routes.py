@@ -16,9 +16,18 @@ LAYERS_TIMEOUT_S = 120.0
 
 async def score(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     """`{"token_ids": [[int]]}` -> `{"logprobs": [[float]]}`, in nats at temperature 1; 501 where it cannot be done."""
-    vocabulary = engine.model_config.get_vocab_size()
-    token_ids = _token_ids(body.get("token_ids"), vocabulary, engine.model_config.max_model_len)
-    replies = await engine.collective_rpc("slipstream_score", args=(token_ids,))
+    token_ids = given_token_ids(engine, body)
+    return given_logprobs(await engine.collective_rpc("slipstream_score", args=(token_ids,)))
+
+
+def given_token_ids(engine: Any, body: dict[str, Any]) -> list[list[int]]:
+    """Those of a request's body. Raises `RouteError` 400."""
+    model = engine.model_config
+    return _token_ids(body.get("token_ids"), model.get_vocab_size(), model.max_model_len)
+
+
+def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answer, from those of all workers. Raises `RouteError` 501."""
     _refuse_if_impossible(replies)
     logprobs = next((reply["logprobs"] for reply in replies if reply["logprobs"] is not None), None)
     if logprobs is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weight_sync.vllm import proof_layers, proof_score
+from weight_sync.vllm.active_adapter import put_under
 
 
 class ProofMixin:
@@ -18,7 +19,10 @@ class ProofMixin:
         for ids in token_ids:
             if (reason := proof_score.reason_not_to(self.model_runner, len(ids))) is not None:
                 return {"cannot": reason}
-        scores = [proof_score.score(self.model_runner, ids) for ids in token_ids]
+        scores = []
+        for ids in token_ids:
+            put_under(self.model_runner, len(ids), None)
+            scores.append(proof_score.score(self.model_runner, ids))
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_layers(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool) -> list[Pair]:
     loaded += _tie([pair for pair in pairs if pair.info.can_load()], loaded)
     _check_complete([pair for pair in pairs if pair not in loaded])
     sent = sum(tensor.numel() for tensor in weights.values())
-    if whole and sent > placed and not (len(weights) and _head_is_tied_and_sent(pairs, weights)):
+    if whole and sent > placed and not _head_is_tied_and_sent(pairs, weights):
         raise ValueError(f"of {sent} elements that were sent, {sent - placed} have no place in this server's model")
     for pair in loaded:
         _pack_experts(pair.twin)
@@ -205,18 +206,18 @@ def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
             live = old.get(name)
             # Others hold these by reference: a router's bias, and on a GPU the captured graphs.
             if live is not None and (name in SKIP_TENSORS or live.device.type != "cpu"):
-                yield lambda live=live, tensor=tensor: live.data.copy_(tensor.data)
+                yield partial(live.data.copy_, tensor.data)
             else:
-                yield lambda old=old, name=name, tensor=tensor: _put(old, name, tensor)
+                yield partial(_put, old, name, tensor)
     for name, value in pair.twin.__dict__.items():
         live = pair.live.__dict__.get(name)
         if name in NOT_LOADED or live is value:
             continue
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.device.type != "cpu":
             # Products of weights, kept beside them: captured graphs hold these, too.
-            yield lambda live=live, value=value: live.copy_(value)
+            yield partial(live.copy_, value)
         else:
-            yield lambda name=name, value=value: _put(pair.live.__dict__, name, value)
+            yield partial(_put, pair.live.__dict__, name, value)
 
 
 def _put(where: dict[str, Any], name: str, value: Any) -> Any:

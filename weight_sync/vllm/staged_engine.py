@@ -100,6 +100,10 @@ class StagedEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Drop the connection and what is staged. A thread that still receives keeps the buffer to itself."""
         if self._staging is not None and self._staging.is_alive():
-            self._buffer.forget()
+            self.forget_buffer()
         self._staging = None
         self.disconnect()
+
+    def forget_buffer(self) -> None:
+        """Have the next update receive into other memory: something may still write to this."""
+        self._buffer.forget()

@@ -27,7 +27,8 @@ class TorchLinear:
 
     def dense(self) -> torch.Tensor:
         """W, bit for bit."""
-        return self.packed.to_dense()
+        weight: torch.Tensor = self.packed.to_dense()
+        return weight
 
 
 def install() -> None:

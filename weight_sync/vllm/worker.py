@@ -6,9 +6,10 @@ name, so every name begins with `slipstream_`.
 
 from __future__ import annotations
 
+from weight_sync.vllm.adapter_score import AdapterMixin
 from weight_sync.vllm.proof_worker import ProofMixin
 from weight_sync.vllm.staging_worker import StagingMixin
 
 
-class SlipstreamWorker(StagingMixin, ProofMixin):
+class SlipstreamWorker(StagingMixin, ProofMixin, AdapterMixin):
     """Mixed into vLLM's own worker class."""

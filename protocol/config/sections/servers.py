@@ -33,6 +33,12 @@ class WeightSyncSection(Section):
         description="servers that must have a version, proven, for its publication to count",
         why="the others follow in the background, and none of them can hold the run",
     )
+    adapter_only: bool | Literal["auto"] = setting(
+        "auto",
+        description="with lora.r: publish the adapter by itself, about a hundredth of the bytes and without a pause, "
+        "in place of the merged weights; auto does so on GPUs, where vLLM can serve the adapter",
+        why="on a CPU vLLM samples more slowly under an adapter",
+    )
     host: str = setting(
         "127.0.0.1", description="the learner's address as the servers see it", why="right on one machine"
     )

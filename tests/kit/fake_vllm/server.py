@@ -12,7 +12,9 @@ from typing import Any
 from aiohttp import web
 
 from protocol import tokens
+from protocol.adapter_names import HEADER
 from tests.kit.fake_vllm import replies
+from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
 from weight_sync.vllm.guard import roles_for
@@ -33,14 +35,17 @@ class FakeVllm:
         token: str | None = None,
         version: str = "0.32.0",
         says: dict[str, Any] | None = None,
+        adapters: FakeAdapters | None = None,
     ) -> None:
-        """`says`: what `/server_info` holds of the model in place of what suits a run."""
+        """`says`: what `/server_info` holds of the model in place of what suits a run; `adapters`: of a server that
+        takes them."""
         self.engine = engine or FakeEngine()
         self._version = version
         self._says = says or {}
         self.faults = Faults()
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
+        self.adapters = adapters
         self._scale_out = scale_out
         self._ring = tokens.Ring(token) if token else None
         self._aborts: dict[str, asyncio.Event] = {}
@@ -58,6 +63,8 @@ class FakeVllm:
                 web.delete("/_fault", self._clear_faults),
             ]
         )
+        if adapters is not None:
+            self.app.add_routes(adapters.routes(self._log_probs, self._refused))
         if dev_mode:
             self.app.add_routes(
                 [
@@ -122,6 +129,16 @@ class FakeVllm:
         return ring.denied(given, roles_for(request.path), f"{request.method} {request.path}", "server")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """With the name of the adapter that serves, whatever the answer."""
+        response = await self._generated(request)
+        if not response.prepared:
+            response.headers.update(self._served())
+        return response
+
+    def _served(self) -> dict[str, str]:
+        return {HEADER: self.adapters.served} if self.adapters is not None and self.adapters.served else {}
+
+    async def _generated(self, request: web.Request) -> web.StreamResponse:
         if not self._scale_out:
             message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
             return _refusal(403, message, "PermissionDeniedError")
@@ -130,6 +147,8 @@ class FakeVllm:
             return _refusal(400, "body.token_ids: Field required", "Bad Request", "body.token_ids")
         self.requests.append(body)
         prompt, params = body["token_ids"], body["sampling_params"]
+        if self.adapters is not None and (refusal := self.adapters.refuses(request, body.get("model", "policy"))):
+            return _refusal(409, refusal, "Conflict")
         if problem := self._problem(body):
             return problem
         if params.get("prompt_logprobs") is not None:
@@ -163,7 +182,8 @@ class FakeVllm:
 
     def _problem(self, body: dict[str, Any]) -> web.Response | None:
         size, n = len(body["token_ids"]), body["sampling_params"].get("n", 1)
-        if body.get("model", "policy") != "policy":
+        model = body.get("model", "policy")
+        if model != "policy" and not (self.adapters is not None and self.adapters.knows(model)):
             message = f"The model `{body['model']}` does not exist. Valid aliases: policy."
             return _refusal(404, message, "NotFoundError", "model")
         if n > self.engine.max_num_seqs:
@@ -183,7 +203,7 @@ class FakeVllm:
         self, request: web.Request, body: dict[str, Any], tasks: list[asyncio.Task[tuple[int, Sample]]]
     ) -> web.StreamResponse:
         """Each choice as it is finished."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self._served()})
         await response.prepare(request)
         fault = request.get(FAULT)
         interval = body["sampling_params"].get("stream_interval") or 1
@@ -327,8 +347,13 @@ class FakeVllm:
 
     async def _score(self, request: web.Request) -> web.Response:
         sequences = (await request.json())["token_ids"]
-        scored = [[self.engine.probe_logprob(t, i) for i, t in enumerate(ids[1:], start=1)] for ids in sequences]
-        return web.json_response({"logprobs": scored})
+        return web.json_response({"logprobs": [self._log_probs(ids) for ids in sequences]})
+
+    def _log_probs(self, token_ids: list[int]) -> list[float]:
+        return [self.engine.probe_logprob(token, place) for place, token in enumerate(token_ids[1:], start=1)]
+
+    def _refused(self, status: int, message: str) -> web.Response:
+        return _refusal(status, message, "SlipstreamError")
 
     async def _layers(self, request: web.Request) -> web.Response:
         await self._hook("layers", await request.json())

@@ -1,0 +1,24 @@
+"""How versions that are published as adapters are called, by the learner, the servers and the workers."""
+
+from __future__ import annotations
+
+import re
+
+# Of an answer: the newest proven adapter of the server. Of a request: that its sender knows of adapters.
+HEADER = "slipstream-adapter"
+# Hexadecimal digits of the digest in a name.
+DIGITS = 16
+
+_NAME = re.compile(rf"policy-v(\d{{1,18}})\.[0-9a-f]{{{DIGITS}}}")
+
+
+def name_of(version: int, digest: str) -> str:
+    """The name under which a server serves `version`. digest: hexadecimal, of the adapter's bytes: two sessions of a
+    learner may use one number for different weights, which must not share a name, nor a prefix cache."""
+    return f"policy-v{version}.{digest[:DIGITS]}"
+
+
+def version_of(name: str) -> int | None:
+    """None: not a name of `name_of`."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None

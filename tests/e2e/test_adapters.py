@@ -1,0 +1,191 @@
+"""Versions published as adapters to a real vLLM server of its own: what they compute, and which tokens are whose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from deploy import vllm_server
+from learner.model.policy import Policy, Scoring, load_policy
+from protocol.adapter_names import version_of
+from protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
+from rollout_worker.inference.client import InferenceClient
+from rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, sampled_of, sampling_params
+from tests.e2e.conftest import EXAMPLE, SmallRun, _small_run, _wait_until_healthy
+from tests.kit.ports import free_port
+from tests.kit.supervised import processes
+from weight_sync.proof.probe import Probe, probe_token_ids
+from weight_sync.proof.server_proof import ProofFailed
+from weight_sync.server_control import ServerControl
+from weight_sync.server_sync import ServerSync
+from weight_sync.snapshot import Snapshot
+from weight_sync.transports import build
+
+pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+LORA = ["--lora.r", "8", "--lora.lora_alpha", "16", "--weight_sync.adapter_only", "true"]
+TOLERANCE = 1e-3
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that takes adapters."""
+    overrides = ["--model.path", str(model_folder), "--vllm.port", str(free_port()), *LORA]
+    config = load(EXAMPLE / "run.toml", overrides)
+    with processes(tmp_path_factory.mktemp("vllm")) as started:
+        env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
+        started.start("vllm", *vllm_server.command(config, 0), env=env)
+        _wait_until_healthy(config.vllm.urls[0], started)
+        yield config.vllm.urls[0]
+
+
+@pytest.fixture
+async def control(url: str) -> AsyncIterator[ServerControl]:
+    async with ServerControl(url, timeout_s=30) as control:
+        yield control
+
+
+@pytest.fixture(scope="module")
+def policy(model_folder: Path) -> Policy:
+    torch.manual_seed(0)
+    model, lora = ModelSection(path=str(model_folder), dtype="float32"), LoraSection(r=8, lora_alpha=16)
+    return load_policy(str(model_folder), model, Scoring(1.0, 16), LearnerSection(), lora=lora)
+
+
+def moved(policy: Policy, version: int, by: float = 0.03) -> Snapshot:
+    """The next version of the adapter, far enough from the last one to be told apart."""
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * by)
+    return published(policy, version)
+
+
+def published(policy: Policy, version: int) -> Snapshot:
+    assert policy.adapter is not None
+    ids = probe_token_ids(512, version)
+    return Snapshot(version, policy.adapter.alone(), Probe(ids, policy.score(ids)), torch.float32)
+
+
+def sync_of(control: ServerControl) -> ServerSync:
+    section = WeightSyncSection(timeout_s=20)
+    return ServerSync(control, lambda: build(section), TOLERANCE)
+
+
+def request(model: str, tokens: int, choices: int = 1) -> GenerateRequest:
+    config = load(EXAMPLE / "run.toml", ["--rollout.temperature", "1.0"])
+    params = sampling_params(config, [], tokens, choices, None)
+    return GenerateRequest(model, f"r{torch.randint(1 << 30, ()).item()}", PROMPT, params, "salt")
+
+
+async def spans_of(client: InferenceClient, url: str, tokens: int, choices: int = 1) -> list[list[SampledSpan]]:
+    wanted = request(client.model_at(url), tokens, choices)
+    wanted.sampling_params.min_tokens = tokens
+    answers = [choice async for choice in client.generate(url, wanted, "a")]
+    asked = Asked(tokens, (), 100, version_of(wanted.model))
+    return [sampled_of(choice, "a", asked).spans for choice in answers]
+
+
+async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paused(
+    control: ServerControl, policy: Policy
+) -> None:
+    server = sync_of(control)
+    for version in (1, 2, 3, 4, 5):
+        snapshot = moved(policy, version)
+        outcome = await server.publish(snapshot)
+        assert outcome.probe_max_abs_diff < 1e-4
+        assert outcome.pause_s == 0.0
+        assert snapshot.adapter is not None
+        name, ids = snapshot.adapter.name, snapshot.probe.token_ids
+        assert snapshot.probe.logprobs == pytest.approx(await control.score_by_request(ids, name), abs=1e-4)
+        state = await control.adapters()
+        assert state["served"] == name
+        assert len(state["loaded"]) == min(version, 3)
+    # The base under it never changed.
+    assert await control.weight_label() == "default"
+
+
+async def test_i2_requests_in_flight_keep_their_adapter_and_later_ones_have_the_next(
+    control: ServerControl, policy: Policy
+) -> None:
+    server = sync_of(control)
+    await server.publish(moved(policy, 11))
+    async with InferenceClient(60) as client, asyncio.TaskGroup() as tasks:
+        # Of several versions at once, each with its own log-probs.
+        assert await spans_of(client, control.url, 4) == [[SampledSpan(11, 0, 4, "a")]]
+        long = tasks.create_task(spans_of(client, control.url, 400, choices=16))
+        await asyncio.sleep(0.3)
+        await server.publish(moved(policy, 12))
+        assert not long.done()
+        assert await spans_of(client, control.url, 4) == [[SampledSpan(11, 0, 4, "a")]]  # it learns from this answer
+        assert await spans_of(client, control.url, 4) == [[SampledSpan(12, 0, 4, "a")]]
+        assert not long.done()
+    assert long.result() == [[SampledSpan(11, 0, 400, "a")]] * 16
+
+
+async def test_tokens_that_an_adapter_sampled_have_its_log_probs(control: ServerControl, policy: Policy) -> None:
+    server = sync_of(control)
+    await server.publish(moved(policy, 21))
+    async with InferenceClient(60) as client:
+        wanted = request("policy", 24)
+        [choice] = [choice async for choice in client.generate(control.url, wanted, "a")]
+    turn = sampled_of(choice, "a", Asked(24, (), 100, version_of(wanted.model)))
+    ours = policy.score(PROMPT + turn.token_ids)[len(PROMPT) - 1 :]
+    assert turn.logprobs == pytest.approx(ours, abs=1e-4)
+
+
+async def test_i5_an_adapter_that_fails_its_proof_is_given_to_nobody(control: ServerControl, policy: Policy) -> None:
+    server = sync_of(control)
+    await server.publish(moved(policy, 31))
+    wrong = moved(policy, 32)
+    wrong.probe.logprobs[5] += 0.01
+    with pytest.raises(ProofFailed, match="version 32"):
+        await server.publish(wrong)
+    async with InferenceClient(60) as client:
+        assert await spans_of(client, control.url, 4) == [[SampledSpan(31, 0, 4, "a")]]
+    assert (await server.publish(moved(policy, 33))).probe_max_abs_diff < 1e-4
+
+
+async def test_i5_the_base_is_refused_and_a_name_that_is_gone_leads_to_the_newest(
+    control: ServerControl, policy: Policy
+) -> None:
+    server = sync_of(control)
+    await server.publish(moved(policy, 41))
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "output_mode": "tokens"}
+    path = f"{control.url}/inference/v1/generate"
+    async with aiohttp.ClientSession() as session, session.post(path, json=body) as response:
+        assert response.status == 409
+        assert version_of(response.headers["slipstream-adapter"]) == 41
+    async with InferenceClient(60) as client:
+        assert await spans_of(client, control.url, 2) == [[SampledSpan(41, 0, 2, "a")]]
+        for version in (42, 43, 44):
+            await server.publish(moved(policy, version))
+        assert await spans_of(client, control.url, 2) == [[SampledSpan(44, 0, 2, "a")]]
+
+
+@pytest.fixture
+def run(url: str, model_folder: Path, tmp_path: Path) -> Iterator[SmallRun]:
+    overrides = ["--vllm.servers", f'["{url}"]', *LORA, "--learner.learning_rate", "3e-3", "--rollout.group_size", "4"]
+    overrides += ["--learner.groups_per_step", "4", "--learner.steps", "8", "--learner.checkpoint_every", "0"]
+    with processes(tmp_path) as started:
+        yield _small_run(model_folder, tmp_path, started, overrides)
+
+
+def test_a_run_trains_on_adapters_alone(run: SmallRun) -> None:
+    run.start("queue", "worker", "learner")
+    assert run.wait("learner") == 0, run.processes.logs()
+    lines = [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step" in line and "loss" in line]
+    assert len(steps) == 8
+    # Tokens under a wrong version would be far from the learner's policy of that version.
+    fresh = [line["sampler/kl_staleness_0"] for line in steps if line.get("sampler/kl_staleness_0") is not None]
+    assert fresh
+    assert max(fresh) < 1e-4

@@ -1,0 +1,128 @@
+"""Adapters beside generation: `--middleware weight_sync.vllm.adapters.Adapters`, with `--enable-lora`.
+
+    GET  /slipstream/adapters                             what is loaded, which one serves
+    PUT  /slipstream/adapters/NAME?start=N&blake3=HEX     a chunk of the file, from byte N
+    POST /slipstream/adapters/NAME/load                   {"config": str, "blake3": hex}
+    POST /slipstream/adapters/NAME/score                  {"token_ids": [[int]]} -> {"logprobs": [[float]]}
+    POST /slipstream/adapters/NAME/serve                  {}
+
+vLLM's own `/v1/load_lora_adapter` stays off: it would load any path for anyone.
+
+Each answer to a request for tokens names the newest proven adapter in the header `slipstream-adapter`, so that workers
+ask for it from then on. Once there is one, a request for the base, by somebody who does not know of adapters, is
+refused (409): none of its tokens could be trained on (I5).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from protocol.adapter_names import HEADER
+from weight_sync.vllm.adapter_score import score
+from weight_sync.vllm.adapter_shelf import Shelf
+from weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from weight_sync.vllm.middleware import body_of, bytes_of, problem
+from weight_sync.vllm.route import RouteError
+
+logger = logging.getLogger(__name__)
+
+ROOT = "/slipstream/adapters"
+GENERATE = "/inference/v1/generate"
+# Routes that change the weights under all adapters.
+OF_THE_BASE = frozenset({"/slipstream/swap", "/start_weight_update"})
+
+
+class Adapters:
+    """ASGI middleware, outside of `Slipstream`'s and inside of the token's. What is not about adapters passes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._shelf: Shelf | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
+        engine = getattr(state, "engine_client", None)
+        if engine is None:
+            await self._app(scope, receive, send)
+        elif scope["path"] == ROOT or scope["path"].startswith(f"{ROOT}/"):
+            await self._answer(self._shelf_of(engine, state), scope, receive, send)
+        elif scope["path"] == GENERATE and self._shelf is not None and self._shelf.served is not None:
+            await self._generate(self._shelf.served, scope, receive, send)
+        elif scope["path"] in OF_THE_BASE and self._shelf is not None:
+            await self._shelf.clear()
+            await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _shelf_of(self, engine: Any, state: Any) -> Shelf:
+        if self._shelf is None:
+            store = AdapterStore()
+            atexit.register(store.remove)
+            self._shelf = Shelf(engine, state.openai_serving_models, store)
+        return self._shelf
+
+    async def _generate(self, served: str, scope: Scope, receive: Receive, send: Send) -> None:
+        own = (HEADER.encode(), served.encode())
+        if not any(name == own[0] for name, _ in scope["headers"]):
+            refusal = problem(409, f"this server serves adapters; ask for the model {served}, with a header {HEADER}")
+            refusal.headers[HEADER] = served
+            await refusal(scope, receive, send)
+            return
+
+        async def naming(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), own]}
+            await send(message)
+
+        await self._app(scope, receive, naming)
+
+    async def _answer(self, shelf: Shelf, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            answer = await _answered(shelf, scope, receive)
+        except (RouteError, StoreError) as error:
+            await problem(error.status, str(error))(scope, receive, send)
+        except Exception as error:
+            logger.exception("%s failed", scope["path"])
+            await problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
+        else:
+            await JSONResponse(answer)(scope, receive, send)
+
+
+async def _answered(shelf: Shelf, scope: Scope, receive: Receive) -> dict[str, Any]:
+    """Raises `RouteError`, `StoreError`."""
+    name, _, verb = scope["path"].removeprefix(ROOT).removeprefix("/").partition("/")
+    match scope["method"], bool(name), verb:
+        case "GET", False, "":
+            return shelf.state()
+        case "PUT", True, "":
+            start, digest = _place(scope)
+            return {"received": shelf.store.append(name, start, await bytes_of(receive), digest)}
+        case "POST", True, "load":
+            body = await body_of(receive)
+            return await shelf.load(name, _text(body, "config"), _text(body, "blake3"))
+        case "POST", True, "score":
+            return await score(shelf, name, await body_of(receive))
+        case "POST", True, "serve":
+            return await shelf.serve(name)
+    raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")
+
+
+def _place(scope: Scope) -> tuple[int, str]:
+    given = parse_qs(scope["query_string"].decode("ascii", "replace"))
+    start, digest = given.get("start", [""])[0], given.get("blake3", [""])[0]
+    if not (start.isascii() and start.isdigit() and len(start) <= 18):
+        raise RouteError(400, f"start = {start[:40]!r}: must be the chunk's first byte")
+    return int(start), digest
+
+
+def _text(body: dict[str, Any], field: str) -> str:
+    value = body.get(field)
+    if not isinstance(value, str):
+        raise RouteError(400, f"{field}: must be a text")
+    return value

@@ -48,6 +48,9 @@ class AtQueue:
             await self.tell(state, version, reason)
 
     async def quarantine(self, version: int, reason: str) -> None:
+        """One that is quarantined stays so: it is distrusted from the first version that failed on."""
+        if self.server.state is _S.QUARANTINED:
+            return
         if self.server.state not in (_S.SYNCING, _S.SERVING):
             await self.try_to_tell(_S.SYNCING)
         await self.try_to_tell(_S.QUARANTINED, version, reason)

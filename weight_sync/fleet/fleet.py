@@ -69,7 +69,8 @@ class Fleet:
         self._boots: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._read = asyncio.Event()
-        self._resources = AsyncExitStack()
+        self._controls: dict[str, AsyncExitStack] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,8 +79,9 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """As they end, tasks resume servers, or take them out of service, for which they need the connections."""
-        await asyncio.gather(*(self._left(name) for name in [*self.members]), return_exceptions=True)
-        await self._resources.aclose()
+        for name in [*self.members]:
+            self._leaves(name)
+        await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     def handed(self, version: int, snapshot_s: float) -> None:
         """A version is there to be published."""
@@ -101,6 +103,11 @@ class Fleet:
                 self._heals()
             except QueueError as error:
                 self._is_troubled(error)
+            except Exception as error:
+                # Nobody would follow the registry any more, and a run without a server would stand still.
+                logger.exception("the registry of servers cannot be followed")
+                self._on_failure(error)
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(READ_EVERY_S, self._next_judgement_s())):
                     await self._read.wait()
@@ -163,10 +170,11 @@ class Fleet:
         known = {server.name: server for server in await self._client.servers()}
         for name, server in known.items():
             member = self.members.get(name)
+            if name in self._leaving:
+                continue  # another server of this name: it comes when the one before has gone
             if member is not None and member.server.url != server.url:
-                await self._left(name)
-                member = None
-            if member is None:
+                self._leaves(name)
+            elif member is None:
                 await self._came(server)
             elif (
                 member.at_queue.told == told.get(name)
@@ -175,15 +183,16 @@ class Fleet:
             ):
                 member.registered_anew(server)
         for name in [*self.members]:
-            if name not in known:
-                await self._left(name)
+            if name not in known and name not in self._leaving:
+                self._leaves(name)
 
     async def _came(self, server: Server) -> None:
         section = self._config.weight_sync
-        control = await self._resources.enter_async_context(
-            ServerControl(server.url, section.timeout_s, self._config.token_for("learner"))
-        )
         config = self._config
+        stack = self._controls[server.name] = AsyncExitStack()
+        control = await stack.enter_async_context(
+            ServerControl(server.url, section.timeout_s, config.token_for("learner"))
+        )
         sync = ServerSync(
             control, self._make_transport, config.probe_tolerance, config.served_dtype, config.served_quantised
         )
@@ -191,15 +200,22 @@ class Fleet:
         self.members[server.name] = member
         self._tasks[server.name] = asyncio.create_task(self._kept_running(member), name=f"server {server.name}")
 
+    def _leaves(self, name: str) -> None:
+        """End a member in the background: a server that hangs must not hold up the others."""
+        if name not in self._leaving:
+            self._leaving[name] = asyncio.create_task(self._left(name), name=f"server {name} leaves")
+
     async def _left(self, name: str) -> None:
-        task, member = self._tasks.pop(name, None), self.members.get(name)
-        if task is not None:
+        task, member = self._tasks.pop(name), self.members[name]
+        try:
             task.cancel()
             await asyncio.wait([task])
-        if member is not None:
             await member.leave()
-            self.members.pop(name, None)
+            await self._controls.pop(name).aclose()
+        finally:
+            del self.members[name], self._leaving[name]
             self._news()
+            self._read.set()
 
     async def _kept_running(self, member: Member) -> None:
         """A bug in one server's task holds up no other; one that comes back at once, again and again, ends the learner:
@@ -234,7 +250,7 @@ class Fleet:
         now, standings = time.monotonic(), [member.standing for member in self.members.values()]
         newest = self._snapshots.newest
         version = newest.version if newest is not None else 0
-        for member in self.members.values():
+        for member in [*self.members.values()]:
             found = behind(member.standing, standings, version, self._config.queue.max_staleness)
             if found is None:
                 member.behind_since = None

@@ -260,7 +260,11 @@ class Member:
     async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
         reason = str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"
         mismatch = isinstance(error, ProofFailed)
+        await self._say_failed(snapshot, reason, mismatch)
         self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
+
+    async def _say_failed(self, snapshot: Snapshot, reason: str, mismatch: bool) -> None:
+        """Tell the queue what a failed publication leaves the server in."""
         if mismatch or self._sync.left_paused:
             await self.at_queue.quarantine(snapshot.version, reason)
             return

@@ -1,0 +1,90 @@
+"""The swap inside the engine core: all workers or none, the label last, and never a step with half a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+READY = {"stage": "ready", "error": None}
+
+
+class Core:
+    """vLLM's engine core, as far as the swap uses it; `done` is what was done, in its order."""
+
+    def __init__(self, reports: list[dict[str, Any]] | None = None, exchange: Exception | None = None) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.done: list[str] = []
+        self.batch_queue: list[Any] = []
+        self.pause_state = PauseState.UNPAUSED
+        self.scheduler = self
+        self._idle_state_callbacks: list[Any] = []
+        self._reports = reports or [READY, READY]
+        self._exchange = exchange
+
+    def collective_rpc(self, method: str) -> list[Any]:
+        self.done.append(method)
+        if method == "slipstream_staging":
+            return self._reports
+        if self._exchange is not None:
+            raise self._exchange
+        return [0.001, 0.002]
+
+    def _reset_caches(self) -> None:
+        self.done.append("cleared")
+
+    def set_weight_version(self, label: str) -> None:
+        self.done.append(f"labelled {label}")
+
+    def set_pause_state(self, state: Any) -> None:
+        self.pause_state = state
+
+
+@pytest.fixture
+def swap() -> Any:
+    pytest.importorskip("vllm")
+    from weight_sync.vllm import engine_swap
+
+    return engine_swap.swap
+
+
+def test_p4_the_label_changes_after_the_weights_and_within_the_same_step_boundary(swap: Any) -> None:
+    core = Core()
+    result = swap(core, "7", True)
+    assert core.done == ["slipstream_staging", "cleared", "slipstream_exchange", "labelled 7"]
+    assert (result["whole"], result["error"], result["exchange_s"]) == (True, None, 0.002)
+    assert core.pause_state.name == "UNPAUSED"
+
+
+def test_one_worker_that_is_not_ready_leaves_all_with_the_old_weights(swap: Any) -> None:
+    core = Core([READY, {"stage": "failed", "error": "no place"}])
+    result = swap(core, "7", False)
+    assert core.done == ["slipstream_staging"]
+    assert result["whole"]
+    assert result["error"] == "worker 1 is not ready to swap: no place"
+
+
+def test_p7_i6_an_exchange_that_raises_is_never_labelled_and_never_resumed(swap: Any) -> None:
+    core = Core(exchange=RuntimeError("boom"))
+    result = swap(core, "7", False)
+    assert not result["whole"]
+    assert "labelled 7" not in core.done
+    assert core.pause_state.name == "PAUSED_ALL"
+
+
+@pytest.mark.parametrize("before", ["UNPAUSED", "PAUSED_NEW", "PAUSED_ALL"])
+def test_steps_under_way_end_before_the_swap_and_a_persons_pause_stands(swap: Any, before: str) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    core = Core()
+    core.batch_queue.append("a step")
+    core.pause_state = PauseState[before]
+    future = swap(core, "7", False)
+    assert core.done == []
+    assert core.pause_state.name == "PAUSED_ALL"
+    for callback in core._idle_state_callbacks:
+        callback(core)
+    assert future.result(1)["whole"]
+    assert core.pause_state.name == before
+    assert core.done[-1] == "labelled 7"

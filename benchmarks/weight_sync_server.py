@@ -77,14 +77,15 @@ class Server:
 
 
 @contextmanager
-def serving(size: Size, model: Any) -> Iterator[Server]:
-    """A server that has loaded `model`. Raises RuntimeError with the end of its log where it does not come up."""
+def serving(size: Size, model: Any, compared: bool = True) -> Iterator[Server]:
+    """A server that is loading `model`; `compared`: it can do what `benchmarks.weight_sync_baseline` asks. The end of
+    its log is printed where something fails inside."""
     folder = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
     try:
         model.to(getattr(torch, size.dtype)).save_pretrained(folder / "model")
         model.to(torch.float32)
         (folder / "model" / "tokenizer_config.json").write_text("{}")
-        config = _config(size, folder / "model")
+        config = _config(size, folder / "model", compared)
         environment = vllm_server.environment(config) | {"PYTHONPATH": str(ROOT)}
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
@@ -106,9 +107,11 @@ def serving(size: Size, model: Any) -> Iterator[Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _config(size: Size, model: Path) -> RunConfig:
-    arguments = ["--skip-tokenizer-init", "--max-num-batched-tokens", "1024", "--kv-cache-memory-bytes", "2G"]
-    arguments += ["--block-size", "32", "--worker-extension-cls", "benchmarks.weight_sync_baseline.Worker"]
+def _config(size: Size, model: Path, compared: bool) -> RunConfig:
+    arguments = ["--skip-tokenizer-init", "--max-num-batched-tokens", "1024", "--kv-cache-memory-bytes", "1200M"]
+    arguments += ["--block-size", "32"]
+    if compared:
+        arguments += ["--worker-extension-cls", "benchmarks.weight_sync_baseline.Worker"]
     return load(
         ROOT / "examples" / "multiply" / "run.toml",
         [

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from learner import checkpoint as checkpoints
-from learner import evaluations, start
+from learner import evaluations, publishing, start
 from learner.blocking_client import BlockingQueueClient
 from learner.callbacks.callbacks import Callbacks
 from learner.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from learner.skipping import Attempts
 from learner.stopping import Stop, Stopped
 from learner.trainer import StepFigures, Trainer
 from protocol.client import QueueError, RunFinished
-from protocol.config import RunConfig, adapters
+from protocol.config import RunConfig
 from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
 
@@ -66,6 +66,8 @@ class Loop:
         self._stop = stop
         self._loaded = callbacks
         self._recorded = 0
+        # Whether an adapter is published by itself; None: not decided yet.
+        self._alone: bool | None = None
         # torch calls it right before weights change.
         trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
         trainer.team.guard(stop)
@@ -210,15 +212,15 @@ class Loop:
         self._client.call(lambda queue: queue.finish(self._position.session))
         self._reports.conclude(status)
 
-    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """What is published."""
-        config, adapter = self._config, self._trainer.policy.adapter
-        on_gpu = self._trainer.device.type == "cuda"
-        if adapter is not None and adapters.published_alone(
-            config.weight_sync.adapter_only, config.model, config.lora, on_gpu
-        ):
-            return adapter.alone()
-        return self._trainer.weights()
+    def _weights(self, probe: Probe) -> Iterable[tuple[str, torch.Tensor]]:
+        """What is published, with `probe`."""
+        adapter = self._trainer.policy.adapter
+        if adapter is None:
+            return self._trainer.weights()
+        if self._alone is None:
+            on_gpu = self._trainer.device.type == "cuda"
+            self._alone = publishing.alone(self._config, adapter, probe, on_gpu, self._progress.say)
+        return adapter.alone() if self._alone else self._trainer.weights()
 
     def _publish(self) -> float:
         """Hand the weights over; returns the seconds that this took."""
@@ -228,7 +230,7 @@ class Loop:
         )
         probe = Probe(ids, self._trainer.score(ids))
         with self._client.waiting(self._position.session, "publication"):
-            blocked_s = self._publisher.publish(version, self._weights(), probe)
+            blocked_s = self._publisher.publish(version, self._weights(probe), probe)
         self._published = version
         self._record_publications()
         return blocked_s

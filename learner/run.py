@@ -93,9 +93,6 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             policy = trainer.policy
             if policy.adapter is not None:
                 progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
-            on_gpu = trainer.device.type == "cuda"
-            if said := adapters.merged_after_all(config.weight_sync.adapter_only, config.model, config.lora, on_gpu):
-                progress.say(said)
             if text := warning(policy.precision, trainer.weights, config.learner.learning_rate):
                 progress.warn(text)
         except Stopped:

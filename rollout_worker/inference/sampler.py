@@ -248,10 +248,9 @@ class Sampler:
                 raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
 
     def _checked(self, choice: Choice, server: Server, request: GenerateRequest) -> Sampled:
-        adapter, most = version_of(request.model), request.sampling_params.max_tokens
-        asked = Asked(most, self._stop_token_ids, self.pool.newest_version, adapter)
+        most, adapter = request.sampling_params.max_tokens, version_of(request.model)
         try:
-            return sampled_of(choice, server.name, asked)
+            return sampled_of(choice, server.name, Asked(most, self._stop_token_ids, self.pool.newest_version, adapter))
         except BadSample as error:
             error.server = server
             raise
@@ -282,12 +281,7 @@ class Sampler:
             request_id=next(self._names),
             token_ids=token_ids,
             sampling_params=sampling_params(
-                self._config,
-                self._stop_token_ids,
-                max_tokens,
-                n,
-                stream_interval=_ONE_CHUNK if stream else None,
-                own=own,
+                self._config, self._stop_token_ids, max_tokens, n, _ONE_CHUNK if stream else None, own
             ),
             cache_salt=f"{self._config.run.name}:{weights}",
             stream=stream,

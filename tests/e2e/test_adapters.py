@@ -109,6 +109,7 @@ async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paus
         state = await control.adapters()
         assert state["served"] == name
         assert len(state["loaded"]) == min(version, 3)
+        assert (await control.state()).label == str(version)
     # The base under it never changed.
     assert await control.weight_label() == "default"
 
@@ -189,3 +190,16 @@ def test_a_run_trains_on_adapters_alone(run: SmallRun) -> None:
     fresh = [line["sampler/kl_staleness_0"] for line in steps if line.get("sampler/kl_staleness_0") is not None]
     assert fresh
     assert max(fresh) < 1e-4
+
+
+async def test_i5_merged_weights_can_follow_and_adapters_do_not_outlive_their_base(
+    control: ServerControl, policy: Policy
+) -> None:
+    """The last one here: the base is another after it."""
+    server = sync_of(control)
+    await server.publish(moved(policy, 51))
+    ids = probe_token_ids(512, 52)
+    merged = Snapshot(52, policy.named_weights(), Probe(ids, policy.score(ids)), torch.float32)
+    assert (await server.publish(merged)).probe_max_abs_diff < 1e-4
+    assert (await control.adapters())["loaded"] == []
+    assert (await control.state()).label == "52"

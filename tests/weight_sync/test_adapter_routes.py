@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from protocol.adapter_names import name_of
 from weight_sync.adapters.payload import digest_of
+from weight_sync.vllm.condition import condition_of
 
 pytest.importorskip("vllm")
 
@@ -154,6 +155,7 @@ async def test_i5_what_is_loaded_is_named_to_nobody_before_it_serves(server: Ser
     assert (await server.generate(None)).served is None
     await server.ask("POST", f"/slipstream/adapters/{name}/serve", {})
     assert (await server.generate()).served == name
+    assert condition_of(server.engine).adapter == "1"
 
 
 async def test_i5_a_request_that_knows_of_no_adapter_is_refused_once_one_serves(server: Server) -> None:
@@ -248,4 +250,5 @@ async def test_i5_no_adapter_outlives_the_base_that_it_was_proven_over(server: S
     assert (await server.ask("POST", path, {})).body == path
     state = await server.state()
     assert (state["served"], state["loaded"]) == (None, [])
+    assert condition_of(server.engine).adapter is None
     assert (await server.generate(None)).status == 200

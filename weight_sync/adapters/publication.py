@@ -68,13 +68,22 @@ async def publish_adapter(control: ServerControl, snapshot: Snapshot, proof: Ser
     if before is not None:
         await proof.look(AdapterScores(control, before), snapshot, known=before == proven)
         began = time.monotonic()
-    if payload.name not in state["loaded"]:
-        await _send(control, payload)
-        await _load(control, payload)
+    await have_loaded(control, payload, state)
     transfer_s = time.monotonic() - began
     figures = await proof.prove(AdapterScores(control, payload.name), snapshot)
     await control.serve_adapter(payload.name)
     return Served(payload.name, transfer_s, figures)
+
+
+async def have_loaded(control: ServerControl, payload: AdapterPayload, state: dict[str, Any] | None = None) -> None:
+    """Send the adapter and have it loaded, unless it is; it serves nobody yet. state: what the server said of its
+    adapters, where it was asked.
+
+    Raises `ControlError`, and `TransferError` where the server takes no adapter, or not this one.
+    """
+    if payload.name not in (state or await _state(control))["loaded"]:
+        await _send(control, payload)
+        await _load(control, payload)
 
 
 async def _state(control: ServerControl) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 
 from protocol.adapter_names import version_of
 from weight_sync.vllm.adapter_store import AdapterStore
+from weight_sync.vllm.condition import condition_of
 from weight_sync.vllm.route import RouteError
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Shelf:
         async with self._lock:
             if name not in self._models.lora_requests:
                 raise RouteError(409, f"the adapter {name} is not loaded")
-            self.served = name
+            self._name(name)
             self._order = [*(other for other in self._order if other != name), name][-KEPT:]
             # Their files go with a later call: a request may just be on its way into the engine.
             kept = {*self._order, *self._loaded(), *self._in_use()}
@@ -82,13 +83,19 @@ class Shelf:
     async def clear(self) -> None:
         """Before the base changes: what was proven over it is proven no more."""
         async with self._lock:
-            self.served, self._order = None, []
+            self._name(None)
+            self._order = []
             for name in self._loaded():
                 await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
 
     def adapter(self, name: str) -> Any:
         """vLLM's `LoRARequest` of it; None: not loaded."""
         return self._models.lora_requests.get(name)
+
+    def _name(self, served: str | None) -> None:
+        """To workers, and as the label of what this server holds."""
+        self.served = served
+        condition_of(self.engine).adapter = None if served is None else str(version_of(served))
 
     def _loaded(self) -> list[str]:
         """Of ours; a person may have loaded others."""

@@ -40,7 +40,7 @@ async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     transfer = engine.vllm_config.weight_transfer_config
     return {
         "boot": f"{condition.boot}-{said['boot']}" if said else condition.boot,
-        "label": said["label"] if said else "",
+        "label": (condition.adapter or said["label"]) if said else "",
         "paused": said["paused"] if said else True,
         "whole": condition.whole,
         "alive": said is not None,

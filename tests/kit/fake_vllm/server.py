@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol import tokens
-from protocol.adapter_names import HEADER
+from protocol.adapter_names import HEADER, version_of
 from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
@@ -320,6 +320,8 @@ class FakeVllm:
 
     async def _state(self, request: web.Request) -> web.Response:
         state = self.engine.state()
+        if self.adapters is not None and self.adapters.served:
+            state["label"] = str(version_of(self.adapters.served))
         return web.json_response(state, status=503 if state["reason"] else 200)
 
     async def _staged(self, request: web.Request) -> web.Response:

@@ -1,0 +1,30 @@
+"""Whether an adapter is published by itself or merged into the model's weights: the run file, then the servers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from learner.model.adapter import Adapter
+from protocol.config import RunConfig, adapters
+from weight_sync.adapters import trial
+from weight_sync.proof.probe import Probe
+from weight_sync.snapshot import Snapshot
+
+
+def alone(config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None]) -> bool:
+    """on_gpu: whether the learner is. With `weight_sync.adapter_only = "auto"` a server is asked to load it, and what
+    keeps vLLM from it is said; with true the publication itself finds out. Blocks."""
+    wanted = config.weight_sync.adapter_only
+    if merged := adapters.merged_after_all(wanted, config.model, config.lora, on_gpu):
+        say(merged)
+    if not adapters.published_alone(wanted, config.model, config.lora, on_gpu):
+        return False
+    if wanted is True:
+        return True
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    reason = trial.refusal(config, Snapshot(0, adapter.alone(), probe, dtype))
+    if reason is not None:
+        say(f"the merged weights are published, since {reason}")
+    return reason is None

@@ -100,7 +100,7 @@ class GlooGroup:
         move = self._group.send if self.rank == 0 else self._group.recv
         peers = self.receivers if self.rank == 0 else [0]
         under_way: deque[tuple[torch.Tensor, list[Any]]] = deque()
-        for number, bucket in enumerate(flat.split(self._bucket_bytes) if len(flat) else ()):
+        for number, bucket in enumerate(torch.split(flat, self._bucket_bytes) if len(flat) else ()):
             under_way.append((bucket, [move([bucket], peer, _BUCKET_TAG + number) for peer in peers]))
             if len(under_way) > AHEAD:
                 yield self._through(*under_way.popleft())

@@ -10,7 +10,8 @@ in memory. Medians over rounds. Under load means under 8 generations that never 
 `transfer_load_ratio`: both under load. `snapshot_ratio`: over (c); `snapshot_first_ratio`: of the first, whose pages
 were taken ahead. `publish_idle_s` and `publish_load_s`: all of a publication to one server, proof included.
 `tokens_ratio`: tokens a second during publications over those between them. `gap_ms`: the longest silence of all
-generations during a publication, `gap_undisturbed_ms` between two. `missed`: aims that this run did not meet.
+generations during a publication, `gap_undisturbed_ms` between two. `load_average`: of the machine, before
+and after; what else runs on it is in the figures. `missed`: aims that this run did not meet.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,6 +269,7 @@ def main() -> None:
             before = machine()
             sizes[name] = asyncio.run(measured(size, model, arguments.rounds, server.url))
             sizes[name]["load_average"] = [before["load_average"][0], machine()["load_average"][0]]
+            print(name, json.dumps(sizes[name]), file=sys.stderr, flush=True)
         del model
     result = {"machine": machine(), "rounds": arguments.rounds, "sizes": sizes, "missed": _missed(sizes)}
     if arguments.json:

@@ -31,6 +31,7 @@ from protocol import checkpoints as places
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapters
 from protocol.config.algorithm import doubts
+from weight_sync import snapshot
 from weight_sync.publisher import Publisher
 
 
@@ -91,6 +92,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 team = ranks.enter_context(joining.leading(config, place, stop, progress.warn))
                 trainer = build_trainer(config, checkpoint, team)
             policy = trainer.policy
+            if not team.sharded:
+                snapshot.expect(policy.named_weights(), policy.precision.servers)
             if policy.adapter is not None:
                 progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
             if text := warning(policy.precision, trainer.weights, config.learner.learning_rate):

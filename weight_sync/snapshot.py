@@ -11,11 +11,13 @@ from xxhash import xxh3_128_digest
 
 from weight_sync.adapters.payload import AdapterPayload
 from weight_sync.manifest import Manifest
-from weight_sync.memory import fresh
+from weight_sync.memory import HUGE, Reserve
 from weight_sync.names import check_distinct, unwrapped
 from weight_sync.proof.probe import Probe
 
 WORDS = 2**16
+# Memory of this process's snapshots: one that is on its way to the servers, and one that is filled.
+_reserve = Reserve(most=2)
 
 
 @runtime_checkable
@@ -68,10 +70,13 @@ class Snapshot:
         self.probe = probe
         self.manifest = Manifest.of(layout, dtype)
         size = self.manifest.total_bytes()
-        self.flat = buffer if buffer is not None and len(buffer) == size else fresh(size)
+        used = buffer is not None and len(buffer) == size
+        self.flat = buffer if buffer is not None and used else _reserve.take(size)
         views = self.manifest.views(self.flat)
         for name, tensor in weights:
             views[self._name(name)].copy_(tensor.detach())
+        if not used:
+            _expect(size)
 
     def _name(self, name: str) -> str:
         """As a checkpoint has it; an adapter's file keeps peft's names."""
@@ -100,6 +105,17 @@ class Snapshot:
         are compared when one of them is gone."""
         whole = self.flat[: len(self.flat) // 8 * 8].view(torch.int64)
         return whole[:: max(1, len(whole) // WORDS) | 1].clone()
+
+
+def expect(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> None:
+    """Have memory for a first snapshot of such weights ready soon; returns at once."""
+    layout = weights.layout() if isinstance(weights, MadeOneByOne) else dict(weights)
+    _expect(Manifest.of(layout, dtype).total_bytes())
+
+
+def _expect(size: int) -> None:
+    if size >= HUGE:
+        _reserve.expect(size)
 
 
 def digest_of(flat: torch.Tensor) -> bytes:

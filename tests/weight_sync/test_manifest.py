@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weight_sync import snapshot as snapshots
 from weight_sync.manifest import ALIGNMENT, Manifest
+from weight_sync.memory import HUGE, Reserve
 from weight_sync.proof.probe import Probe
 from weight_sync.snapshot import Snapshot, digest_of
 
@@ -64,6 +66,22 @@ def test_a_snapshot_is_a_copy_and_reuses_its_buffer() -> None:
     second = Snapshot(2, [("w", weight)], PROBE, buffer=first.flat)
     assert second.flat.data_ptr() == first.flat.data_ptr()
     assert Snapshot(3, [("w", torch.ones(5))], PROBE, buffer=first.flat).flat.data_ptr() != first.flat.data_ptr()
+
+
+def test_memory_that_was_taken_ahead_becomes_the_first_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = Reserve(most=2)
+    monkeypatch.setattr(snapshots, "_reserve", reserve)
+    weights = [("w", torch.ones(HUGE))]
+    snapshots.expect(weights)
+    ahead = reserve.take(4 * HUGE)
+    reserve._ready.append(ahead)
+    first = Snapshot(1, weights, PROBE)
+    assert first.flat.data_ptr() == ahead.data_ptr()
+    # The next is ready before it is asked for, and no third is made.
+    second = Snapshot(2, weights, PROBE)
+    assert second.flat.data_ptr() != ahead.data_ptr()
+    assert reserve._made == 2
+    assert torch.equal(second.flat, first.flat)
 
 
 def test_one_changed_byte_changes_the_digest() -> None:

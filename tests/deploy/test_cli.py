@@ -72,7 +72,7 @@ def test_a_shell_completes_the_commands() -> None:
     [
         ("queue", ["--queue.max_staleness 4", "--learner.groups_per_step 16"], ["--vllm.port"]),
         ("worker", ["--worker.episodes 256", "--rollout.group_size 8", "--task.path (to be set)"], ["--learner.steps"]),
-        ("learner", ["--learner.steps 100", '--weight_sync.transport "gloo"'], ["--worker.episodes"]),
+        ("learner", ["--learner.steps 100", '--weight_sync.transport "auto"'], ["--worker.episodes"]),
         ("vllm", ["--vllm.max_num_seqs 64", '--model.dtype "float32"'], ["--learner.steps"]),
         ("up", ["--deploy.grace_s 20.0", "slipstream config prints all"], ["--queue.depth"]),
         ("status", ["--queue.port 8200"], ["--queue.depth"]),
@@ -236,6 +236,6 @@ def test_each_command_is_one_line_of_the_help(
         "rollouts",
         "ledger",
         "replay",
-        "servers",
         "token",
+        "servers",
     ]

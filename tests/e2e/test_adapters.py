@@ -17,7 +17,7 @@ from protocol.adapter_names import version_of
 from protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, sampled_of, sampling_params
-from tests.e2e.conftest import EXAMPLE, SmallRun, _small_run, _wait_until_healthy
+from tests.e2e.conftest import EXAMPLE, SmallRun, _small_run, wait_until_healthy
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
 from weight_sync.proof.probe import Probe, probe_token_ids
@@ -43,7 +43,7 @@ def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with processes(tmp_path_factory.mktemp("vllm")) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
         started.start("vllm", *vllm_server.command(config, 0), env=env)
-        _wait_until_healthy(config.vllm.urls[0], started)
+        wait_until_healthy(config.vllm.urls[0], started)
         yield config.vllm.urls[0]
 
 

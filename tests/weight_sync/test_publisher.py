@@ -338,7 +338,7 @@ def test_i5_a_server_that_fails_its_proof_is_quarantined_and_mended_by_the_next_
         until(lambda: world.states() == [(ServerState.SERVING, 2), (ServerState.QUARANTINED, 2)])
         reason = world.servers()["vllm-1"].reason
         assert reason is not None
-        assert "log-probs after version 2 differ" in reason
+        assert "after version 2 its log-probs of the probe differ" in reason
         until(lambda: publishing.records[1].servers_failed == {"vllm-1": reason})
         assert publishing.records[1].servers_ok == ["vllm-0"]
         assert not world.fakes[1].engine.paused
@@ -371,7 +371,7 @@ def test_i5_a_swap_whose_proof_did_not_end_is_distrusted_and_tried_again(world: 
     with world.publisher(timeout_s=0.5) as publishing:
         publishing.publish(1, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
-        world.fakes[1].faults.append(Fault("hang", times=1))  # of the probe
+        world.fakes[1].faults.append(Fault("hang", times=1, route="/slipstream/layers"))  # of the proof
         publishing.publish(2, weights(), probe())
         until(lambda: ("vllm-1", ServerState.QUARANTINED, 2) in world.changes)
         until(lambda: publishing.records[-1].servers_ok == ["vllm-0", "vllm-1"])
@@ -390,14 +390,14 @@ def test_when_every_server_fails_the_version_is_tried_again(world: World) -> Non
 
 
 def test_when_no_server_can_be_reached_the_first_publication_ends_with_all_reasons(world: World) -> None:
-    for fake, route in zip(world.fakes, ("/pause", "/finish_weight_update"), strict=True):
+    for fake, route in zip(world.fakes, ("/slipstream/staged", "/slipstream/swap"), strict=True):
         fake.faults.append(Fault("status", times=None, route=route))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         with pytest.raises(PublishError, match=r"version 1 reached 0 vLLM servers of the 1 of .*quorum.*: ") as caught:
             publishing.wait()
-        assert f"{world.urls[0]}/pause" in str(caught.value)
-        assert f"{world.urls[1]}/finish_weight_update" in str(caught.value)
+        assert f"{world.urls[0]}/slipstream/staged" in str(caught.value)
+        assert f"{world.urls[1]}/slipstream/swap" in str(caught.value)
         assert publishing.in_flight is None
         assert publishing.records == []
         for fake in world.fakes:
@@ -536,7 +536,7 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
 
 def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
     world.transports = FakeTransports(stages=False)
-    world.fakes[1].faults.append(Fault("status", route="/slipstream/swap"))
+    world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         publishing.wait()

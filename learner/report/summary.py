@@ -18,6 +18,8 @@ class Summary(msgspec.Struct):
 
     eval_reward_first, eval_reward_last, eval_reward_best: of the evaluations that have a reward, by step.
 
+    sync_skipped: versions that a newer one overtook before a server had taken them.
+
     Shares are from 0 to 1; `_ms` are milliseconds, percentiles over publications; None where nothing was measured.
     """
 
@@ -45,6 +47,7 @@ class Summary(msgspec.Struct):
     worker_cpu_ms_per_episode: float | None
     learner_cpu_us_per_trained_token: float | None
     sync_count: int
+    sync_skipped: int
     sync_pause_ms_p50: float | None
     sync_pause_ms_p95: float | None
     sync_transfer_ms_p50: float | None
@@ -92,6 +95,7 @@ def summarise(
         worker_cpu_ms_per_episode=status.worker_cpu_ms_per_episode,
         learner_cpu_us_per_trained_token=_ratio(1e6 * sum(of.cpu_s for of in times), trained),
         sync_count=len(published),
+        sync_skipped=sum(publication.skipped for publication in published),
         sync_pause_ms_p50=_percentile(pauses_ms, 50),
         sync_pause_ms_p95=_percentile(pauses_ms, 95),
         sync_transfer_ms_p50=_percentile([publication.transfer_s * 1e3 for publication in published], 50),

@@ -116,7 +116,7 @@ async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_e
                 await asyncio.sleep(0.02)
         assert [server.state for server in await client.servers() if server.name == "mine"] == [ServerState.JOINING]
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(running, 20) == 0
+        assert await asyncio.wait_for(running, 60) == 0
         assert not [server for server in await client.servers() if server.name == "mine"]
 
 

@@ -88,7 +88,7 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     assert small_run.wait("worker") == 0
     result = summary(small_run)
     assert result["steps"] == 12
-    assert result["sync_count"] == 13
+    assert result["sync_count"] + result["sync_skipped"] == 13
     assert result["probe_max_abs_diff"] <= 1e-3
     assert 0 < result["staleness_max"] <= small_run.config.queue.max_staleness
     assert 0 < result["tokens_trained"] <= result["tokens_sampled"]

@@ -145,7 +145,7 @@ async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: Ser
     before = await control.score_by_request(PROBE_IDS)
     perturb(model)
     damaged = snapshot(model, 2)
-    damaged.__dict__["digest"] = bytes(32)
+    damaged.__dict__["digest"] = bytes(16)
     with pytest.raises(TransferError, match="another digest"):
         await server.publish(damaged)
     assert await control.weight_label() == "1"

@@ -21,7 +21,7 @@ from weight_sync.publisher import PublishRecord
 REQUIRED = """
 steps wall_s worker_cpu_ms_per_episode reward_first10 reward_last10 groups_trained groups_dropped tokens_sampled
 tokens_trained staleness_mean staleness_max learner_wait_share worker_wait_share gen_tokens_per_s train_tokens_per_s
-sync_count sync_pause_ms_p50 sync_pause_ms_p95 sync_transfer_ms_p50 sync_learner_blocked_ms_p50 probe_max_abs_diff
+sync_count sync_skipped sync_pause_ms_p50 sync_pause_ms_p95 sync_transfer_ms_p50 sync_learner_blocked_ms_p50 probe_max_abs_diff
 """
 
 KEYS = """
@@ -90,7 +90,7 @@ def test_summary_of_a_run() -> None:
     assert (result.learner_wait_share, result.worker_wait_share) == (0.25, 0.2)
     assert result.learner_cpu_us_per_trained_token == pytest.approx(100.0)
     assert (result.rollouts, result.rollouts_two_versions) == (160, 20)
-    assert (result.sync_count, result.sync_pause_ms_p50) == (11, pytest.approx(6.0))
+    assert (result.sync_count, result.sync_skipped, result.sync_pause_ms_p50) == (11, 0, pytest.approx(6.0))
     assert result.sync_pause_ms_p95 == pytest.approx(10.5)
     assert result.probe_max_abs_diff == pytest.approx(1.1e-4)
 

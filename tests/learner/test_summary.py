@@ -21,7 +21,8 @@ from weight_sync.publisher import PublishRecord
 REQUIRED = """
 steps wall_s worker_cpu_ms_per_episode reward_first10 reward_last10 groups_trained groups_dropped tokens_sampled
 tokens_trained staleness_mean staleness_max learner_wait_share worker_wait_share gen_tokens_per_s train_tokens_per_s
-sync_count sync_skipped sync_pause_ms_p50 sync_pause_ms_p95 sync_transfer_ms_p50 sync_learner_blocked_ms_p50 probe_max_abs_diff
+sync_count sync_skipped sync_pause_ms_p50 sync_pause_ms_p95 sync_transfer_ms_p50 sync_learner_blocked_ms_p50
+probe_max_abs_diff
 """
 
 KEYS = """

@@ -157,7 +157,7 @@ async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: Ser
 
 async def staged_alone(control: ServerControl, sent: Snapshot) -> Any:
     """All of a publication but the swap; gives the transport."""
-    transport = build(WeightSyncSection(bucket_bytes=1 << 20, timeout_s=20))
+    transport = build(WeightSyncSection(transport="gloo", bucket_bytes=1 << 20, timeout_s=20))
     await transport.connect(control, 1)
     await control.start_update()
     await control.update(sent.manifest.as_dict())
@@ -203,11 +203,13 @@ async def test_i6_a_persons_pause_stands_through_a_swap(control: ServerControl, 
     perturb(model)
     sent = snapshot(model, 6)
     await post(control.url, "/pause?mode=keep")
-    transport = await staged_alone(control, sent)
-    await control.swap("6", clear_cache=True)
-    state = await control.state()
-    assert (state.label, state.paused, state.pause_owner) == ("6", True, "person")
-    await post(control.url, "/resume")
+    try:
+        transport = await staged_alone(control, sent)
+        await control.swap("6", clear_cache=True)
+        state = await control.state()
+        assert (state.label, state.paused, state.pause_owner) == ("6", True, "person")
+    finally:
+        await post(control.url, "/resume")
     assert not await is_paused(control.url)
     assert sent.probe.max_abs_diff(await control.score_by_request(PROBE_IDS)) < TOLERANCE
     await transport.close()

@@ -27,6 +27,8 @@ PERSONS_PAUSE = 423
 
 # What names this learner as the owner of a pause.
 OWNER = "publication"
+# The reason that a server gives whose engine may only be in a long step.
+NO_ANSWER = "the engine does not answer"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class ServerControl(AdapterRoutes):
                         state = await self.state()
                         if state.alive and not state.reason:
                             return
-                        last = ControlError(state.reason or "the engine does not answer")
+                        last = ControlError(state.reason or NO_ANSWER)
                     except ControlError as error:
                         last = error
                     await asyncio.sleep(0.5)

@@ -283,6 +283,29 @@ def test_f16_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: 
     assert [transport.sent for transport in world.transports.made].count([3]) == 3
 
 
+def test_f5_an_engine_in_a_long_step_is_not_taken_for_a_restart_and_is_caught_up_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 60.0)
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.changes.clear()
+        world.fakes[1].engine.alive = False
+        time.sleep(0.5)
+        world.fakes[1].engine.alive = True
+        time.sleep(0.2)
+        assert not [change for change in world.changes if change[0] == "vllm-1"]
+        world.fakes[1].engine.alive = False
+        monkeypatch.setattr(member, "DOWN_AFTER_S", 0.2)
+        publishing.publish(2, weights(), probe())
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+        assert "its engine does not answer" in str(world.servers()["vllm-1"].reason)
+        world.fakes[1].engine.alive = True
+        until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
+    assert "restarted" not in caplog.text
+
+
 def test_a_server_that_leaves_and_one_that_comes_are_followed(world: World) -> None:
     assert world.queue is not None
     with world.publisher() as publishing:

@@ -22,7 +22,7 @@ from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.proof.server_proof import ProofFailed
-from weight_sync.server_control import LOOK_TIMEOUT_S, ControlError, EngineState
+from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
 from weight_sync.server_sync import PUBLISH_ERRORS, Outcome, ServerSync
 from weight_sync.snapshot import Snapshot
 
@@ -154,6 +154,11 @@ class Member:
         except (ControlError, TimeoutError) as error:
             await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
             return None
+        if not state.alive:
+            # Its front answers alone, and knows neither weights nor boot: it may be in a long step, and go on.
+            why = f"{self.server.url}: {state.reason or NO_ANSWER}"
+            await self._does_not_answer(why, at_once=state.reason not in (None, NO_ANSWER))
+            return None
         if not self.answers:
             self.answers, self._silent_since = True, None
             self._next_try = 0.0
@@ -175,7 +180,8 @@ class Member:
             self.waits_for = None
         return state
 
-    async def _does_not_answer(self, why: str) -> None:
+    async def _does_not_answer(self, why: str, at_once: bool = False) -> None:
+        """at_once: it will not answer again before it is started anew."""
         now = time.monotonic()
         self.answers = False
         self._silent_since = now if self._silent_since is None else self._silent_since
@@ -184,7 +190,7 @@ class Member:
         if state in (_S.JOINING, _S.DOWN):
             if state is _S.JOINING and self.server.reason is None:
                 await self.at_queue.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
-        elif now - self._silent_since >= DOWN_AFTER_S or "HTTP 503" in why:
+        elif now - self._silent_since >= DOWN_AFTER_S or at_once:
             await self.at_queue.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
 
     async def _must_wait(self, state: EngineState) -> bool:

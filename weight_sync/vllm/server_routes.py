@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from weight_sync.server_control import NO_ANSWER
 from weight_sync.vllm import lease
 from weight_sync.vllm.condition import condition_of
 from weight_sync.vllm.route import Handler, RouteError
@@ -35,7 +36,7 @@ async def engine_says(engine: Any, timeout_s: float | None = None) -> dict[str, 
 async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     condition = condition_of(engine)
     said = await engine_says(engine) if condition.broken is None else None
-    reason = condition.broken or (None if said else "the engine does not answer")
+    reason = condition.broken or (None if said else NO_ANSWER)
     parallel = engine.vllm_config.parallel_config
     transfer = engine.vllm_config.weight_transfer_config
     return {

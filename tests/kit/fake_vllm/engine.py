@@ -54,6 +54,7 @@ class FakeEngine:
     aborted_after: int = 0
     boot: str = field(default_factory=lambda: secrets.token_hex(4))
     whole: bool = True
+    alive: bool = True
     pause_owner: str = "none"
     staged: dict[str, Any] = field(default_factory=lambda: {"stage": "ready", "error": None, "seconds": {}})
 
@@ -74,17 +75,18 @@ class FakeEngine:
         self.pause_owner = "none"
 
     def state(self) -> dict[str, Any]:
-        """The answer of `/slipstream/state`."""
+        """The answer of `/slipstream/state`: of a hanging engine, what the API process knows alone."""
+        silent = None if self.alive else "the engine does not answer"
         return {
-            "boot": self.boot,
-            "label": self.weight_version,
-            "paused": self.paused,
+            "boot": f"api-{self.boot}" if self.alive else "api",
+            "label": self.weight_version if self.alive else "",
+            "paused": self.paused or not self.alive,
             "whole": self.whole,
-            "alive": True,
+            "alive": self.alive,
             "pause_owner": self.pause_owner,
             "workers": 1,
             "transport": "gloo",
-            "reason": None if self.whole else "the model is half loaded",
+            "reason": silent if self.whole else "the model is half loaded",
         }
 
     def swap(self, label: str) -> None:

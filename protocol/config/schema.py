@@ -168,10 +168,11 @@ class RunConfig(Section):
                 f"replaced, and the run would stand still; lower weight_sync.every to at most "
                 f"{queue.max_staleness + 1}"
             )
-        if self.weight_sync.delta and self.weight_sync.transport != "http":
+        if self.weight_sync.delta and self.weight_sync.transport not in ("auto", "gloo", "http"):
             raise ValueError(
-                f"weight_sync.delta = true with weight_sync.transport = {self.weight_sync.transport}: only http sends "
-                f'deltas, and everything would be sent; set weight_sync.transport = "http", or leave delta out'
+                f"weight_sync.delta = true with weight_sync.transport = {self.weight_sync.transport}: only gloo and "
+                f'http send deltas, and everything would be sent; set weight_sync.transport = "http", or leave delta '
+                f"out"
             )
         if learner.proximal == "interpolated" and queue.max_staleness <= 1:
             raise ValueError(

@@ -306,7 +306,10 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
         ("queue.capacity_groups = 15", "queue.capacity_groups = 15 is less than learner.groups_per_step = 16: a step"),
         ("queue.depth = 0.01", "queue.depth = 0.01 allows no group at all"),
         ("weight_sync.every = 6", "weight_sync.every = 6 with queue.max_staleness = 4: the servers' weights would"),
-        ("weight_sync.delta = true", "weight_sync.delta = true with weight_sync.transport = auto: only http sends"),
+        (
+            'weight_sync = {delta = true, transport = "ipc"}',
+            "weight_sync.delta = true with weight_sync.transport = ipc: only gloo and http send deltas",
+        ),
         ("learner.token_budget = 4095", "learner.token_budget = 4095 is less than vllm.max_model_len = 4096: the"),
         ("queue.capacity_bytes = 2048", "is more than queue.capacity_bytes = 2048: the largest groups would never fit"),
         ("queue.port = 8100", "queue.port = 8100 is one of the ports 8100 to 8100 of the vLLM servers"),

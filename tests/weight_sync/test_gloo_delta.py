@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.report.record import published
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooReceiver
 from tests.weight_sync.test_delta import changed, flat_of
+from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.manifest import Manifest
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
@@ -170,3 +172,18 @@ async def test_a_delta_that_says_it_is_larger_than_everything_is_refused() -> No
         (staging,) = r.receiver.stagings
         staging.join(10)
         assert "a delta of [1099511627776] bytes" in str(staging.report()["error"])
+
+
+def test_a_publication_s_record_adds_up_what_was_sent_to_each_server() -> None:
+    publications = Publications(1)
+    publications.handed(3, 0.0, 0.0)
+    figures = [ServerFigures(0.1, 0.0, 0.2, 0.0, sent, 1000, share) for sent, share in ((1000, None), (20, 0.01))]
+    served: dict[str, int | None] = {}
+    for name, of in (("a", figures[0]), ("b", figures[1]), ("b", figures[1])):  # one that is proven twice counts once
+        publications.proven(name, 3, of, served)
+    (record,) = publications.records
+    assert (record.sent_bytes, record.whole_bytes, record.share_changed) == (1020, 2000, 0.01)
+    line = published(record)
+    assert line["weight_sync/sent_bytes"] == 1020
+    assert line["weight_sync/share_changed"] == 0.01
+    assert line["weight_sync/servers"] == 2

@@ -25,6 +25,7 @@ from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import LOOK_TIMEOUT_S, ControlError, EngineState
 from weight_sync.server_sync import PUBLISH_ERRORS, Outcome, ServerSync
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports import of_backend
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class Member:
         except (ControlError, TimeoutError) as error:
             await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
             return None
+        self.at_queue.transport = of_backend(state.transport) or state.transport
         if not self.answers:
             self.answers, self._silent_since = True, None
             self._next_try = 0.0
@@ -214,7 +216,8 @@ class Member:
                 await self.at_queue.tell(_S.SYNCING)
             outcome = await self._published(snapshot)
             whole = True
-            await self._holds(snapshot, ServerFigures.of(outcome, time.monotonic() - began))
+            took_s = time.monotonic() - began
+            await self._holds(snapshot, ServerFigures.of(outcome, took_s, self.at_queue.transport))
         except (*PUBLISH_ERRORS, TimeoutError) as error:
             await self._failed(snapshot, state, error)
         except Refused as refusal:

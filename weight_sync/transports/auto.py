@@ -13,7 +13,7 @@ from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import SEND_DELTAS, build, of_backend
-from weight_sync.transports.base import TransferError, Transport
+from weight_sync.transports.base import Sent, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ class AutoTransport:
     def __init__(self, section: WeightSyncSection) -> None:
         self._section = section
         self._chosen: Transport | None = None
+
+    @property
+    def sent(self) -> Sent | None:
+        return self._chosen.sent if self._chosen is not None else None
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         found = (await server.state()).transport

@@ -45,6 +45,10 @@ class Transport(Protocol):
 
     stages: bool
 
+    @property
+    def sent(self) -> Sent | None:
+        """What the newest publication took, None before the first."""
+
     async def connect(self, server: ServerControl, workers: int) -> None:
         """Meet the server's `workers`, after ending whatever transfer an earlier learner left open there.
 

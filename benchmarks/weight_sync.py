@@ -31,12 +31,15 @@ from benchmarks.weight_sync_baseline import Baseline
 from benchmarks.weight_sync_server import SIZES, START_TIMEOUT_S, Load, Size, machine, model_of, serving, under_load
 from protocol.config import WeightSyncSection
 from tests.kit.ports import free_port
+from weight_sync.delta.book import Way
 from weight_sync.manifest import Manifest
 from weight_sync.memory import Reserve, fresh, touch
 from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.server_control import ServerControl, Swap
 from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports.base import Sent
+from weight_sync.transports.gloo.group import GlooGroup
 from weight_sync.transports.gloo.sender import GlooTransport
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
@@ -50,10 +53,11 @@ class Timed(GlooTransport):
         super().__init__(section)
         self._send_s = send_s
 
-    async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
+    def _send(self, group: GlooGroup, snapshot: Snapshot, way: Way | None) -> Sent:
         began = time.perf_counter()
-        await super().send(server, snapshot)
+        sent = super()._send(group, snapshot, way)
         self._send_s.append(time.perf_counter() - began)
+        return sent
 
 
 class Watched(ServerControl):

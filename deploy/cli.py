@@ -6,22 +6,21 @@ Heavy packages are imported inside the commands, so that each process loads only
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import msgspec
 import typer
 
-from deploy import devices, extras
+from deploy import devices, extras, servers_command, token_command
 from deploy.command import reading
+from deploy.ending import ending_at_once, leave, told
 from deploy.supervisor import SIGNALS, RunFailed, supervise
-from deploy.token_command import check_arguments, check_secret, token_of
+from deploy.token_command import check_arguments, check_secret
 from protocol import tokens
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, resolve, to_toml
@@ -119,7 +118,7 @@ def worker(
 
     config = load(run_file, context.args, needs=["task", "tokenizer", "chat"])
     tokens.hide()  # from what the task's code starts
-    with _ending_at_once():
+    with ending_at_once():
         raise typer.Exit(run(config, queue, name))
 
 
@@ -150,6 +149,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     from weight_sync.publisher import PublishError
 
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
+    tokens.hide()  # from the callbacks, and from what they start
     if config.learner.epochs is not None:
         config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
     devices.forbid_peers(config)
@@ -249,49 +249,7 @@ def rollouts(
     (print_json if as_json else print_text)(found)
 
 
-servers = typer.Typer(no_args_is_help=True)
-app.add_typer(servers, name="servers", help="List, add or remove the vLLM servers of a running job.")
-RequiredQueueUrl = Annotated[str, typer.Option("--queue", help="URL of the queue, as http://host:8200")]
-
-
-def _queue_of(url: str) -> QueueClient:
-    return QueueClient(url, tokens.of(tokens.given(), "learner"), patience_s=5.0, timeout_s=10.0)
-
-
-@servers.command("list")
-def servers_list(queue: RequiredQueueUrl) -> None:
-    """Each server with its state, version and what it waits for."""
-    from deploy.servers import listed
-    from deploy.status_view import print_servers
-
-    print_servers(asyncio.run(listed(_queue_of(queue))))
-
-
-@servers.command("add")
-def servers_add(
-    url: Annotated[str, typer.Argument(metavar="URL", help="where workers and learner reach it")],
-    queue: RequiredQueueUrl,
-    name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
-) -> None:
-    """Let a vLLM server that runs join the job. It serves once the learner has brought it up to date."""
-    from deploy.servers import add
-
-    added = asyncio.run(add(_queue_of(queue), url, name, tokens.of(tokens.given(), "learner")))
-    typer.echo(f"{added.name} at {added.url} is {added.state}")
-
-
-@servers.command("remove")
-def servers_remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="as `slipstream servers list` shows it")],
-    queue: RequiredQueueUrl,
-    now: Annotated[bool, typer.Option("--now", help="without waiting for its requests")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds to wait until it is gone")] = 600.0,
-) -> None:
-    """Let a server leave: no new episodes, then the end of its requests; then it may be stopped."""
-    from deploy.servers import remove
-
-    asyncio.run(remove(_queue_of(queue), name, now, timeout))
-    typer.echo(f"{name} is gone")
+app.add_typer(servers_command.app, name="servers", help="List, add or remove the vLLM servers of a running job.")
 
 
 @app.command(**reading(*RUN, "queue.store"))
@@ -327,13 +285,7 @@ def replay(
     run(load(run_file, context.args, needs=["model"]), record, out, from_step, steps)
 
 
-@app.command()
-def token(
-    role: Annotated[str, typer.Argument(metavar="ROLE", help="worker, learner or viewer")],
-    file: Annotated[Path | None, typer.Option(help="where the secret is, mode 0600; default: SLIPSTREAM_TOKEN")] = None,
-) -> None:
-    """Print the token of a role, for a process elsewhere."""
-    typer.echo(token_of(role, file))
+app.command(name="token")(token_command.print_token)
 
 
 @app.command(**reading(), hidden=True)
@@ -355,32 +307,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
         except ConfigError as error:
             answer.write(str(error))
             code = 2
-    _leave(code)
-
-
-@contextlib.contextmanager
-def _ending_at_once() -> Iterator[None]:
-    """Ends the process with the code that the command's error or exit has, as `main` would, but without waiting for
-    threads that the task's code started."""
-    try:
-        yield
-    except typer.Exit as ended:
-        code = ended.exit_code
-    except (ConfigError, QueueError, RunFailed) as error:
-        code = _told(error)
-    except Exception:
-        logging.getLogger(__name__).exception("the command failed unexpectedly")
-        code = 1
-    _leave(code)
-
-
-def _leave(code: int) -> NoReturn:
-    """A thread that the task file started, or its executor with a job, would keep the process from ending otherwise."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # the task's code may have closed it
-            stream.flush()
-    os._exit(code)
+    leave(code)
 
 
 def _in_steps(config: RunConfig) -> RunConfig:
@@ -417,16 +344,7 @@ def main() -> None:
         check_arguments(sys.argv[1:])
         app(prog_name="slipstream")
     except (ConfigError, QueueError, RunFailed) as error:
-        sys.exit(_told(error))
-
-
-def _told(error: Exception) -> int:
-    """The exit code of an error, which a person has been told."""
-    with contextlib.suppress(OSError, ValueError):  # the task's code may have closed stderr
-        print(f"slipstream: {error}", file=sys.stderr)
-    if isinstance(error, RunFailed):
-        return error.code
-    return 2 if isinstance(error, ConfigError) else 1
+        sys.exit(told(error))
 
 
 if __name__ == "__main__":

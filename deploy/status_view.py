@@ -172,7 +172,7 @@ def _servers(status: Status) -> Table:
 
 
 def _server_table(servers: Sequence[ServerStatus]) -> Table:
-    table = Table("server", "state", "version", "lag", "since", "", box=None, pad_edge=False)
+    table = Table("server", "state", "version", "lag", "since", "by", "", box=None, pad_edge=False)
     for server in servers:
         what = "; ".join(part for part in (server.waits_for and f"waits for {server.waits_for}", server.reason) if part)
         table.add_row(
@@ -181,6 +181,7 @@ def _server_table(servers: Sequence[ServerStatus]) -> Table:
             _or_dash(server.version),
             _or_dash(server.lag),
             _ago(server.since_s).removesuffix(" ago"),
+            _text(server.transport or "-"),
             _text(what or server.url),
         )
     return table

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from protocol import tokens
 from protocol.config import ConfigError, RunConfig
+
+
+def print_token(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="worker, learner or viewer")],
+    file: Annotated[Path | None, typer.Option(help="where the secret is, mode 0600; default: SLIPSTREAM_TOKEN")] = None,
+) -> None:
+    """Print the token of a role, for a process elsewhere."""
+    typer.echo(token_of(role, file))
 
 
 def token_of(role: str, file: Path | None) -> str:

@@ -185,8 +185,10 @@ class Loop:
             times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
             ended, cpu, wait_s = ended + step_s, cpu + cpu_s, 0.0
             tokens = batch.tally.tokens + reports.num_tokens
+            self._record_publications()
             record = StepRecord(
-                batch.step, batch.version + 1, batch.tally, figures, times, tokens, self._evaluator.fresh()
+                *(batch.step, batch.version + 1, batch.tally, figures, times, tokens),
+                *(self._evaluator.fresh(), reports.weight_sync()),
             )
             self._watch_servers(figures)
             report = self._troubles.told_in(record.report(self._publisher.in_flight))

@@ -159,7 +159,7 @@ PAUSED_BY_PERSON = "paused by a person"
 
 class Server(msgspec.Struct):
     """A vLLM server in the fleet registry. `version` is the last one proven on it, None before the first; of a
-    quarantined server it is the one that failed."""
+    quarantined server it is the one that failed. `transport`: how weights travel to it, once the learner knows."""
 
     name: str
     url: str
@@ -167,6 +167,7 @@ class Server(msgspec.Struct):
     version: Natural | None = None
     reason: str | None = None
     changed_at: float = 0.0
+    transport: str | None = None
 
 
 class Ticket(msgspec.Struct):

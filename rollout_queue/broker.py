@@ -108,8 +108,7 @@ class Broker:
             self.trial.begin(self.ledger.ever_accepted)
             self.ready = True
             for name, url in self.config.server_names.items():
-                known = self.fleet.get(name)
-                if known is None or known.url != url:
+                if not self.fleet.has_had(name, url):
                     async with self.lock:
                         await self.commit(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))
             async with asyncio.TaskGroup() as tasks:
@@ -195,14 +194,21 @@ class Broker:
         """End the tickets and leases whose time is over. Their holders are told when they come back."""
         async with self.lock:
             decision = tickets.expire(self.ledger, self.now)
-            late = eval_tickets.expire(self.evaluations, self.now, self.clock.wall())
+            late = eval_tickets.expire(self.evaluations, self.fleet, self.now, self.clock.wall())
             await self.commit(msgspec.structs.replace(decision, evals=late))
+
+    def with_evals(self, decision: Decision) -> Decision:
+        """A change of the fleet, with what it means to evaluations."""
+        if not decision.servers:
+            return decision
+        judged = eval_tickets.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
+        return msgspec.structs.replace(decision, evals=judged)
 
     async def remove_drained(self) -> None:
         """Servers that drain are gone once no worker has a request on them, or their time is over."""
         if (names := self._drained()) and self.failure is None:
             async with self.lock:
-                await self.commit(servers.remove(self.fleet, self.ledger, [*self._drained()]))
+                await self.commit(self.with_evals(servers.remove(self.fleet, self.ledger, [*self._drained()])))
             for name in names:
                 logger.info("server %s is gone", name)
 

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from protocol import tokens
 from protocol.adapter_names import HEADER
 from weight_sync.adapters.routes import AdapterRoutes
+from weight_sync.server_answers import EngineState as EngineState
+from weight_sync.server_answers import Staged as Staged
+from weight_sync.server_answers import Swap as Swap
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
@@ -29,43 +32,6 @@ PERSONS_PAUSE = 423
 OWNER = "publication"
 # The reason that a server gives whose engine may only be in a long step.
 NO_ANSWER = "the engine does not answer"
-
-
-@dataclass(frozen=True)
-class EngineState:
-    """What a server says of itself at `/slipstream/state`.
-
-    boot: another after each start. label: of the weights that serve, "" where the engine does not answer. whole: the
-    live model is not half loaded. alive: the engine answered, not only the server in front of it. pause_owner: "none",
-    "person" or "publication". reason: why it does not generate any more.
-    """
-
-    boot: str
-    label: str
-    paused: bool
-    whole: bool
-    alive: bool
-    pause_owner: str
-    workers: int
-    transport: str
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Staged:
-    """stage: "receiving", "building", "ready" or "failed", of the slowest worker; `seconds` by stage."""
-
-    stage: str
-    error: str | None
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Swap:
-    """Seconds: `pause_s` without generation, of which `exchange_s` changed the model."""
-
-    pause_s: float
-    exchange_s: float
 
 
 class ControlError(RuntimeError):

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Outcome:
     """One publication to one server. Seconds: `transfer_s` beside generation, `pause_s` without it (an in-place
-    transport's transfer included); `proof`: what the proof found; `sent`:
-    bytes, where the transport tells."""
+    transport's transfer included); `proof`: what the proof found; `sent`: in bytes."""
 
     transfer_s: float
     pause_s: float
@@ -84,7 +83,7 @@ class ServerSync:
         if snapshot.adapter_config is not None:
             served = await publish_adapter(self.control, snapshot, self.proof, self._proven)
             self._proven = served.name
-            return Outcome(served.transfer_s, 0.0, served.proof)
+            return Outcome(served.transfer_s, 0.0, served.proof, Sent.of(snapshot))
         transport = await self._connect()
         # Prefixes are kept apart by version; only another learner may have used the same numbers before.
         pause = Pause(self.control, self._proven is None, transport.stages, self.left_paused)
@@ -98,7 +97,7 @@ class ServerSync:
         transfer_s = time.monotonic() - began - pause.seconds
         figures = await self.proof.prove(self.control, snapshot)
         self._proven = snapshot.label
-        return Outcome(transfer_s, pause.seconds, figures, getattr(transport, "sent", None))
+        return Outcome(transfer_s, pause.seconds, figures, transport.sent)
 
     async def _connect(self) -> Transport:
         """The transport, new if there is none or if the server is not as the last publication left it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ MAIN_METRICS = (
     *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
     *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_0", "clip_ratio/*"),
     *("sampler/distance/*", "ess", "sampler/ratio_p*", "mfu"),
+    *("weight_sync/pause_s", "weight_sync/transfer_s", "weight_sync/sent_bytes", "weight_sync/share_changed"),
     *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
 )
 MOST_REPORTED = 64
@@ -42,8 +43,8 @@ class StepRecord(Record):
     """An optimiser step, which made `version`. Its line has the names of TRL 1.16 where the meaning is the same.
 
     num_tokens: prompt and sampled tokens of all groups that arrived, from the start of the run to this step;
-    evaluations: figures of each that ended since the step before; `eval/step` says which step it belongs to. They are
-    for people, so they are not read back.
+    weight_sync: figures of the newest publication that counted since the step before; evaluations: of each that ended
+    since then; `eval/step` says which step it belongs to. Both are for people, so they are not read back.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -54,7 +55,7 @@ class StepRecord(Record):
     }
     SPREAD: ClassVar[Sequence[str]] = (
         *("metrics", "tokens_by_staleness", "objective", "beside"),
-        "task_metrics",
+        *("weight_sync", "task_metrics"),
     )
 
     version: int
@@ -63,6 +64,7 @@ class StepRecord(Record):
     times: StepTimes
     num_tokens: int = 0
     evaluations: Sequence[Mapping[str, float]] = ()
+    weight_sync: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
         line = super().flat()
@@ -95,6 +97,22 @@ def main_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     names = [name for pattern in MAIN_METRICS for name in line if fnmatchcase(name, pattern)]
     finite = {name: line[name] for name in names if line[name] is not None and math.isfinite(line[name])}
     return dict(list(finite.items())[:MOST_REPORTED])
+
+
+def published(publication: PublishRecord) -> dict[str, float]:
+    """A publication's figures in a step's line."""
+    figures = {
+        "transfer_s": publication.transfer_s,
+        "pause_s": publication.pause_s,
+        "probe_max_abs_diff": publication.probe_max_abs_diff,
+        "servers": len(publication.servers_ok),
+        "skipped": publication.skipped,
+        "sent_bytes": publication.sent_bytes,
+        "whole_bytes": publication.whole_bytes,
+    }
+    if publication.share_changed is not None:
+        figures["share_changed"] = publication.share_changed
+    return {f"weight_sync/{name}": value for name, value in figures.items()}
 
 
 @dataclass(frozen=True)

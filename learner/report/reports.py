@@ -9,7 +9,7 @@ from learner.report.curve import Curve, sparkline
 from learner.report.evaluations import EvaluationRecord, beside
 from learner.report.journal import Journal, newest_step
 from learner.report.progress import Progress
-from learner.report.record import PublicationRecord, StepRecord
+from learner.report.record import PublicationRecord, StepRecord, published
 from learner.report.rollouts import RolloutLog
 from learner.report.tracking import CLOSE_S, Tracking
 from protocol.config import RunConfig
@@ -31,6 +31,7 @@ class Reports:
         self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, step)
         self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, step)
         self._curve = Curve(config.run_dir / "reward.png")
+        self._newest: PublishRecord | None = None
         self._warns_of_sampler = not config.rollout.accept_sampler_mismatch
 
     @property
@@ -65,6 +66,12 @@ class Reports:
         """Publications that have ended; `offset`: versions less the steps that made them."""
         for publication in ended:
             self._publications.append(PublicationRecord(publication.version - offset, publication))
+            self._newest = publication
+
+    def weight_sync(self) -> dict[str, float]:
+        """Figures of the newest publication, for a step's line; each is given once, and nothing where none is new."""
+        newest, self._newest = self._newest, None
+        return published(newest) if newest is not None else {}
 
     def late(self, evaluations: Sequence[Mapping[str, float]]) -> None:
         """Figures of evaluations that ended after the last step, into the last step's line."""

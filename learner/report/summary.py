@@ -21,6 +21,8 @@ class Summary(msgspec.Struct):
     sync_skipped: versions that a newer one overtook before a server had taken them.
 
     Shares are from 0 to 1; `_ms` are milliseconds, percentiles over publications; None where nothing was measured.
+    sync_sent_bytes: to all servers, where everything would be `sync_whole_bytes`; sync_share_changed_mean: over the
+    publications with deltas.
     """
 
     steps: int
@@ -52,6 +54,9 @@ class Summary(msgspec.Struct):
     sync_pause_ms_p95: float | None
     sync_transfer_ms_p50: float | None
     sync_learner_blocked_ms_p50: float | None
+    sync_sent_bytes: int
+    sync_whole_bytes: int
+    sync_share_changed_mean: float | None
     probe_max_abs_diff: float | None
 
 
@@ -100,6 +105,11 @@ def summarise(
         sync_pause_ms_p95=_percentile(pauses_ms, 95),
         sync_transfer_ms_p50=_percentile([publication.transfer_s * 1e3 for publication in published], 50),
         sync_learner_blocked_ms_p50=_percentile([publication.blocked_s * 1e3 for publication in published], 50),
+        sync_sent_bytes=sum(publication.sent_bytes for publication in published),
+        sync_whole_bytes=sum(publication.whole_bytes for publication in published),
+        sync_share_changed_mean=_mean(
+            [publication.share_changed for publication in published if publication.share_changed is not None]
+        ),
         probe_max_abs_diff=max((publication.probe_max_abs_diff for publication in published), default=None),
     )
 

@@ -168,10 +168,11 @@ class RunConfig(Section):
                 f"replaced, and the run would stand still; lower weight_sync.every to at most "
                 f"{queue.max_staleness + 1}"
             )
-        if self.weight_sync.delta and self.weight_sync.transport != "http":
+        if self.weight_sync.delta and self.weight_sync.transport not in ("auto", "gloo", "http"):
             raise ValueError(
-                f"weight_sync.delta = true with weight_sync.transport = {self.weight_sync.transport}: only http sends "
-                f'deltas, and everything would be sent; set weight_sync.transport = "http", or leave delta out'
+                f"weight_sync.delta = true with weight_sync.transport = {self.weight_sync.transport}: only gloo and "
+                f'http send deltas, and everything would be sent; set weight_sync.transport = "http", or leave delta '
+                f"out"
             )
         if learner.proximal == "interpolated" and queue.max_staleness <= 1:
             raise ValueError(
@@ -238,6 +239,7 @@ class RunConfig(Section):
                 f"worker.agent_port = {worker.agent_port} with worker.count = {worker.count}: only one worker could "
                 f"listen there; leave it at 0, for any that is free, or start the workers one by one with a port each"
             )
+        self._check_http_port()
         if vllm.servers:
             return
         last = vllm.port + vllm.count - 1
@@ -251,3 +253,21 @@ class RunConfig(Section):
                 f"queue.port = {queue.port} is one of the ports {vllm.port} to {last} of the vLLM servers: whoever "
                 f"starts second would find it taken; change queue.port or vllm.port"
             )
+
+    def _check_http_port(self) -> None:
+        port, vllm = self.weight_sync.http_port, self.vllm
+        if not port:
+            return
+        taken = {"queue.port": range(self.queue.port, self.queue.port + 1)}
+        if self.worker.agent_port:
+            taken["worker.agent_port"] = range(self.worker.agent_port, self.worker.agent_port + 1)
+        if not vllm.servers:
+            taken["vllm.port"] = range(vllm.port, vllm.port + vllm.count)
+        for setting, ports in taken.items():
+            if port in ports:
+                others = f" and the {len(ports) - 1} that follow" if len(ports) > 1 else ""
+                raise ValueError(
+                    f"weight_sync.http_port = {port} is taken by {setting} = {ports.start}{others}: whoever starts "
+                    f"second would find it in use; change one of them, or leave weight_sync.http_port at 0, for any "
+                    f"that is free"
+                )

@@ -26,7 +26,6 @@ from protocol.messages import (
     LeaseRequest,
     PolicyCommand,
     ServerChange,
-    ServerState,
 )
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
@@ -192,10 +191,7 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
         else:
             _fence(broker, change.session)
         decision = servers.put(broker.fleet, broker.ledger, server, broker.clock.wall())
-        if decision.servers and server.state is ServerState.QUARANTINED:
-            tainted = eval_tickets.taint(broker.evaluations, servers.Fleet(decision.servers))
-            decision = msgspec.structs.replace(decision, evals=tainted)
-        await broker.commit(decision)
+        await broker.commit(broker.with_evals(decision))
     _note_ready(broker)
     return reply_json(broker.fleet.get(name))
 
@@ -204,9 +200,9 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
 async def remove_server(name: str, request: Request, broker: ReadyBroker) -> Response:
     """Let a server drain, or with `now=true` end it at once; answers those that are registered then."""
     async with broker.lock:
-        await broker.commit(servers.drain(broker.fleet, broker.ledger, name, broker.clock.wall()))
+        await broker.commit(broker.with_evals(servers.drain(broker.fleet, broker.ledger, name, broker.clock.wall())))
         if request.query_params.get("now") == "true":
-            await broker.commit(servers.remove(broker.fleet, broker.ledger, [name]))
+            await broker.commit(broker.with_evals(servers.remove(broker.fleet, broker.ledger, [name])))
     await broker.remove_drained()
     return reply_json(broker.fleet.servers)
 
@@ -217,7 +213,7 @@ async def finish(request: Request, broker: ReadyBroker) -> Response:
     message: FinishRun = await read_json(request, FinishRun)
     async with broker.lock:
         _fence(broker, message.session)
-        left = eval_tickets.finish(broker.evaluations, broker.clock.wall())
+        left = eval_tickets.finish(broker.evaluations, broker.fleet, broker.clock.wall())
         await broker.commit(msgspec.structs.replace(leases.finish(broker.ledger), evals=left))
     broker.observations.waits.end(LEARNER)
     return reply_json(broker.position())

@@ -157,7 +157,7 @@ async def _take_in(broker: Broker, ticket_id: str, body: bytes) -> bool:
         broker.fleet.check(arrival.facts, record.serial)
         if isinstance(record, EvalRow):
             result = eval_tally.result_of(arrival.group, arrival.facts)
-            done = eval_tickets.submit(broker.evaluations, record, result, broker.clock.wall())
+            done = eval_tickets.submit(broker.evaluations, broker.fleet, record, result, broker.clock.wall())
             await broker.commit(Decision(evals=done))
         else:
             taken = tickets.submit(broker.ledger, record, arrival.facts)
@@ -200,7 +200,7 @@ def _rules(broker: Broker, ticket: TicketRecord | EvalRow) -> validation.Rules:
 
 
 async def _fail_row(broker: Broker, row: EvalRow, reason: str, retryable: bool) -> None:
-    failed = eval_tickets.fail(broker.evaluations, row, reason, retryable, broker.clock.wall())
+    failed = eval_tickets.fail(broker.evaluations, broker.fleet, row, reason, retryable, broker.clock.wall())
     await broker.commit(Decision(evals=failed))
 
 
@@ -242,7 +242,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
                 seen.session_came(worker_id)
                 notices.say(refusal.reason, refusal.message, broker.now, worker_id)
             held = registration.give_back(broker.ledger, worker_id)
-            rows = eval_tickets.give_back(broker.evaluations, worker_id, broker.clock.wall())
+            rows = eval_tickets.give_back(broker.evaluations, broker.fleet, worker_id, broker.clock.wall())
             await broker.commit(msgspec.structs.replace(held, evals=rows))
             raise
         await broker.commit(admitted.decision)

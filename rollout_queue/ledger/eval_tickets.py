@@ -1,7 +1,9 @@
 """Decisions on evaluations: ask, issue, submit, fail, expire, end. Pure: memory in, decision out.
 
 A row of an evaluation is issued until a group of it is accepted, or its attempts are used up; then it counts as failed.
-An evaluation ends when all of its rows have, or at its deadline, or with the run, whichever is first.
+An evaluation ends when all of its rows have, or at its deadline, or with the run, whichever is first. A row that was
+sampled between a swap and its proof is not at its end before the proof holds (I5): where it fails, the row is issued
+again, and an evaluation that ends without it counts the row as failed.
 """
 
 from __future__ import annotations
@@ -152,10 +154,10 @@ def undelivered(evaluations: Evaluations, worker_id: str, have: Sequence[str]) -
     return [row for row in evaluations.held_by(worker_id) if row.id not in held]
 
 
-def submit(evaluations: Evaluations, row: EvalRow, result: RowResult, wall_time: float) -> EvalChange:
+def submit(evaluations: Evaluations, fleet: Fleet, row: EvalRow, result: RowResult, wall_time: float) -> EvalChange:
     """Take in what a valid group came to."""
     done = msgspec.structs.replace(row, state=EvalRowState.DONE, result=result, reason=None)
-    return _with_ends(evaluations, [done], wall_time)
+    return _with_ends(evaluations, fleet, [done], wall_time)
 
 
 def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
@@ -166,19 +168,21 @@ def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
         )
 
 
-def fail(evaluations: Evaluations, row: EvalRow, reason: str, retryable: bool, wall_time: float) -> EvalChange:
+def fail(
+    evaluations: Evaluations, fleet: Fleet, row: EvalRow, reason: str, retryable: bool, wall_time: float
+) -> EvalChange:
     """A ticket yielded no group."""
-    return _with_ends(evaluations, [_failed(evaluations, row, reason, retryable)], wall_time)
+    return _with_ends(evaluations, fleet, [_failed(evaluations, row, reason, retryable)], wall_time)
 
 
-def give_back(evaluations: Evaluations, worker_id: str, wall_time: float) -> EvalChange:
+def give_back(evaluations: Evaluations, fleet: Fleet, worker_id: str, wall_time: float) -> EvalChange:
     """Issue the rows of a worker that was refused again. They are not to blame, so no attempt is counted."""
     held = evaluations.held_by(worker_id)
     failed = [_failed(evaluations, row, reasons.FINGERPRINT, retryable=True) for row in held]
-    return _with_ends(evaluations, failed, wall_time)
+    return _with_ends(evaluations, fleet, failed, wall_time)
 
 
-def expire(evaluations: Evaluations, now: float, wall_time: float) -> EvalChange:
+def expire(evaluations: Evaluations, fleet: Fleet, now: float, wall_time: float) -> EvalChange:
     """End evaluations whose time is over, and tickets whose holders were not heard from in time (F10)."""
     over = evaluations.expired(now)
     gone = {of.record.number for of in over}
@@ -187,8 +191,8 @@ def expire(evaluations: Evaluations, now: float, wall_time: float) -> EvalChange
         for row in evaluations.expired_tickets(now)
         if row.evaluation not in gone
     ]
-    change = _with_ends(evaluations, late, wall_time)
-    ended = [_ended(of, "deadline", wall_time) for of in over]
+    change = _with_ends(evaluations, fleet, late, wall_time)
+    ended = [_ended(_without_unproven(of, fleet), "deadline", wall_time) for of in over]
     return _without_oldest(evaluations, msgspec.structs.replace(change, records=(*change.records, *ended)))
 
 
@@ -198,21 +202,54 @@ def begin(evaluations: Evaluations, message: BeginSession) -> EvalChange:
     return EvalChange(removed=tuple(gone))
 
 
-def finish(evaluations: Evaluations, wall_time: float) -> EvalChange:
+def finish(evaluations: Evaluations, fleet: Fleet, wall_time: float) -> EvalChange:
     """End with the run what is still open."""
-    ended = [_ended(of, "run_over", wall_time) for of in evaluations.open]
+    ended = [_ended(_without_unproven(of, fleet), "run_over", wall_time) for of in evaluations.open]
     return _without_oldest(evaluations, EvalChange(records=tuple(ended)))
 
 
-def taint(evaluations: Evaluations, fleet: Fleet) -> EvalChange:
-    """Issue again the rows of open evaluations that were sampled by weights that failed their proof (I5)."""
+def judge(evaluations: Evaluations, fleet: Fleet, wall_time: float) -> EvalChange:
+    """After a change of the `fleet`: rows of open evaluations are issued again that were sampled by weights that failed
+    their proof, or that left service before it (I5); and those evaluations end whose last proof this was."""
     tainted = [
         msgspec.structs.replace(row, state=EvalRowState.AGAIN, result=None, reason=reasons.UNVERIFIED_SERVER)
         for of in evaluations.open
         for row in of.rows.values()
-        if row.result is not None and fleet.distrusted(GroupFacts(servers=row.result.servers), row.serial) is not None
+        if row.result is not None and fleet.tainted(GroupFacts(servers=row.result.servers), row.serial)
     ]
-    return EvalChange(rows=tuple(tainted))
+    spoilt = {row.evaluation for row in tainted}
+    ended = [
+        _ended(of, "complete", wall_time)
+        for of in evaluations.open
+        if of.record.number not in spoilt
+        and of.record.rows is not None
+        and of.tally.ended == of.record.rows
+        and not _unproven(of.rows.values(), fleet)
+    ]
+    return _without_oldest(evaluations, EvalChange(records=tuple(ended), rows=tuple(tainted)))
+
+
+def _unproven(rows: Iterable[EvalRow], fleet: Fleet) -> list[EvalRow]:
+    """Those that are done and whose weights wait for their proof."""
+    return [
+        row
+        for row in rows
+        if row.result is not None and fleet.unproven(GroupFacts(servers=row.result.servers)) is not None
+    ]
+
+
+def _without_unproven(of: OpenEvaluation, fleet: Fleet) -> OpenEvaluation:
+    """As if the rows whose proof has not come had failed."""
+    unproven = _unproven(of.rows.values(), fleet)
+    if not unproven:
+        return of
+    counted = OpenEvaluation(of.record)
+    for row in of.rows.values():
+        counted.put(row)
+    for row in unproven:
+        reason = reasons.UNVERIFIED_SERVER
+        counted.put(msgspec.structs.replace(row, state=EvalRowState.FAILED, result=None, reason=reason))
+    return counted
 
 
 def _rows_of_data(run: RunState) -> int | None:
@@ -245,15 +282,16 @@ def _failed(evaluations: Evaluations, row: EvalRow, reason: str, retryable: bool
     )
 
 
-def _with_ends(evaluations: Evaluations, rows: Iterable[EvalRow], wall_time: float) -> EvalChange:
-    """The rows' change, and the end of evaluations of which they are the last."""
+def _with_ends(evaluations: Evaluations, fleet: Fleet, rows: Iterable[EvalRow], wall_time: float) -> EvalChange:
+    """The rows' change, and the end of evaluations of which they are the last, where nothing waits for a proof."""
     by_evaluation: dict[int, list[EvalRow]] = {}
     for row in rows:
         by_evaluation.setdefault(row.evaluation, []).append(row)
     ended: list[EvalRecord] = []
     for number, changed in by_evaluation.items():
         of = evaluations.of(number)
-        if of.tally.and_also(changed).ended == of.record.rows:
+        after = {**of.rows, **{row.index: row for row in changed}}
+        if of.tally.and_also(changed).ended == of.record.rows and not _unproven(after.values(), fleet):
             ended.append(_ended(of, "complete", wall_time, changed))
     rows_changed = tuple(row for changed in by_evaluation.values() for row in changed)
     return _without_oldest(evaluations, EvalChange(records=tuple(ended), rows=rows_changed))

@@ -57,6 +57,15 @@ class Fleet:
         record = self._present(name)
         return record.server if record is not None else None
 
+    def has_had(self, name: str, url: str) -> bool:
+        """Whether a server of that name and address is in the fleet, or was let go."""
+        record = self._records.get(name)
+        return record is not None and record.server.url == url
+
+    def after(self, records: Iterable[ServerRecord]) -> Fleet:
+        """The registry as it is once `records` are stored."""
+        return Fleet([*self._records.values(), *records])
+
     @property
     def served_version(self) -> int | None:
         """Lowest version proven on a serving server; None if none serves."""
@@ -132,6 +141,13 @@ class Fleet:
             if record is not None and (record.proven is None or sampled.newest > record.proven):
                 return sampled.server
         return None
+
+    def tainted(self, group: GroupFacts, serial: int) -> bool:
+        """Whether some of this group's tokens are by weights that failed their proof, or that left service before it
+        came."""
+        records = (self._records.get(sampled.server) for sampled in group.servers)
+        gone = any(record is not None and lost(record, group) for record in records)
+        return gone or self.distrusted(group, serial) is not None
 
     def check(self, group: GroupFacts, serial: int) -> None:
         """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, that was not

@@ -18,6 +18,7 @@ import pytest
 import typer
 
 from deploy import cli
+from protocol import tokens
 from protocol.config import RunConfig, load
 from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
 from protocol.config.text import find_field, settings, toml_value
@@ -239,3 +240,18 @@ def test_each_command_is_one_line_of_the_help(
         "token",
         "servers",
     ]
+
+
+def test_i8_the_learner_s_callbacks_see_no_token_and_the_learner_still_has_it(
+    slipstream: Callable[..., tuple[int, str]], run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str | None, str | None]] = []
+
+    def run(config: RunConfig, queue: str | None, resume: bool) -> None:
+        seen.append((os.environ.get(tokens.VARIABLE), config.token_for("learner")))
+
+    monkeypatch.setenv(tokens.VARIABLE, "a-secret-of-the-run")
+    monkeypatch.setattr(tokens, "_hidden", None)
+    monkeypatch.setattr("learner.run.run", run)
+    assert slipstream("learner", run_file)[0] == 0
+    assert seen == [(None, tokens.derived("a-secret-of-the-run", "learner"))]

@@ -22,7 +22,7 @@ from weight_sync.proof.probe import Probe
 from weight_sync.server_control import ServerControl
 from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports.base import TransferError
+from weight_sync.transports.base import Sent, TransferError
 
 PROBE_IDS = [3, 1, 4, 1, 5]
 
@@ -53,7 +53,8 @@ class FakeTransport:
     def __init__(self, send: Send, stages: bool = True) -> None:
         self.stages = stages
         self.workers = 0
-        self.sent: list[int] = []
+        self.versions: list[int] = []
+        self.sent: Sent | None = None
         self.closed = False
         self._send = send
 
@@ -78,7 +79,8 @@ class FakeTransport:
                 await server.start_update()
                 await together(server.update(snapshot.manifest.as_dict()), self._send(snapshot))
                 await server.finish_update(snapshot.label)
-        self.sent.append(snapshot.version)
+        self.versions.append(snapshot.version)
+        self.sent = Sent.of(snapshot)
 
     async def close(self) -> None:
         self.closed = True

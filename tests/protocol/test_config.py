@@ -306,11 +306,23 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
         ("queue.capacity_groups = 15", "queue.capacity_groups = 15 is less than learner.groups_per_step = 16: a step"),
         ("queue.depth = 0.01", "queue.depth = 0.01 allows no group at all"),
         ("weight_sync.every = 6", "weight_sync.every = 6 with queue.max_staleness = 4: the servers' weights would"),
-        ("weight_sync.delta = true", "weight_sync.delta = true with weight_sync.transport = auto: only http sends"),
+        (
+            'weight_sync = {delta = true, transport = "ipc"}',
+            "weight_sync.delta = true with weight_sync.transport = ipc: only gloo and http send deltas",
+        ),
         ("learner.token_budget = 4095", "learner.token_budget = 4095 is less than vllm.max_model_len = 4096: the"),
         ("queue.capacity_bytes = 2048", "is more than queue.capacity_bytes = 2048: the largest groups would never fit"),
         ("queue.port = 8100", "queue.port = 8100 is one of the ports 8100 to 8100 of the vLLM servers"),
         ("worker = {agent_port = 9000, count = 2}", "worker.agent_port = 9000 with worker.count = 2: only one worker"),
+        ("weight_sync.http_port = 8200", "weight_sync.http_port = 8200 is taken by queue.port = 8200: whoever starts"),
+        (
+            "weight_sync.http_port = 8102\nvllm.count = 3",
+            "weight_sync.http_port = 8102 is taken by vllm.port = 8100 and the 2 that follow",
+        ),
+        (
+            "weight_sync.http_port = 9000\nworker.agent_port = 9000",
+            "weight_sync.http_port = 9000 is taken by worker.agent_port = 9000",
+        ),
         ("vllm = {port = 65530, count = 8}", "vllm.port = 65530 with vllm.count = 8 needs ports up to 65537"),
     ],
 )

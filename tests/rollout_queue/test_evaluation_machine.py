@@ -15,10 +15,9 @@ from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Fingerprint, Server, ServerState
 from rollout_queue.ledger import eval_tickets, leases, servers
 from rollout_queue.ledger.eval_tickets import Asking
-from rollout_queue.ledger.evaluations import Evaluations
+from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
 from rollout_queue.ledger.group_facts import SampledBy
 from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult
-from rollout_queue.ledger.servers import Fleet
 from tests.kit import config
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue
@@ -45,6 +44,11 @@ class EvaluationMachine(SabotagedQueue):
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
         assert not decision.tickets, "I1: no ticket of the training is touched"
+        if decision.servers:
+            judged = eval_tickets.judge(self.evaluations, self.fleet.after(decision.servers), self.now)
+            decision = msgspec.structs.replace(decision, evals=judged)
+        again = (row for row in decision.evals.rows if row.state is EvalRowState.AGAIN)
+        self.accepted -= {(row.evaluation, row.index) for row in again}
         for record in decision.evals.records:
             self.asked_at.setdefault(record.number, self.now)
             if record.result is not None:
@@ -62,7 +66,7 @@ class EvaluationMachine(SabotagedQueue):
     @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 260.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.change(eval_tickets.expire(self.evaluations, self.now, self.now))
+        self.change(eval_tickets.expire(self.evaluations, self.fleet, self.now, self.now))
         late = [self.now - self.asked_at[of.record.number] for of in self.evaluations.open]
         assert max(late, default=0.0) < TIMEOUT_S, "an evaluation that never ends"
 
@@ -82,9 +86,7 @@ class EvaluationMachine(SabotagedQueue):
         wanted = Server(SERVER, "http://s", ServerState.QUARANTINED, self.ledger.run.version)
         decision = servers.put(self.fleet, self.ledger, wanted, 0.0)
         assert decision.servers
-        tainted = eval_tickets.taint(self.evaluations, Fleet(decision.servers))
-        self.accepted -= {(row.evaluation, row.index) for row in tainted.rows}
-        self.commit(msgspec.structs.replace(decision, evals=tainted))
+        self.commit(decision)
 
     @precondition(lambda self: not self.ledger.run.finished)
     @rule()
@@ -118,7 +120,7 @@ class EvaluationMachine(SabotagedQueue):
     @precondition(lambda self: self.ledger.run.step > 4)
     @rule()
     def finish(self) -> None:
-        left = eval_tickets.finish(self.evaluations, self.now)
+        left = eval_tickets.finish(self.evaluations, self.fleet, self.now)
         self.commit(msgspec.structs.replace(leases.finish(self.ledger), evals=left))
         assert not self.evaluations.open
 
@@ -155,13 +157,13 @@ class EvaluationMachine(SabotagedQueue):
         result = RowResult(tuple(rewards), {"r": rewards[0]}, (3,) * len(rewards), {"stop": len(rewards)}, ())
         result = msgspec.structs.replace(result, servers=(SampledBy(SERVER, version, version),))
         self.accepted.add((row.evaluation, row.index))
-        self.change(eval_tickets.submit(self.evaluations, row, result, self.now))
+        self.change(eval_tickets.submit(self.evaluations, self.fleet, row, result, self.now))
 
     @rule(data=st.data(), retryable=st.booleans())
     def give_back(self, data: st.DataObject, retryable: bool) -> None:
         if self.out:
             row = data.draw(st.sampled_from(self.out))
-            self.change(eval_tickets.fail(self.evaluations, row, "failed:row", retryable, self.now))
+            self.change(eval_tickets.fail(self.evaluations, self.fleet, row, "failed:row", retryable, self.now))
 
     @precondition(lambda self: not self.ledger.run.finished)
     @rule(group_size=st.sampled_from([1, 2, 8]), published=st.booleans(), left=st.integers(0, 2))
@@ -184,12 +186,12 @@ class EvaluationMachine(SabotagedQueue):
         for _ in range(ATTEMPTS + 1):
             for row in self.out:
                 if first is not None and (row.evaluation, row.index) == (first.evaluation, first.index):
-                    self.change(eval_tickets.fail(self.evaluations, row, "failed:row", True, self.now))
+                    self.change(eval_tickets.fail(self.evaluations, self.fleet, row, "failed:row", True, self.now))
             self.ask_for_tickets("a", 1)
 
     @rule(worker=st.sampled_from(["a", "b"]))
     def worker_is_refused(self, worker: str) -> None:
-        self.change(eval_tickets.give_back(self.evaluations, worker, self.now))
+        self.change(eval_tickets.give_back(self.evaluations, self.fleet, worker, self.now))
         assert not self.evaluations.held_by(worker)
 
     @rule(worker=st.sampled_from(["a", "b"]))
@@ -209,7 +211,14 @@ class EvaluationMachine(SabotagedQueue):
             assert all(row.failures <= ATTEMPTS for row in of.rows.values())
             ended = sum(row.state in (EvalRowState.DONE, EvalRowState.FAILED) for row in of.rows.values())
             assert of.tally.ended == ended
-            assert of.record.rows is None or ended < of.record.rows, "all rows have ended, and it has not"
+            over = of.record.rows is not None and ended == of.record.rows
+            assert not over or self.waits_for_proof(of), "all rows have ended, and it has not"
+
+    def waits_for_proof(self, of: OpenEvaluation) -> bool:
+        """I5: whether a row was sampled between a swap and its proof."""
+        sampled = [by.newest for row in of.rows.values() if row.result is not None for by in row.result.servers]
+        record = next(record for record in self.fleet.records if record.server.name == SERVER)
+        return record.proven is None or any(newest > record.proven for newest in sampled)
 
     @invariant()
     def what_ended_counts_every_row(self) -> None:
@@ -223,6 +232,7 @@ class EvaluationMachine(SabotagedQueue):
                 reasons.OUTLIVED,
                 reasons.DEADLINE,
                 reasons.RUN_FINISHED,
+                reasons.UNVERIFIED_SERVER,
             }
             assert (evaluation.reward is None) == (evaluation.done == 0)
 

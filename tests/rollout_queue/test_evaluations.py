@@ -29,6 +29,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.ledger.eval_tickets import MOST_ENDED, MOST_OPEN
+from rollout_queue.ledger.records import Decision
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER, segment
@@ -184,6 +185,40 @@ async def test_i5_rows_of_weights_that_fail_their_proof_are_made_again() -> None
         await serve_version(client, 1)
         again = await take_evals(client)
         assert [(ticket.index, ticket.id) for ticket in again] == [(0, "e0.0.1")]
+
+
+async def one_version_on(queue: Served) -> None:
+    """The learner has made version 1, and the server may have swapped it in; it has not been proven there."""
+    run = queue.broker.ledger.run
+    async with queue.broker.lock:
+        await queue.broker.commit(Decision(run=msgspec.structs.replace(run, step=1, version=1)))
+
+
+@pytest.mark.parametrize("holds", [True, False])
+async def test_i5_an_evaluation_whose_last_row_waits_for_a_proof_ends_with_it(holds: bool) -> None:
+    async with running(eval={"every": 5, "share": 1.0}) as (queue, client):
+        await one_version_on(queue)
+        await ask(client, rows=1)
+        (ticket,) = await take_evals(client)
+        await client.submit(group(ticket, rewards=[1.0], versions=(None, None, 1, 1, 1)))
+        assert [found.ended for found in await client.evaluations()] == [None], "version 1 is not proven yet"
+        await move_server(client, ServerState.SYNCING)
+        await move_server(client, ServerState.SERVING if holds else ServerState.QUARANTINED, 1)
+        (found,) = await client.evaluations()
+        assert (found.ended, found.done) == (("complete", 1) if holds else (None, 0))
+
+
+async def test_i5_an_evaluation_that_ends_before_the_proof_counts_the_row_as_failed() -> None:
+    async with running(eval={"every": 5, "share": 1.0}) as (queue, client):
+        await one_version_on(queue)
+        await ask(client, rows=1, timeout_s=50.0)
+        (ticket,) = await take_evals(client)
+        await client.submit(group(ticket, rewards=[1.0], versions=(None, None, 1, 1, 1)))
+        queue.time.now += 51.0
+        await queue.broker.expire()
+        (found,) = await client.evaluations()
+        assert (found.ended, found.done, found.reward) == ("deadline", 0, None)
+        assert found.failures == {"unverified_server": 1}
 
 
 async def test_f10_a_lost_workers_rows_are_issued_again_up_to_the_attempts_and_then_failed() -> None:

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import pytest
 
+from deploy.vllm_server import announce
 from protocol import codec, reasons, routes
 from protocol.client import JSON, QueueClient, Refused, RunFinished
 from protocol.messages import (
@@ -895,6 +897,26 @@ async def test_a_server_may_be_removed_at_once_and_what_it_sampled_stays_good() 
         assert await client.remove_server(SERVER, now=True) == []
         await client.submit(group(ticket))
         assert len((await lease(client)).groups) == 1
+
+
+async def test_a_run_file_s_server_that_was_removed_stays_away_when_the_queue_restarts_until_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    settings = config(vllm={"count": 2})
+    for removes in (True, False):
+        store = SqliteStore(tmp_path / "store")
+        async with serving(settings, store) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+            if removes:
+                await client.remove_server("vllm-1", now=True)
+            assert [server.name for server in await client.servers()] == ["vllm-0"]
+    async with serving(settings, SqliteStore(tmp_path / "store")) as queue:
+        await announce(settings.model_copy(update={"queue": settings.queue.model_copy(update=_place(queue.url))}), 1)
+        async with QueueClient(queue.url, patience_s=5.0) as client:
+            assert sorted(server.name for server in await client.servers()) == ["vllm-0", "vllm-1"]
+
+
+def _place(url: str) -> dict[str, Any]:
+    return {"host": urlsplit(url).hostname, "port": urlsplit(url).port}
 
 
 async def test_one_server_is_not_registered_under_two_names() -> None:

@@ -12,10 +12,10 @@ import torch
 from tests.kit.fake_vllm.engine import FakeEngine
 from tests.kit.stand_in_nccl import SharedMemory
 from weight_sync.cancellation import on_thread, together
-from weight_sync.manifest import Manifest
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.gloo.group import GlooGroup, InitInfo
 from weight_sync.transports.gloo.reception import Reception as GlooReception
+from weight_sync.transports.gloo.reception import UpdateInfo as GlooUpdateInfo
 from weight_sync.transports.http.depot import Depot
 from weight_sync.transports.http.reception import InitInfo as HttpInitInfo
 from weight_sync.transports.http.reception import Reception, UpdateInfo
@@ -64,6 +64,7 @@ class GlooReceiver(Receiver):
         super().__init__(engine)
         self.groups: list[GlooGroup] = []
         self.receptions: list[GlooReception] = []
+        self.updates: list[GlooUpdateInfo] = []
         self.stagings: list[Staging] = []
         self._workers = workers
         self._timeout_s = 0.0
@@ -85,8 +86,9 @@ class GlooReceiver(Receiver):
         self.receptions = [GlooReception(group) for group in self.groups]
 
     def _receive(self, update_info: dict[str, Any]) -> None:
-        manifest = Manifest(**update_info)
-        self.stagings = [Staging(partial(reception.receive, manifest), _copied) for reception in self.receptions]
+        info = GlooUpdateInfo(**update_info)
+        self.updates.append(info)
+        self.stagings = [Staging(partial(reception.receive, info), _copied) for reception in self.receptions]
         for staging in self.stagings:
             staging.start()
 

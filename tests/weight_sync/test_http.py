@@ -215,7 +215,7 @@ class TestDelta:
     async def test_f2_a_wrong_base_is_found_and_everything_pulled(self, caplog: pytest.LogCaptureFixture) -> None:
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
-            r.transports[0]._base = ("1", "of something else")
+            r.transports[0]._held._base = ("1", "of something else")
             await r.publish(snapshot(2))
             assert r.receivers[0].updates[-1].delta is not None
         assert "a delta was sent to weights that are not here" in caplog.text

@@ -84,7 +84,7 @@ async def test_a_server_that_receives_in_its_update_call_is_loaded_under_the_pau
             *("/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
             *(*LOAD, *LOAD),
         ]
-        assert [transport.sent for transport in r.transports.made] == [[1, 2]]
+        assert [transport.versions for transport in r.transports.made] == [[1, 2]]
 
 
 async def test_update_before_send_would_wait_for_good_there() -> None:
@@ -93,7 +93,7 @@ async def test_update_before_send_would_wait_for_good_there() -> None:
         r.transports.send = receiving(r.fake)
         with pytest.raises(ControlError, match=r"/update_weights: no answer within 0\.3 s"):
             await r.server.publish(snapshot(1))
-        assert r.transports.made[0].sent == []
+        assert r.transports.made[0].versions == []
 
 
 async def raising(_: Snapshot) -> None:

@@ -181,7 +181,7 @@ def test_versions_go_out_to_all_servers_and_are_recorded_as_they_count(world: Wo
     assert 0 <= record.snapshot_s <= record.blocked_s
     assert record.pause_s > 0
     assert record.skipped == 0
-    assert [transport.sent for transport in world.transports.made] == [[1, 2, 3]] * 2
+    assert [transport.versions for transport in world.transports.made] == [[1, 2, 3]] * 2
     assert all(transport.closed for transport in world.transports.made)
 
 
@@ -200,7 +200,7 @@ def test_the_learner_waits_for_the_snapshot_alone_and_overtaken_versions_are_ski
         until(lambda: world.states() == [(ServerState.SERVING, 5)] * 2)
     assert [record.version for record in publishing.records] == [1, 5]
     assert [record.skipped for record in publishing.records] == [0, 3]
-    assert [transport.sent for transport in world.transports.made] == [[1, 5]] * 2
+    assert [transport.versions for transport in world.transports.made] == [[1, 5]] * 2
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
@@ -280,7 +280,7 @@ def test_f16_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: 
         until(lambda: world.fakes[1].engine.weight_version == "3")
         until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
         assert len(publishing.records) == 1
-    assert [transport.sent for transport in world.transports.made].count([3]) == 3
+    assert [transport.versions for transport in world.transports.made].count([3]) == 3
 
 
 def test_f5_an_engine_in_a_long_step_is_not_taken_for_a_restart_and_is_caught_up_at_once(
@@ -375,9 +375,9 @@ def test_i5_a_mismatch_is_tried_once_in_full_again_at_once(world: World, monkeyp
     mismatched(world, 1)
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
-        until(lambda: sum(transport.sent.count(1) for transport in world.transports.made) == 3)
+        until(lambda: sum(transport.versions.count(1) for transport in world.transports.made) == 3)
         time.sleep(0.3)
-        assert sum(transport.sent.count(1) for transport in world.transports.made) == 3
+        assert sum(transport.versions.count(1) for transport in world.transports.made) == 3
 
 
 def test_a_transfer_that_fails_leaves_a_server_in_service_with_what_it_has(world: World) -> None:

@@ -38,7 +38,7 @@ async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> 
         ]
         assert finished == [{"label": "1", "clear_cache": True}]
         assert s.transports.made[0].workers == 1
-        assert s.transports.made[0].sent == [1]
+        assert s.transports.made[0].versions == [1]
         assert outcome.probe_max_abs_diff < 1e-6
         assert outcome.pause_s > 0
         assert not s.fake.engine.paused
@@ -50,7 +50,7 @@ async def test_a_second_version_uses_the_same_connection() -> None:
         s.fake.calls.clear()
         await s.server.publish(snapshot(2))
         assert control_calls(s.fake) == FIRST_SWAP
-        assert [transport.sent for transport in s.transports.made] == [[1, 2]]
+        assert [transport.versions for transport in s.transports.made] == [[1, 2]]
 
 
 async def test_nothing_is_paused_during_the_transfer_but_all_is_during_the_swap() -> None:
@@ -240,7 +240,7 @@ async def test_f16_a_server_that_restarted_is_met_and_synced_anew() -> None:
         s.fake.calls.clear()
         await s.server.publish(snapshot(2))
         assert "/init_weight_transfer_engine" in s.fake.calls
-        assert [transport.sent for transport in s.transports.made] == [[1], [2]]
+        assert [transport.versions for transport in s.transports.made] == [[1], [2]]
         assert s.transports.made[0].closed
         assert s.fake.engine.weight_version == "2"
 

@@ -21,11 +21,12 @@ Put = Callable[[Server], Awaitable[Server]]
 
 class AtQueue:
     """`server`: as the queue knows it; `told` grows before and after each call, so that an answer to an older question
-    can be told from a newer state."""
+    can be told from a newer state; `transport`: how weights travel to it, None while it has not said so."""
 
     def __init__(self, server: Server, put: Put) -> None:
         self.server = server
         self.told = 0
+        self.transport: str | None = None
         self._put = put
 
     async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
@@ -38,7 +39,9 @@ class AtQueue:
             logger.log(level, "%s at %s is %s%s", known.name, known.url, state, f": {reason}" if reason else "")
         self.told += 1
         try:
-            self.server = await self._put(Server(known.name, known.url, state, version, reason))
+            self.server = await self._put(
+                Server(known.name, known.url, state, version, reason, transport=self.transport)
+            )
         finally:
             self.told += 1
 

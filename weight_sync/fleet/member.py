@@ -25,6 +25,7 @@ from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
 from weight_sync.server_sync import PUBLISH_ERRORS, Outcome, ServerSync
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports import of_backend
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,7 @@ class Member:
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
             await self._does_not_answer(why, at_once=state.reason not in (None, NO_ANSWER))
             return None
+        self.at_queue.transport = of_backend(state.transport) or state.transport
         if not self.answers:
             self.answers, self._silent_since = True, None
             self._next_try = 0.0
@@ -220,7 +222,8 @@ class Member:
                 await self.at_queue.tell(_S.SYNCING)
             outcome = await self._published(snapshot)
             whole = True
-            await self._holds(snapshot, ServerFigures.of(outcome, time.monotonic() - began))
+            took_s = time.monotonic() - began
+            await self._holds(snapshot, ServerFigures.of(outcome, took_s, self.at_queue.transport))
         except (*PUBLISH_ERRORS, TimeoutError) as error:
             await self._failed(snapshot, state, error)
         except Refused as refusal:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weight_sync.server_sync import Outcome
+from weight_sync.transports.base import Sent
 
 # Of publications that counted, the newest ones, to which slower servers are still added.
 _KEPT = 16
@@ -14,23 +15,34 @@ _KEPT = 16
 @dataclass(frozen=True)
 class ServerFigures:
     """One server's part in a publication, in seconds: `transfer_s` and `pause_s` as in `server_sync.Outcome`; `took_s`
-    from its first call to its proof; `probe_max_abs_diff` in nats."""
+    from its first call to its proof; `probe_max_abs_diff` in nats. `sent_bytes`, `whole_bytes` and `share_changed` as
+    in `transports.base.Sent`, 0 and None where the transport does not tell; `transport`: what brought it."""
 
     transfer_s: float
     pause_s: float
     took_s: float
     probe_max_abs_diff: float
+    sent_bytes: int = 0
+    whole_bytes: int = 0
+    share_changed: float | None = None
+    transport: str | None = None
 
     @classmethod
-    def of(cls, outcome: Outcome, took_s: float) -> ServerFigures:
-        return cls(outcome.transfer_s, outcome.pause_s, took_s, outcome.probe_max_abs_diff)
+    def of(cls, outcome: Outcome, took_s: float, transport: str | None = None) -> ServerFigures:
+        sent = outcome.sent or Sent(0, 0)
+        return cls(
+            *(outcome.transfer_s, outcome.pause_s, took_s, outcome.probe_max_abs_diff),
+            *(sent.sent_bytes, sent.whole_bytes, sent.share_changed),
+            transport,
+        )
 
 
 @dataclass
 class PublishRecord:
     """One publication, in seconds: `snapshot_s` to copy the weights; `blocked_s`, the learner's wait, copy included;
     `transfer_s` and `pause_s` of the slowest server (see `server_sync.Outcome`). `probe_max_abs_diff`: the largest of
-    all servers. `servers_failed`: the reason by server name.
+    all servers. `sent_bytes` to all servers, where everything would be `whole_bytes`; `share_changed`: the largest
+    share of values that a delta had, None without one. `servers_failed`: the reason by server name.
 
     It counts, and is in the records, once a quorum has it; servers that get the version later are added to it.
     `servers`: the figures of each; `lag`: versions by which each other server was behind when it counted; `skipped`:
@@ -48,9 +60,17 @@ class PublishRecord:
     servers: dict[str, ServerFigures] = field(default_factory=dict)
     lag: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
+    sent_bytes: int = 0
+    whole_bytes: int = 0
+    share_changed: float | None = None
 
     def add(self, name: str, figures: ServerFigures) -> None:
+        before = self.servers.get(name)
         self.servers[name] = figures
+        self.sent_bytes += figures.sent_bytes - (before.sent_bytes if before else 0)
+        self.whole_bytes += figures.whole_bytes - (before.whole_bytes if before else 0)
+        shares = [of.share_changed for of in self.servers.values() if of.share_changed is not None]
+        self.share_changed = max(shares, default=None)
         self.servers_failed.pop(name, None)
         if name not in self.servers_ok:
             self.servers_ok.append(name)

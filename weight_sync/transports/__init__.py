@@ -47,6 +47,9 @@ TRANSPORTS = {
     "http": Ends("weight_sync.transports.http.sender:HttpTransport", "weight_sync.transports.http.engine:HttpEngine"),
 }
 
+# Those of which `weight_sync.delta` means something.
+SEND_DELTAS = frozenset({"gloo", "http"})
+
 
 def choice(cpu: bool, shares_gpu: bool, quantised: bool) -> str:
     """For a server. cpu: its vLLM is the build for CPUs. shares_gpu: the learner is on the same GPU. quantised: it

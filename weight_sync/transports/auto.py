@@ -12,8 +12,8 @@ from protocol.config import WeightSyncSection
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports import build, of_backend
-from weight_sync.transports.base import TransferError, Transport
+from weight_sync.transports import SEND_DELTAS, build, of_backend
+from weight_sync.transports.base import Sent, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ class AutoTransport:
         self._section = section
         self._chosen: Transport | None = None
 
+    @property
+    def sent(self) -> Sent | None:
+        return self._chosen.sent if self._chosen is not None else None
+
     async def connect(self, server: ServerControl, workers: int) -> None:
         found = (await server.state()).transport
         name = of_backend(found)
@@ -41,6 +45,12 @@ class AutoTransport:
             raise TransferError(
                 f"{server.url} loads weights under the pause ({name}), which is not chosen by itself: set "
                 f"weight_sync.transport = {name}"
+            )
+        if self._section.delta and name not in SEND_DELTAS:
+            logger.warning(
+                "%s: weight_sync.delta = true, and %s, which the server was started with, sends everything; start the "
+                "servers with weight_sync.transport = http, or leave delta out",
+                *(server.url, name),
             )
         logger.info("%s: weights travel by %s, which the server was started with", server.url, name)
         self._chosen = chosen

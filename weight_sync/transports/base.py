@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from weight_sync.delta.book import Way
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
@@ -22,6 +23,12 @@ class Sent:
     sent_bytes: int
     whole_bytes: int
     share_changed: float | None = None
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, way: Way | None = None) -> Sent:
+        """Everything, or by `way` alone."""
+        whole = snapshot.manifest.total_bytes()
+        return cls(whole, whole) if way is None else cls(way.total_bytes, whole, way.share)
 
 
 class TransferError(RuntimeError):
@@ -37,6 +44,10 @@ class Transport(Protocol):
     """
 
     stages: bool
+
+    @property
+    def sent(self) -> Sent | None:
+        """What the newest publication took, None before the first."""
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         """Meet the server's `workers`, after ending whatever transfer an earlier learner left open there.

@@ -20,7 +20,6 @@ class StagedTransport(ABC):
 
     def __init__(self, section: WeightSyncSection) -> None:
         self._section = section
-        # What the last publication took; None where it was not told.
         self.sent: Sent | None = None
 
     @property
@@ -58,6 +57,7 @@ class StagedTransport(ABC):
         await server.update(self.update_info(snapshot))
         await self.send(server, snapshot)
         await self._until_staged(server)
+        self.sent = Sent.of(snapshot)
 
     async def _until_staged(self, server: ServerControl) -> None:
         """Raises `TransferError` where a worker fails, or is not ready `weight_sync.timeout_s` after the last byte."""

@@ -76,7 +76,7 @@ class WeightSyncSection(Section):
     delta: bool = setting(
         False,
         description="send only the values that changed in the wire type since the version before, where that is less; "
-        "exact. For http",
+        "exact. For gloo and http",
         why="costs the learner a copy of the weights, and is no faster on a fast line",
     )
     full_every: Count = setting(

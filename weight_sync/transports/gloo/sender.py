@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import asdict
 
@@ -9,12 +10,19 @@ import torch
 
 from protocol.config import WeightSyncSection
 from weight_sync.cancellation import on_thread, together
+from weight_sync.delta.book import Book, Way
+from weight_sync.delta.held import Held, SharedBook
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports.base import TransferError
+from weight_sync.transports.base import Sent, TransferError
 from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, InitInfo
+from weight_sync.transports.gloo.reception import DeltaInfo
 from weight_sync.transports.gloo.rendezvous import Rendezvous
 from weight_sync.transports.staged import StagedTransport
+
+logger = logging.getLogger(__name__)
+
+BOOK = SharedBook()
 
 
 class GlooTransport(StagedTransport):
@@ -28,6 +36,8 @@ class GlooTransport(StagedTransport):
         super().__init__(section)
         self._rendezvous: Rendezvous | None = None
         self._group: GlooGroup | None = None
+        self._held = Held(section.full_every)
+        self._book: Book | None = None
 
     @property
     def connected(self) -> bool:
@@ -35,13 +45,25 @@ class GlooTransport(StagedTransport):
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
+        if self._section.delta and self._book is None:
+            self._book = BOOK.take()
+        self._held = Held(self._section.full_every)
         info = await on_thread(self._listen, workers)
         await together(server.init_transfer(asdict(info)), on_thread(self._meet, info))
 
-    async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        if self._group is None:
+    async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
+        group, book = self._group, self._book
+        if group is None:
             raise TransferError("the transport is not connected")
-        await on_thread(self._send, self._group, snapshot)
+        found = await on_thread(self._held.way, book, snapshot) if book is not None else None
+        way, delta = None, None
+        if found is not None:
+            way = found[0]
+            delta = asdict(DeltaInfo(found[1], [len(part) for part in way.payloads]))
+        await server.update(snapshot.manifest.as_dict() | {"delta": delta})
+        self.sent = await on_thread(self._send, group, snapshot, way)
+        await self._until_staged(server)
+        self._held.arrived(snapshot, snapshot.digest.hex(), by_delta=self.sent.share_changed is not None)
 
     async def close(self) -> None:
         await on_thread(self._let_go)
@@ -73,24 +95,44 @@ class GlooTransport(StagedTransport):
         finally:
             rendezvous.close()  # all are there, or nobody is waited for
 
-    def _send(self, group: GlooGroup, snapshot: Snapshot) -> None:
+    def _send(self, group: GlooGroup, snapshot: Snapshot, way: Way | None) -> Sent:
         """Returns when every worker has the snapshot staged and its digest agrees."""
         try:
-            for _ in group.buckets(snapshot.flat):
-                snapshot.digest  # noqa: B018 - made once for all servers, while the first buckets travel
-            words = torch.frombuffer(bytearray(snapshot.digest), dtype=torch.int64).tolist()
-            for rank in group.receivers:
-                group.tell(rank, *words)
+            sent = Sent.of(snapshot, way)
+            if way is None:
+                self._send_bytes(group, snapshot, snapshot.flat)
+            else:
+                self._send_bytes(group, snapshot, way.joined)
+                said = [group.hear(rank)[0] for rank in group.receivers]
+                fits = set(said) == {OK}
+                for rank in group.receivers:
+                    group.tell(rank, int(not fits))
+                if not fits:
+                    logger.warning("version %s: the delta did not fit, everything is sent", snapshot.label)
+                    self._send_bytes(group, snapshot, snapshot.flat)
+                    sent = Sent(way.total_bytes + sent.whole_bytes, sent.whole_bytes)
             statuses = [group.hear(rank)[0] for rank in range(1, group.size)]
         except RuntimeError as error:
             raise TransferError(f"the transfer broke off: {error}") from error
         _check(statuses)
+        return sent
+
+    def _send_bytes(self, group: GlooGroup, snapshot: Snapshot, flat: torch.Tensor) -> None:
+        """`flat` to all that receive, and then the snapshot's digest."""
+        for _ in group.buckets(flat):
+            snapshot.digest  # noqa: B018 - made once for all servers, while the first buckets travel
+        words = torch.frombuffer(bytearray(snapshot.digest), dtype=torch.int64).tolist()
+        for rank in group.receivers:
+            group.tell(rank, *words)
 
     def _let_go(self) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is not None:
             rendezvous.close()
         self._group = None  # blocks until gloo's threads have ended
+        if self._book is not None:
+            self._book = None
+            BOOK.leave()
 
 
 def _check(statuses: list[int]) -> None:

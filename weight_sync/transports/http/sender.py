@@ -15,13 +15,14 @@ import torch
 from protocol.config import WeightSyncSection
 from weight_sync.cancellation import on_thread
 from weight_sync.delta.book import Way
+from weight_sync.delta.held import Held
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import Sent, TransferError
 from weight_sync.transports.http import ranges
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.depot import Depot, SharedDepots
-from weight_sync.transports.http.offers import Offer, Offers
+from weight_sync.transports.http.offers import Offer
 from weight_sync.transports.http.reception import DeltaInfo, InitInfo, UpdateInfo
 from weight_sync.transports.staged import StagedTransport
 
@@ -29,19 +30,13 @@ DEPOTS = SharedDepots()
 
 
 class HttpTransport(StagedTransport):
-    """See `StagedTransport`. All transports of a process share one depot.
-
-    A delta is sent to what this connection brought last, which is proven: the fleet publishes again over a connection
-    only after the proof, and every failure ends it.
-    """
+    """See `StagedTransport`. All transports of a process share one depot."""
 
     def __init__(self, section: WeightSyncSection) -> None:
         super().__init__(section)
         self._depot: Depot | None = None
         self._key = secrets.token_hex(8)
-        # What the server holds: its label, and its root.
-        self._base: tuple[str, str] | None = None
-        self._since_full = 0
+        self._held = Held(section.full_every)
 
     @property
     def connected(self) -> bool:
@@ -50,6 +45,7 @@ class HttpTransport(StagedTransport):
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
         section = self._section
+        self._held = Held(section.full_every)
         self._depot = depot = await on_thread(DEPOTS.take, section.host, section.http_port, section.http_mbytes_per_s)
         greeting = depot.put(torch.ones(1, dtype=torch.uint8))
         url = depot.url_of(greeting)
@@ -72,19 +68,16 @@ class HttpTransport(StagedTransport):
         offers = depot.offers
         offer = await on_thread(offers.open, snapshot, min(self._section.bucket_bytes, offers.chunk_bytes))
         own = server.url + ranges.PREFIX + self._key
-        base, self._base = self._base, None
         try:
-            way = await on_thread(self._way, offers, base, snapshot) if self._section.delta else None
-            if way is not None and base is not None:
-                await self._bring_delta(depot, server, snapshot, offer, way, base[1])
+            found = await on_thread(self._held.way, offers.book, snapshot) if self._section.delta else None
+            if found is not None:
+                await self._bring_delta(depot, server, snapshot, offer, *found)
                 offer.add_peer(own)
             else:
                 async with offer.seat(own) as urls:
                     await self._tell(server, snapshot, offer, urls, None)
-            total = snapshot.manifest.total_bytes()
-            self.sent = Sent(way.total_bytes if way else total, total, way.share if way else None)
-            self._since_full = self._since_full + 1 if way else 1
-            self._base = (snapshot.label, offer.chunks.root)
+            self.sent = Sent.of(snapshot, found and found[0])
+            self._held.arrived(snapshot, offer.chunks.root, by_delta=found is not None)
         finally:
             offers.close(offer)
 
@@ -92,11 +85,6 @@ class HttpTransport(StagedTransport):
         depot, self._depot = self._depot, None
         if depot is not None:
             await on_thread(DEPOTS.leave, depot)
-
-    def _way(self, offers: Offers, base: tuple[str, str] | None, snapshot: Snapshot) -> Way | None:
-        due = self._since_full >= self._section.full_every
-        # Also asked where everything is sent: the book remembers the snapshot for the next delta.
-        return offers.book.way(None if base is None or due else base[0], snapshot)
 
     async def _bring_delta(
         self, depot: Depot, server: ServerControl, snapshot: Snapshot, offer: Offer, way: Way, base: str

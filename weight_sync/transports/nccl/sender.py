@@ -13,6 +13,7 @@ from weight_sync.lease import renewed
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports.base import Sent
 from weight_sync.transports.nccl.chunks import chunks, fill, wire_order
 from weight_sync.transports.nccl.communicator import Communicator
 from weight_sync.transports.nccl.link import Link
@@ -29,6 +30,7 @@ class NcclTransport:
         self._link = Link(section.timeout_s)
         self._gpu: Gpu | None = None
         self._buffer: torch.Tensor | None = None
+        self.sent: Sent | None = None
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
@@ -52,6 +54,7 @@ class NcclTransport:
             await server.start_update()
             await self._link.beside(server.update(update), self._send, group, snapshot)
             await server.finish_update(snapshot.label)
+        self.sent = Sent.of(snapshot)
 
     async def close(self) -> None:
         await self._link.close()

@@ -236,8 +236,9 @@ def test_i7_a_server_whose_publication_took_too_long_does_not_hold_admission_unt
         world.fakes[1].faults.append(Fault("stop", times=None, route="/start_weight_update"))
         for version in range(2, 9):
             publishing.publish(version, weights(), probe())
-            until(lambda version=version: world.states()[0] == (ServerState.SERVING, version))  # type: ignore[misc]
+            publishing.wait()
         until(server_in(world, "vllm-1", ServerState.STALE))
+        time.sleep(decisions.LEAST_GRACE_S)
         world.changes.clear()
         world.fakes[1].faults.clear()
         until(lambda: world.states() == [(ServerState.SERVING, 8)] * 2)

@@ -160,9 +160,9 @@ class Fleet:
         self._news()
         self._read.set()
 
-    def would_be_stale(self, member: Member, version: int) -> bool:
+    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
         found = self._behind(Standing(member.name, ServerState.SERVING, version))
-        return found is not None and found.too_far
+        return found is not None and found.too_far and took_s > found.grace_s
 
     def _behind(self, standing: Standing) -> Behind | None:
         standings, newest = [member.standing for member in self.members.values()], self._snapshots.newest

@@ -45,8 +45,8 @@ class Others(Protocol):
     def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
         """A server has a version."""
 
-    def would_be_stale(self, member: Member, version: int) -> bool:
-        """Whether a server would be too far behind another one if it served this version."""
+    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
+        """Whether a server that served this version, which took so long, would be too far and too long behind."""
 
 
 class Member:
@@ -260,7 +260,7 @@ class Member:
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
         # One that was long on its way would hold admission until it has the newest, which is next.
-        if self.server.state is _S.SERVING or not self._others.would_be_stale(self, snapshot.version):
+        if self.server.state is _S.SERVING or not self._others.would_be_stale(self, snapshot.version, figures.took_s):
             if self.server.state not in (_S.SYNCING, _S.SERVING):
                 await self.at_queue.tell(_S.SYNCING)
             await self.at_queue.tell(_S.SERVING, snapshot.version)

@@ -227,6 +227,25 @@ def test_f5_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_m
         until(lambda: world.states() == [(ServerState.SERVING, newest)] * 2)
 
 
+def test_i7_a_server_whose_publication_took_too_long_does_not_hold_admission_until_it_has_the_newest(
+    world: World,
+) -> None:
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].faults.append(Fault("stop", times=None, route="/start_weight_update"))
+        for version in range(2, 9):
+            publishing.publish(version, weights(), probe())
+            publishing.wait()
+        until(server_in(world, "vllm-1", ServerState.STALE))
+        time.sleep(decisions.LEAST_GRACE_S)
+        world.changes.clear()
+        world.fakes[1].faults.clear()
+        until(lambda: world.states() == [(ServerState.SERVING, 8)] * 2)
+    assert [version for name, state, version in world.changes if state is ServerState.SERVING] == [8]
+    assert any(transport.sent[-2:] == [2, 8] for transport in world.transports.made)
+
+
 def test_a_publication_counts_when_a_quorum_has_it_and_a_wait_for_the_others_is_named(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

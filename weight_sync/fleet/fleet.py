@@ -18,7 +18,7 @@ from protocol import reasons
 from protocol.client import QueueClient, QueueError, Refused
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
-from weight_sync.fleet.decisions import behind
+from weight_sync.fleet.decisions import Behind, Standing, behind
 from weight_sync.fleet.member import Member
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
@@ -160,6 +160,15 @@ class Fleet:
         self._news()
         self._read.set()
 
+    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
+        found = self._behind(Standing(member.name, ServerState.SERVING, version))
+        return found is not None and found.too_far and took_s > found.grace_s
+
+    def _behind(self, standing: Standing) -> Behind | None:
+        standings, newest = [member.standing for member in self.members.values()], self._snapshots.newest
+        version = newest.version if newest is not None else 0
+        return behind(standing, standings, version, self._config.queue.max_staleness)
+
     def _news(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
@@ -247,11 +256,9 @@ class Fleet:
 
     async def _judge(self) -> None:
         """Take servers out of service that hold admission for the others (stale)."""
-        now, standings = time.monotonic(), [member.standing for member in self.members.values()]
-        newest = self._snapshots.newest
-        version = newest.version if newest is not None else 0
+        now = time.monotonic()
         for member in [*self.members.values()]:
-            found = behind(member.standing, standings, version, self._config.queue.max_staleness)
+            found = self._behind(member.standing)
             if found is None:
                 member.behind_since = None
                 continue

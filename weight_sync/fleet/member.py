@@ -46,6 +46,9 @@ class Others(Protocol):
     def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
         """A server has a version."""
 
+    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
+        """Whether a server that served this version, which took so long, would be too far and too long behind."""
+
 
 class Member:
     """`version`: what this learner proved on its present process, None before.
@@ -259,9 +262,11 @@ class Member:
             self._publishing = None
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
-        if self.server.state not in (_S.SYNCING, _S.SERVING):
-            await self.at_queue.tell(_S.SYNCING)
-        await self.at_queue.tell(_S.SERVING, snapshot.version)
+        # One that was long on its way would hold admission until it has the newest, which is next.
+        if self.server.state is _S.SERVING or not self._others.would_be_stale(self, snapshot.version, figures.took_s):
+            if self.server.state not in (_S.SYNCING, _S.SERVING):
+                await self.at_queue.tell(_S.SYNCING)
+            await self.at_queue.tell(_S.SERVING, snapshot.version)
         self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, figures.took_s
         self.behind_since, self._labels = None, {snapshot.label}
         self._others.proven(self, snapshot.version, figures)

@@ -316,7 +316,7 @@ print("difference", (ours - torch.tensor(served)).abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["tied head", "experts"])
-def test_what_a_server_packs_when_it_loads_is_packed_again(kind: str, tmp_path: Path) -> None:
+def test_p1_what_a_server_packs_when_it_loads_is_packed_again(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RELOADED, str(tmp_path / "model"), kind], capture_output=True, text=True, timeout=110
     )

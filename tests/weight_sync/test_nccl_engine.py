@@ -169,7 +169,7 @@ async def test_the_order_of_calls_is_vllms(rig: Rig) -> None:
     await sending.close()
 
 
-async def test_f4_a_worker_that_never_takes_part_is_an_error_in_time_and_the_group_is_aborted(
+async def test_p6_f4_a_worker_that_never_takes_part_is_an_error_in_time_and_the_group_is_aborted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """trl#6796: the raw collective would wait for ever, on whichever thread it is."""

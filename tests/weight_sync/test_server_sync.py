@@ -73,7 +73,7 @@ async def test_f3_nothing_outside_the_server_pauses_or_aborts() -> None:
         assert not any(word in path for path in s.fake.calls for word in ("abort", "pause", "resume"))
 
 
-async def test_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_failure_only() -> None:
+async def test_p8_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_failure_only() -> None:
     async with against(FakeVllm()) as s:
         clears: list[bool] = []
         s.fake.engine.hooks["swap"] = lambda body: clears.append(body["clear_cache"])

@@ -87,7 +87,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("role", tokens.ROLES)
-def test_i8_a_role_s_token_opens_its_routes_alone(
+def test_p2_i8_a_role_s_token_opens_its_routes_alone(
     path: str, role: tokens.Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")

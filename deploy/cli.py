@@ -159,7 +159,12 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
         raise RunFailed(str(error)) from error
 
 
-@app.command(**reading("vllm", *MODEL, "model.dtype", "weight_sync.transport", "run.seed", *QUEUE))
+@app.command(
+    **reading(
+        *("vllm", *MODEL, "model.dtype", "weight_sync.transport", "weight_sync.adapter_only", "lora"),
+        *("queue.max_staleness", "run.seed", *QUEUE),
+    )
+)
 def vllm(
     context: typer.Context,
     run_file: RunFilePath,

@@ -27,7 +27,7 @@ from deploy.servers import (
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
-from protocol.config.sections.base import url_of
+from protocol.config.sections.base import WILDCARDS, url_of
 from protocol.messages import Server, ServerState
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 QUEUE_PATIENCE_S = 10.0
 # After SIGTERM, what has not ended within this time is killed.
 GRACE_S = 20.0
-_WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
     if not urlsplit(queue_url).hostname:
         raise ConfigError(f"--join {queue_url}: give the queue's URL, as http://host:8200")
     url = (advertise or _own_url(config, queue_url)).rstrip("/")
-    if not urlsplit(url).hostname or urlsplit(url).hostname in _WILDCARDS:
+    if not urlsplit(url).hostname or urlsplit(url).hostname in WILDCARDS:
         raise ConfigError(f"--advertise {url}: give the URL at which others reach this server, as http://host:port")
     check_reachable_by_others(
         url, queue_url, "listen for others with --vllm.host 0.0.0.0, and name the address with --advertise URL"
@@ -65,7 +64,7 @@ def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
 def _own_url(config: RunConfig, queue_url: str) -> str:
     """As the run file says; for a wildcard, the address of this machine on the way to the queue."""
     host, port = config.vllm.host, config.vllm.port
-    if host not in _WILDCARDS:
+    if host not in WILDCARDS:
         return url_of(host, port)
     queue = urlsplit(queue_url)
     if queue.hostname in LOOPBACK:
@@ -88,7 +87,8 @@ def run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mappin
 
 async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mapping[str, str]) -> int:
     async with QueueClient(joining.queue_url, config.token_for("learner"), QUEUE_PATIENCE_S) as queue:
-        await check_free(queue, joining.name, joining.url)
+        another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "
+        await check_free(queue, joining.name, joining.url, another)
         await queue.put_server(Server(joining.name, joining.url))
         logger.info("%s joins the run at %s, as %s", joining.name, joining.queue_url, joining.url)
         told = asyncio.Queue[int]()

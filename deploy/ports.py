@@ -15,8 +15,9 @@ from protocol.config import ConfigError
 _SHOWN = 120
 
 
-def check_port(host: str, port: int, setting: str, run_file: Path) -> None:
-    """Raises `ConfigError` where nothing could listen there. `run_file`: the one that this run's processes read."""
+def check_port(host: str, port: int, setting: str, run_file: Path, of_host: str | None = None) -> None:
+    """Raises `ConfigError` where nothing could listen there. `run_file`: the one that this run's processes read;
+    `of_host`: the host's setting, where it is not named as the port's."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -27,10 +28,10 @@ def check_port(host: str, port: int, setting: str, run_file: Path) -> None:
                     f"{setting} = {port}: another process listens on {host}:{port}{_described(port, run_file)}; stop "
                     f"it or choose another port"
                 ) from None
-            of_host = setting.replace("port", "host")
+            at = f"{of_host or setting.replace('port', 'host')} = {host}, {setting} = {port}"
             raise ConfigError(
-                f"{of_host} = {host}, {setting} = {port}: cannot listen there: {error.strerror or error}; name an "
-                f"address of this machine, and a port that this user may have"
+                f"{at}: cannot listen there: {error.strerror or error}; name an address of this machine, and a port "
+                f"that this user may have"
             ) from None
 
 

@@ -71,3 +71,8 @@ def _check_addresses(config: RunConfig) -> None:
     else:
         for index in range(config.vllm.count):
             check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
+    sync = config.weight_sync
+    # An adapter is sent over the servers' own routes.
+    if sync.adapter_only is not True:
+        port = sync.http_port if sync.transport == "http" else 0
+        check_port(sync.host, port, "weight_sync.http_port", run_file, "weight_sync.host")

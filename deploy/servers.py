@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import time
@@ -10,11 +11,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from protocol import reasons
 from protocol.client import QueueClient, QueueError, Refused
 from protocol.config import ConfigError
 from protocol.config.sections import LOOPBACK
 from protocol.messages import Server, ServerState
 from protocol.status import ServerStatus
+
+logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -48,18 +52,20 @@ def check_reachable_by_others(url: str, queue_url: str, remedy: str) -> None:
         )
 
 
-async def check_free(queue: QueueClient, name: str, url: str) -> None:
-    """Raises `ConfigError` where the name is another server's, or the server has another name."""
+async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "") -> None:
+    """Raises `ConfigError` where the name is another server's, or the server has another name; `elsewhere`: how one
+    that is not started yet gets an address of its own."""
     for server in await queue.servers():
         if server.name == name and server.url != url and server.state is not ServerState.DOWN:
             raise ConfigError(
                 f"a server {name!r} is in the run already, at {server.url} ({server.state}): choose another --name, or "
-                f"let that one leave with `slipstream servers remove {name}`"
+                f"let that one leave with `slipstream servers remove {name} --queue {queue.url}`"
             )
         if server.url == url and server.name != name:
             raise ConfigError(
-                f"the server at {url} is in the run already, as {server.name!r} ({server.state}): one name is enough; "
-                f"to rename it, let it leave with `slipstream servers remove {server.name}` first"
+                f"the server at {url} is in the run already, as {server.name!r} ({server.state}): {elsewhere}one name "
+                f"is enough; to rename it, let it leave with `slipstream servers remove {server.name} --queue "
+                f"{queue.url}` first"
             )
 
 
@@ -88,8 +94,12 @@ async def remove(client: QueueClient, name: str, now: bool, timeout_s: float) ->
         try:
             left = await client.remove_server(name, now)
         except Refused as refusal:
+            if refusal.reason != reasons.SERVER_UNKNOWN:
+                raise
             known = ", ".join(server.name for server in await client.servers()) or "none"
             raise ConfigError(f"{refusal}; the run's servers: {known}") from None
+        if any(server.name == name for server in left):
+            logger.info("%s drains: it takes no new episode, and its requests end; --now does not wait", name)
         await until_gone(client, name, left, timeout_s)
 
 
@@ -99,7 +109,8 @@ async def until_gone(client: QueueClient, name: str, left: list[Server], timeout
     while any(server.name == name for server in left):
         if time.monotonic() > deadline:
             raise QueueError(
-                f"server {name} still drains after {timeout_s:.0f} s: `slipstream servers remove {name} --now` ends it"
+                f"server {name} still drains after {timeout_s:.0f} s: `slipstream servers remove {name} --queue "
+                f"{client.url} --now` ends it"
             )
         await asyncio.sleep(POLL_S)
         left = await client.servers()

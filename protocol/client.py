@@ -333,7 +333,9 @@ def _problem(status: int, body: bytes) -> Problem:
         return codec.decode_json(body, Problem)  # type: ignore[no-any-return]
     except codec.DecodeError:
         told = body[:200].decode("utf-8", "replace") or f"HTTP {status}"
-        return Problem(reasons.http(status), f"that is not a Slipstream queue, which would not answer {told}")
+        return Problem(
+            reasons.http(status), f"that is not a Slipstream queue, which would not answer {told}: give the queue's URL"
+        )
 
 
 def _retry_after(response: Any) -> float | None:

@@ -143,12 +143,13 @@ class Ring:
         """None where the header's token is of one of `roles`, or the secret. asked: what was asked for; whose: who is
         asked ("queue"); both for the message."""
         holder = self.holder(authorization)
-        if holder is None:
-            wrong = f"the token is not the {whose}'s" if authorization else "a token is needed"
-            return Denied(401, f"{wrong}: set {VARIABLE} to the {whose}'s")
         if holder == "all" or holder in roles:
             return None
-        needed = next(role for role in ROLES if role in roles)
+        needed = next((role for role in ("viewer", *ROLES) if role in roles), "learner")
+        if holder is None:
+            wrong = f"the token is not one of the {whose}'s" if authorization else "a token is needed"
+            remedy = f"set {VARIABLE} to the run's secret, or to what `slipstream token {needed}` prints where that is"
+            return Denied(401, f"{wrong}: {remedy}")
         return Denied(
             403,
             f"{asked} needs the token of a {needed}, and this is a {holder}'s: set {VARIABLE} to what `slipstream "

@@ -231,7 +231,7 @@ class Broker:
         """How many tickets may be issued now."""
         run = self.ledger.run
         if run.all_steps_made:
-            return Grant(0, "the learner has made its last step")
+            return Grant(0, "the end of the run: the learner has made its last step")
         load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session)
         return self.admission.grant(load)
 

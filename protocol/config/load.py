@@ -137,7 +137,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such run file; give the path of a TOML file") from None
+        hint = "; the URL of a queue is given with --queue" if str(path).startswith(("http:/", "https:/")) else ""
+        raise ConfigError(f"{path}: there is no such run file; give the path of a TOML file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

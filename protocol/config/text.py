@@ -8,7 +8,8 @@ from difflib import SequenceMatcher, get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -86,8 +87,35 @@ def explain(
 ) -> str:
     """One line a fault: where it is, the value, what is wrong and what the setting means. `overrider`: where the
     settings `overridden` are from."""
-    lines = [_explain_one(fault, str(path), overridden, overrider, schema) for fault in error.errors(include_url=False)]
-    return "\n".join(dict.fromkeys(lines))
+    faults = _one_a_setting(error.errors(include_url=False), schema)
+    return "\n".join(dict.fromkeys(_explain_one(fault, str(path), overridden, overrider, schema) for fault in faults))
+
+
+def _one_a_setting(faults: Iterable[ErrorDetails], schema: type[BaseModel]) -> list[ErrorDetails]:
+    """A setting that takes this or that (a number or "auto") has a fault for each, under pydantic's name of the kind:
+    they become one, that names all."""
+    found: list[ErrorDetails] = []
+    of: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for fault in faults:
+        place, kind = fault["loc"][:2], fault["loc"][2:3]
+        field = find_field(schema, *map(str, place)) if len(place) == 2 else None
+        kinds = (
+            [each for each in get_args(field.annotation) if each is not NoneType] if field and _is_union(field) else []
+        )
+        if len(kinds) < 2 or not kind or isinstance(kind[0], int):
+            found.append(fault)
+        elif len(fault["loc"]) > 3:
+            found.append({**fault, "loc": (*place, *fault["loc"][3:])})
+        elif place in of:
+            of[place]["msg"] += f", or {_meaning(fault).removeprefix('must be ')}"
+        else:
+            of[place] = {**fault, "loc": place, "type": "either", "msg": _meaning(fault)}
+            found.append(of[place])
+    return found
+
+
+def _is_union(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) in (Union, UnionType)
 
 
 def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | None:

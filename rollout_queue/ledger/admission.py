@@ -75,13 +75,15 @@ class Admission:
         """How many tickets may be issued under `load`."""
         outstanding = f"{load.outstanding} groups outstanding"
         if load.session == 0:
-            return Grant(0, "no learner has begun a session")
+            return Grant(0, "a learner: none has begun a session")
         if load.served_version is None:
-            return Grant(0, "no server is serving")
+            return Grant(0, "a server: none is serving")
         if load.outstanding >= self._capacity_groups:
-            return Grant(0, f"the queue is full: {outstanding}, queue.capacity_groups = {self._capacity_groups}")
+            return Grant(0, f"room: the queue is full: {outstanding}, queue.capacity_groups = {self._capacity_groups}")
         if load.bytes >= self._capacity_bytes:
-            return Grant(0, f"the queue is full: {load.bytes} bytes, queue.capacity_bytes = {self._capacity_bytes}")
+            return Grant(
+                0, f"room: the queue is full: {load.bytes} bytes, queue.capacity_bytes = {self._capacity_bytes}"
+            )
         limit = self.limit(load.version, load.served_version)
         count = min(limit, self._capacity_groups) - load.outstanding
         if count > 0:

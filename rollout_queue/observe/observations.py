@@ -37,6 +37,10 @@ _MOST_REWARDS = 16_384
 _MOST_TROUBLES = 16
 _MOST_METRICS = 128
 _REPORTED = [name for name in WorkerStatus.__struct_fields__ if name in WorkerReport.__struct_fields__]
+_OPEN = (
+    *("episodes_in_flight", "episodes_generating", "episodes_waiting", "episodes_in_tools", "episodes_in_judgement"),
+    "waiting_for_servers",
+)
 
 
 class _Heard(msgspec.Struct):
@@ -229,7 +233,13 @@ class Observations:
         )
 
     def workers(self, now: float) -> list[WorkerStatus]:
-        return [_worker_status(heard.report, now - heard.at) for heard in self._workers.values()]
+        """Each with its newest figures. One that says no more has no open episodes: its tickets are others' by then."""
+        found = []
+        for heard in self._workers.values():
+            gone = now - heard.at > _WAIT_KEPT_S
+            report = msgspec.structs.replace(heard.report, **dict.fromkeys(_OPEN, 0)) if gone else heard.report
+            found.append(_worker_status(report, now - heard.at))
+        return found
 
 
 def _what_is_kept(report: WorkerReport) -> WorkerReport:

@@ -74,7 +74,11 @@ def test_a_shell_completes_the_commands() -> None:
         ("queue", ["--queue.max_staleness 4", "--learner.groups_per_step 16"], ["--vllm.port"]),
         ("worker", ["--worker.episodes 256", "--rollout.group_size 8", "--task.path (to be set)"], ["--learner.steps"]),
         ("learner", ["--learner.steps 100", '--weight_sync.transport "auto"'], ["--worker.episodes"]),
-        ("vllm", ["--vllm.max_num_seqs 64", '--model.dtype "float32"'], ["--learner.steps"]),
+        (
+            "vllm",
+            ["--vllm.max_num_seqs 64", '--model.dtype "float32"', "--lora.r 0", '--weight_sync.adapter_only "auto"'],
+            ["--learner.steps"],
+        ),
         ("up", ["--deploy.grace_s 20.0", "slipstream config prints all"], ["--queue.depth"]),
         ("status", ["--queue.port 8200"], ["--queue.depth"]),
         ("rollouts", ["--run.name"], ["--queue.depth"]),

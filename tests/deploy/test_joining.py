@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy import joining, servers
-from protocol.client import QueueClient
+from protocol import tokens
+from protocol.client import QueueClient, Refused
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server, ServerState
 from tests.kit import config
@@ -73,7 +74,7 @@ async def test_a_name_or_a_server_that_is_there_already_is_refused_with_the_reme
         await client.put_server(Server("a", "http://a:1"))
         with pytest.raises(ConfigError, match=r"'a' is in the run already, at http://a:1 .*another --name"):
             await servers.check_free(client, "a", "http://b:1")
-        with pytest.raises(ConfigError, match=r"in the run already, as 'a'.*servers remove a"):
+        with pytest.raises(ConfigError, match=rf"in the run already, as 'a'.*servers remove a --queue {queue.url}`"):
             await servers.check_free(client, "b", "http://a:1")
         await servers.check_free(client, "a", "http://a:1")  # it was started again
         await client.put_server(Server("a", "http://a:1", ServerState.DOWN))
@@ -127,3 +128,20 @@ async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
         assert await joining._run(config(), plan, child, os.environ) == 3
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert (down.state, down.reason) == (ServerState.DOWN, "its process ended with code 3")
+
+
+async def test_a_second_server_at_the_port_of_the_first_is_told_to_take_another() -> None:
+    """What is in the run already is the first one, which the person does not want to lose."""
+    async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
+        await client.put_server(Server("vllm-0", "http://127.0.0.1:8100"))
+        second = joining.plan(config(), queue.url, "second", None)
+        with pytest.raises(ConfigError, match=r"as 'vllm-0' .*to start another one.*--vllm\.port 8101"):
+            await joining._run(config(), second, [sys.executable, "-c", ""], os.environ)
+
+
+async def test_a_server_that_is_refused_its_leave_for_the_token_is_not_told_the_servers() -> None:
+    async with serving(config()) as queue:
+        viewer = tokens.of("t", "viewer")
+        with pytest.raises(Refused, match="needs the token of a learner") as refusal:
+            await servers.remove(QueueClient(queue.url, viewer, patience_s=1.0), "a", False, 5.0)
+        assert "the run's servers" not in str(refusal.value)

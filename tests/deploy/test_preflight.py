@@ -81,6 +81,24 @@ def test_an_address_that_is_not_this_machine_s_is_told_by_its_setting(host: str,
         check_port(host, 0, "worker.agent_port", tmp_path / "run.toml")
 
 
+def test_where_the_weights_leave_from_is_looked_at_before_anything_starts(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "a secret that is long enough")
+
+    def told(*settings: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            preflight.check(load(run_file, [*settings, "--queue.port", str(free_port()), *free]), resume=False)
+        return str(error.value)
+
+    free = ["--vllm.port", str(free_port())]
+    assert told("--weight_sync.host", "192.0.2.1").startswith("weight_sync.host = 192.0.2.1, ")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        http = ["--weight_sync.transport", "http", "--weight_sync.http_port", str(port)]
+        assert f"weight_sync.http_port = {port}: another process listens" in told(*http)
+
+
 AGENT = """
 from rollout_worker.task import Task
 

@@ -236,7 +236,7 @@ async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes,
         with pytest.raises(Refused) as error:
             await client.position()
         assert error.value.reason == "http_404"
-        told = f"that is not a Slipstream queue, which would not answer {message}"
+        told = f"that is not a Slipstream queue, which would not answer {message}: give the queue's URL"
         assert str(error.value) == f"{told} (http_404) [GET {queue.url}/v1/policy]"
 
 

@@ -197,6 +197,49 @@ def test_every_fault_is_told_at_once(folder: Path) -> None:
     assert [line.split(": ")[1] for line in message.splitlines()] == ["queue.port = 0", "learner.steps = 0"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("weight_sync.adapter_only", "yes", "weight_sync.adapter_only = \"yes\": must be true or false, or 'auto' ("),
+        ("worker.open_episodes", "x", "worker.open_episodes = \"x\": must be a whole number, or 'auto' ("),
+        ("worker.open_episodes", "0", "worker.open_episodes = 0: must be at least 1, or 'auto' ("),
+    ],
+)
+def test_a_setting_that_takes_this_or_that_has_one_fault_which_names_both(
+    folder: Path, setting: str, value: str, says: str
+) -> None:
+    (folder / "run.toml").write_text(MINIMAL)
+    message = fault(folder / "run.toml", [f"--{setting}", value])
+    assert message.startswith(f"command line: {says}")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("setting", ["queue.host", "weight_sync.host", "vllm.host", "worker.agent_host"])
+@pytest.mark.parametrize("host", ["http://10.0.0.5", "10.0.0.5:8300", "10.0.0.5 ", ""])
+def test_a_host_is_an_address_alone(folder: Path, setting: str, host: str) -> None:
+    (folder / "run.toml").write_text(MINIMAL)
+    message = fault(folder / "run.toml", [f"--{setting}", host])
+    assert f'{setting} = "{host}": must be an address or a host name alone, such as 10.0.0.5; a port has' in message
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1", "gpu-7.example", "10.0.0.5", "::", "fe80::1%eth0"])
+def test_hosts_of_every_kind_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "a secret that is long enough")
+    assert load_text(folder, MINIMAL, ["--weight_sync.host", host]).weight_sync.host == host
+
+
+def test_servers_of_the_launcher_that_listen_everywhere_are_reached_at_loopback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "a secret that is long enough")
+    assert load_text(folder, MINIMAL, ["--vllm.host", "0.0.0.0"]).vllm.urls == ["http://127.0.0.1:8100"]
+    assert load_text(folder, MINIMAL, ["--vllm.host", "10.0.0.5"]).vllm.urls == ["http://10.0.0.5:8100"]
+
+
+def test_the_url_of_a_queue_in_place_of_the_run_file_is_told_its_place(folder: Path) -> None:
+    assert "the URL of a queue is given with --queue" in fault(Path("http://127.0.0.1:8200"))
+
+
 def test_a_missing_run_file_and_an_unreadable_one_are_named(folder: Path) -> None:
     assert fault(folder / "nope.toml") == f"{folder}/nope.toml: there is no such run file; give the path of a TOML file"
     assert fault(folder / "model") == f"{folder}/model: cannot be read: Is a directory"

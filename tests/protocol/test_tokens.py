@@ -80,6 +80,11 @@ def test_a_refusal_names_the_role_that_is_needed_and_how_to_get_it() -> None:
     nobody = ring.denied(b"Bearer guess", tokens.ROLES, "GET /", "queue")
     assert nobody is not None
     assert nobody.status == 401
+    assert "set SLIPSTREAM_TOKEN to the run's secret, or to what `slipstream token viewer` prints" in nobody.message
+    absent = ring.denied(b"", ("worker",), "POST /v1/tickets", "queue")
+    assert absent is not None
+    assert absent.message.startswith("a token is needed: ")
+    assert "`slipstream token worker`" in absent.message
     assert not {held, SECRET, "guess"} & {*denied.message.split(), *nobody.message.split()}
     assert ring.denied(bearer(SECRET), ("learner",), "", "") is None
     assert ring.denied(bearer(held), tokens.ROLES, "", "") is None

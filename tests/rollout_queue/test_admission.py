@@ -248,8 +248,8 @@ def test_grants_fill_the_depth_or_what_the_lag_leaves_of_the_bound(granted: int,
 @pytest.mark.parametrize(
     ("blame", "now"),
     [
-        ("no learner has begun", load(session=0)),
-        ("no server is serving", load(served=None)),
+        ("a learner: none has begun a session", load(session=0)),
+        ("a server: none is serving", load(served=None)),
         ("the queue is full: 10 groups outstanding, queue.capacity_groups = 10", load(outstanding=10)),
         ("the queue is full: 2048 bytes, queue.capacity_bytes = 2048", load(size=2048)),
         ("the staleness bound: 0 groups outstanding, servers 5 versions behind", load(version=5, served=0)),

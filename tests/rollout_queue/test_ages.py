@@ -85,3 +85,12 @@ def test_i7_episodes_that_wait_for_a_server_are_among_the_waits_beside_what_thei
     seen.worker_reports(WorkerReport("w0", []), now=17.0)
     assert [wait.who for wait in seen.waits.list(17.0)] == ["w0"]
     assert seen.waiting_for_servers(17.0) == 0
+
+
+def test_a_worker_that_says_no_more_has_no_open_episodes() -> None:
+    """It was stopped; the tickets of its episodes are others' by then."""
+    seen = Observations(0.0, groups_per_step=4, start_s=60.0)
+    seen.worker_reports(WorkerReport("w0", [], episodes_in_flight=9, episodes_generating=7, episodes_done=3), now=10.0)
+    (heard,), (gone,) = seen.workers(20.0), seen.workers(90.0)
+    assert (heard.episodes_in_flight, heard.episodes_generating, heard.episodes_done) == (9, 7, 3)
+    assert (gone.episodes_in_flight, gone.episodes_generating, gone.episodes_done) == (0, 0, 3)

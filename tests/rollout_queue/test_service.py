@@ -97,7 +97,7 @@ async def test_no_ticket_without_learner_or_server() -> None:
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         assert await take(client) == []
         waits = [(w.who, w.what) for w in (await client.status()).waits]
-        assert waits == [("w", "no server is serving"), (f"server {SERVER}", "its first proof: joining")]
+        assert waits == [("w", "a server: none is serving"), (f"server {SERVER}", "its first proof: joining")]
         await serve_version(client, 0)
         assert len(await take(client, 100)) == 4
         assert (await client.status()).waits == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WILDCARDS = ("0.0.0.0", "::")  # all addresses of a machine: to listen on, and not to go to
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
@@ -22,6 +24,16 @@ def setting(default: Any, *, description: str, why: str, **bounds: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"why": why}, **bounds)
 
 
+def _checked_host(host: str) -> str:
+    """Raises `ValueError` for what no process could listen on: an empty text, a URL, a port behind the host."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%\w+)?", host):
+        raise ValueError("must be an address or a host name alone, such as 10.0.0.5; a port has a setting of its own")
+    return host
+
+
+Host = Annotated[str, AfterValidator(_checked_host)]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -29,6 +41,11 @@ class Section(BaseModel):
 def is_number(value: object, *, above: float, most: float) -> bool:
     """Whether it is a number in `(above, most]`, and no truth value: for settings that take a word or a number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most
+
+
+def own_url(host: str, port: int) -> str:
+    """Where this machine reaches what listens on `host`."""
+    return url_of("127.0.0.1" if host in WILDCARDS else host, port)
 
 
 def url_of(host: str, port: int) -> str:

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from protocol.config.sections.base import Bytes, Count, Port, Seconds, Section, is_number, setting, url_of
+from protocol.config.sections.base import Bytes, Count, Host, Port, Seconds, Section, is_number, own_url, setting
 
 
 class QueueSection(Section):
-    host: str = setting(
+    host: Host = setting(
         "127.0.0.1",
         description="address that the queue listens on",
         why="nobody else can reach it, so no token is needed",
@@ -106,4 +106,4 @@ class QueueSection(Section):
 
     @property
     def url(self) -> str:
-        return url_of("127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host, self.port)
+        return own_url(self.host, self.port)

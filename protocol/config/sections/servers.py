@@ -7,7 +7,18 @@ from typing import Literal
 from pydantic import field_validator
 
 from protocol.config.sections.addresses import checked_url
-from protocol.config.sections.base import Bytes, Count, CountOrZero, Port, Seconds, Section, is_number, setting, url_of
+from protocol.config.sections.base import (
+    Bytes,
+    Count,
+    CountOrZero,
+    Host,
+    Port,
+    Seconds,
+    Section,
+    is_number,
+    own_url,
+    setting,
+)
 
 
 class WeightSyncSection(Section):
@@ -39,7 +50,7 @@ class WeightSyncSection(Section):
         "in place of the merged weights; auto does so on GPUs, where vLLM can serve the adapter",
         why="on a CPU vLLM samples more slowly under an adapter",
     )
-    host: str = setting(
+    host: Host = setting(
         "127.0.0.1", description="the learner's address as the servers see it", why="right on one machine"
     )
     probe_tolerance: float | Literal["auto"] = setting(
@@ -98,7 +109,7 @@ class VllmSection(Section):
         [], description="URLs of running servers; empty: the launcher starts `count`", why="one machine needs no list"
     )
     count: int = setting(1, ge=1, le=64, description="servers that the launcher starts", why="one GPU")
-    host: str = setting(
+    host: Host = setting(
         "127.0.0.1",
         description="address that the launched servers listen on",
         why="nobody else can reach it, so no token is needed",
@@ -139,7 +150,7 @@ class VllmSection(Section):
 
     @property
     def urls(self) -> list[str]:
-        return self.servers or [url_of(self.host, self.port + i) for i in range(self.count)]
+        return self.servers or [own_url(self.host, self.port + i) for i in range(self.count)]
 
 
 class DeploySection(Section):

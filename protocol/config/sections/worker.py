@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from protocol.config.sections.base import Count, Seconds, Section, setting
+from protocol.config.sections.base import Count, Host, Seconds, Section, setting
 
 
 class WorkerSection(Section):
@@ -67,7 +67,7 @@ class WorkerSection(Section):
         description="tries of a reward that fails, before its group fails; all within reward_timeout_s",
         why="a judge's hiccup costs no generation",
     )
-    agent_host: str = setting(
+    agent_host: Host = setting(
         "127.0.0.1",
         description="address of this machine that the agents' endpoint listens on, where the task has an agent",
         why="agents run in the worker; one that runs elsewhere, in a sandbox say, needs an address that it reaches",

@@ -28,7 +28,7 @@ from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
-from weight_sync import cancellation, publisher, server_control
+from weight_sync import cancellation, publisher, server_control, server_sync
 from weight_sync.fleet import decisions, fleet, member
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.snapshot import Snapshot
@@ -622,6 +622,26 @@ def test_leaving_in_the_middle_of_a_transfer_does_not_wait_for_it(world: World) 
         began = time.monotonic()
     assert time.monotonic() - began < 5
     release.set()
+
+
+def test_leaving_in_the_moment_in_which_a_publication_fails_is_not_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+
+    async def publish(sync: server_sync.ServerSync, snapshot: Snapshot) -> None:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise server_control.ControlError("no answer within 60 s") from None
+
+    monkeypatch.setattr(server_sync.ServerSync, "publish", publish)
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        assert began.wait(5)
+        leaving = time.monotonic()
+    assert time.monotonic() - leaving < 5
 
 
 def test_a_queue_that_does_not_answer_is_an_error_not_a_hang(world: World) -> None:

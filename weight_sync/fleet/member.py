@@ -142,6 +142,8 @@ class Member:
             due = time.monotonic() >= self._next_try
             if state is not None and wanted and due and not await self._must_wait(state):
                 await self._bring(state)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a call that ended in the same moment turned it into its own error
             await self._pause()
 
     async def leave(self) -> None:

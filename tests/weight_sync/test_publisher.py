@@ -243,7 +243,7 @@ def test_i7_a_server_whose_publication_took_too_long_does_not_hold_admission_unt
         world.fakes[1].faults.clear()
         until(lambda: world.states() == [(ServerState.SERVING, 8)] * 2)
     assert [version for name, state, version in world.changes if state is ServerState.SERVING] == [8]
-    assert any(transport.sent[-2:] == [2, 8] for transport in world.transports.made)
+    assert any(transport.versions[-2:] == [2, 8] for transport in world.transports.made)
 
 
 def test_a_publication_counts_when_a_quorum_has_it_and_a_wait_for_the_others_is_named(

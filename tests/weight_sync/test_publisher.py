@@ -573,7 +573,26 @@ def test_i6_leaving_in_the_middle_of_a_swap_leaves_no_server_paused(world: World
         until(lambda: all(fake.engine.paused for fake in world.fakes))
         began = time.monotonic()
     assert time.monotonic() - began < 5
-    assert not any(fake.engine.paused for fake in world.fakes)
+    until(lambda: not any(fake.engine.paused for fake in world.fakes))
+
+
+def test_i7_an_engine_that_hangs_in_its_publication_is_down_while_that_still_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.2)
+    with world.publisher(timeout_s=60) as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        held = world.hold_transfers()
+        publishing.publish(2, weights(), probe())
+        assert held.began.wait(5)
+        world.fakes[1].engine.alive = False
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+        assert "the engine does not answer" in str(world.servers()["vllm-1"].reason)
+        assert world.servers()["vllm-0"].state is ServerState.SERVING
+        world.fakes[1].engine.alive = True
+        held.release()
+        until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
 
 
 def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:

@@ -254,6 +254,7 @@ class Member:
 
         self._publishing = asyncio.ensure_future(publish())
         try:
+            await self._look_beside(self._publishing)
             return await self._publishing
         except asyncio.CancelledError:
             if not self._publishing.done():
@@ -262,6 +263,37 @@ class Member:
             raise
         finally:
             self._publishing = None
+
+    async def _look_beside(self, publishing: asyncio.Task[Outcome]) -> None:
+        """Until the publication ends: an engine that hangs in it is down soon, though the publication may wait for long
+        yet, as what it is sampling holds up everybody."""
+        while not publishing.done():
+            await asyncio.wait([publishing], timeout=LOOK_EVERY_S)
+            if publishing.done():
+                return
+            look = asyncio.ensure_future(self._silence())
+            try:
+                await asyncio.wait([publishing, look], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                look.cancel()
+            if publishing.done() or not look.done():
+                return
+            why = look.result()
+            if why is None:
+                self._silent_since = None
+            else:
+                await self._does_not_answer(why)
+
+    async def _silence(self) -> str | None:
+        """Why the engine gives no answer; None where it does, or where the load in place that is under way holds it."""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                state = await self._sync.control.state()
+        except (ControlError, TimeoutError) as error:
+            return str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s"
+        if state.alive or state.pause_owner == "publication":
+            return None
+        return f"{self.server.url}: {state.reason or NO_ANSWER}"
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
         # One that was long on its way would hold admission until it has the newest, which is next.

@@ -84,6 +84,8 @@ class Shadow:
                 parallel = vllm_config.parallel_config
                 whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
                 self.pairs = _load(all_pairs, weights, whole)
+                if whole:
+                    check_rows(self.pairs, weights)
         except BaseException:
             let_go(all_pairs)
             raise
@@ -169,6 +171,27 @@ def _check_complete(left: list[Pair]) -> None:
     missing = [f"{pair.name}.{name}" for pair in left for name, size in _sizes(pair) if size]
     if missing:
         raise ValueError(f"{len(missing)} parameters of this server's model were not sent, among them {missing[0]}")
+
+
+def check_rows(pairs: list[Pair], weights: Weights) -> None:
+    """Embedding and output head must hold what arrived, row for row: a probe sees only the rows of its own tokens,
+    while every other layer's weights act on all of them.
+
+    Raises ValueError where some rows differ. A loader that makes another thing of every row is taken at its word.
+    """
+    for pair in pairs:
+        sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.twin, "weight", None)
+        if sent is None or not isinstance(pair.live, VocabParallelEmbedding) or not isinstance(weight, torch.Tensor):
+            continue
+        if weight.ndim != 2 or sent.shape[1:] != weight.shape[1:] or len(sent) > len(weight):
+            continue
+        held_rows = weight.detach()[: len(sent)]
+        if torch.equal(held_rows, sent):
+            continue
+        differ = (held_rows != sent.to(held_rows.device)).any(dim=1) & ~sent.isnan().any(dim=1).to(held_rows.device)
+        wrong = differ.nonzero().flatten().tolist()
+        if 0 < len(wrong) < len(sent) / 2:
+            raise ValueError(f"{pair.name}: {len(wrong)} rows are not those that arrived, among them row {wrong[0]}")
 
 
 def _sizes(pair: Pair) -> Iterator[tuple[str, int]]:

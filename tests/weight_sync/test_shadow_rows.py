@@ -1,0 +1,43 @@
+"""What the shadow's embedding and head hold, against what arrived: the probe does not touch most of their rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from weight_sync.vllm.shadow import check_rows
+from weight_sync.vllm.twins import Pair
+
+NAME = "model.embed_tokens"
+
+
+def pair(held: torch.Tensor, live: Any = None) -> Pair:
+    return Pair(NAME, live or object.__new__(VocabParallelEmbedding), SimpleNamespace(weight=held))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_f2_rows_that_were_exchanged_on_the_way_into_the_shadow_are_refused_and_named(dtype: torch.dtype) -> None:
+    sent = torch.randn(64, 8).to(dtype)
+    padded = torch.cat([sent, torch.zeros(64, 8, dtype=dtype)])
+    check_rows([pair(sent.clone()), pair(padded)], {f"{NAME}.weight": sent})
+    padded[[7, 40]] = padded[[40, 7]]
+    with pytest.raises(ValueError, match=rf"{NAME}: 2 rows are not those that arrived, among them row 7"):
+        check_rows([pair(padded)], {f"{NAME}.weight": sent})
+
+
+def test_a_loader_that_changes_every_row_and_what_cannot_be_compared_are_taken_as_they_are() -> None:
+    sent = torch.randn(64, 8)
+    check_rows([pair(sent * 2)], {f"{NAME}.weight": sent})
+    check_rows([pair(torch.empty(0))], {f"{NAME}.weight": sent})
+    check_rows([pair(sent * 2, live=torch.nn.Linear(8, 64))], {f"{NAME}.weight": sent})
+    check_rows([pair(sent.clone())], {"another.weight": sent})
+
+
+def test_rows_that_are_no_numbers_are_no_difference() -> None:
+    sent = torch.randn(64, 8)
+    sent[3, 2] = torch.nan
+    check_rows([pair(sent.clone())], {f"{NAME}.weight": sent})

@@ -129,7 +129,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def against(fake: FakeVllm, timeout_s: float = 0.3, stages: bool = True) -> AsyncIterator[Rig]:
+async def against(fake: FakeVllm, timeout_s: float = 1.0, stages: bool = True) -> AsyncIterator[Rig]:
     """`fake`, served and ready to be published to; each call to it may take `timeout_s`."""
     transports = FakeTransports(stages)
     async with serving(fake) as url, ServerControl(url, timeout_s) as control:

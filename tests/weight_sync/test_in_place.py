@@ -48,7 +48,7 @@ class Model:
 
 
 @asynccontextmanager
-async def in_place(fake: FakeVllm, timeout_s: float = 0.3) -> AsyncIterator[tuple[Rig, Model]]:
+async def in_place(fake: FakeVllm, timeout_s: float = 1.0) -> AsyncIterator[tuple[Rig, Model]]:
     model = Model(fake)
     async with against(fake, timeout_s, stages=False) as rig:
         yield rig, model
@@ -91,7 +91,7 @@ async def test_update_before_send_would_wait_for_good_there() -> None:
     """Why a transport owns the order of its calls: that of a transport that stages never ends on such a server."""
     async with against(FakeVllm()) as r:
         r.transports.send = receiving(r.fake)
-        with pytest.raises(ControlError, match=r"/update_weights: no answer within 0\.3 s"):
+        with pytest.raises(ControlError, match=r"/update_weights: no answer within 1 s"):
             await r.server.publish(snapshot(1))
         assert r.transports.made[0].versions == []
 

@@ -37,7 +37,7 @@ def snapshot(version: int, step: float = 1e-4, changes: bool = True) -> Snapshot
 
 @asynccontextmanager
 async def server(fake: FakeVllm) -> AsyncIterator[ServerControl]:
-    async with serving(fake) as url, ServerControl(url, timeout_s=0.3) as control:
+    async with serving(fake) as url, ServerControl(url, timeout_s=1.0) as control:
         yield control
 
 

@@ -123,8 +123,8 @@ def fail_start(s: Rig) -> None:
     [
         (fail_swap, ControlError, "/slipstream/swap: HTTP 500"),
         (drop_swap, ControlError, "/slipstream/swap: "),
-        (hang_swap, ControlError, r"/slipstream/swap: no answer within 0.3 s"),
-        (hang_update, ControlError, r"/update_weights: no answer within 0.3 s"),
+        (hang_swap, ControlError, r"/slipstream/swap: no answer within 1 s"),
+        (hang_update, ControlError, r"/update_weights: no answer within 1 s"),
         (hang_staged, ControlError, "/slipstream/staged: no answer within"),
         (fail_start, ControlError, "/start_weight_update: HTTP 500"),
         (fail_send, TransferError, "the wire was cut"),
@@ -141,7 +141,7 @@ async def test_f2_f4_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publi
         began = time.monotonic()
         with pytest.raises(error, match=match):
             await s.server.publish(snapshot(5))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8
         assert not s.fake.engine.paused
         assert s.fake.engine.weight_version == (str(earlier[-1]) if earlier else "default")
         assert not s.server.left_paused
@@ -230,7 +230,7 @@ async def test_f5_a_server_that_hangs_at_every_call_is_an_error_in_time() -> Non
         for _ in range(2):
             with pytest.raises(ControlError, match="no answer within"):
                 await s.server.publish(snapshot(2))
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8
 
 
 async def test_f16_a_server_that_restarted_is_met_and_synced_anew() -> None:

@@ -160,8 +160,7 @@ async def staged_alone(control: ServerControl, sent: Snapshot) -> Any:
     transport = build(WeightSyncSection(transport="gloo", bucket_bytes=1 << 20, timeout_s=20))
     await transport.connect(control, 1)
     await control.start_update()
-    await control.update(sent.manifest.as_dict())
-    await transport.send(control, sent)  # type: ignore[attr-defined]
+    await transport.bring(control, sent)  # type: ignore[attr-defined]
     assert (await control.staged(20)).stage == "ready"
     return transport
 

@@ -72,7 +72,6 @@ class Publisher:
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
         self._snapshots = Snapshots()
         self._handed: int | None = None
-        self._handed_at = 0.0
         self._resources = AsyncExitStack()
 
     def __enter__(self) -> Self:
@@ -111,8 +110,6 @@ class Publisher:
         dtype: torch.dtype = getattr(torch, self._config.model.dtype)
         self._snapshots.fill(version, weights, probe, dtype)
         blocked_s = time.monotonic() - began
-        if self._handed is None:
-            self._handed_at = began
         self._handed = version
         self._loop.call_soon_threadsafe(self._fleet.handed, version, blocked_s)
         return time.monotonic() - began

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import socket
 
+_given: set[int] = set()
+
 
 def free_port() -> int:
-    """One that nobody listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """One that nobody listened on a moment ago and that this process has not had: the system gives some out again."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = int(server.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port

@@ -17,8 +17,8 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit.stand_in_nccl import SharedMemory, World, stand_in_gpu
 from tests.kit.sync import probe
+from weight_sync import pause
 from weight_sync.cancellation import on_thread
-from weight_sync.lease import renewed
 from weight_sync.pause import Pause
 from weight_sync.server_control import ControlError, EngineState, ServerControl, Staged, Swap
 from weight_sync.snapshot import Snapshot
@@ -217,17 +217,22 @@ async def test_a_worker_that_fails_while_others_receive_ends_the_sending_at_once
     assert rig.model == {}
 
 
-async def test_i6_the_pause_of_a_transport_in_place_is_a_lease_that_is_renewed() -> None:
+async def test_i6_the_pause_of_a_transport_in_place_is_a_lease_that_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Leasing(ServerControl):
         leases = 0
+
+        async def pause(self, clear_cache: bool) -> None: ...
+
+        async def resume(self) -> None: ...
 
         async def lease(self, seconds: float, owner: str = "") -> None:
             self.leases += 1
             if self.leases == 2:
                 raise ControlError("busy")
 
+    monkeypatch.setattr(pause, "LEASE_S", 0.03)
     server = Leasing("in process", 1)
-    async with renewed(server, 0.03):
+    async with pause.Pause(server, clear_cache=False, resume_after_error=False).held():
         await asyncio.sleep(0.1)
     assert server.leases > 3
     seen = server.leases

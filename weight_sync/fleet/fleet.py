@@ -85,7 +85,7 @@ class Fleet:
 
     def handed(self, version: int, snapshot_s: float) -> None:
         """A version is there to be published."""
-        self.publications.handed(version, snapshot_s, snapshot_s)
+        self.publications.handed(version, snapshot_s)
         self._read.set()
         for member in self.members.values():
             if self.publications.counted is None:

@@ -73,7 +73,6 @@ class Member:
         self.paused_by_person = False
         self.answers = False
         self.behind_since: float | None = None
-        self.busy_with: int | None = None
         self._sync = sync
         self._snapshots = snapshots
         self._publications = publications
@@ -221,7 +220,7 @@ class Member:
             return
         began, whole = time.monotonic(), False
         self._labels.add(snapshot.label)
-        self.busy_with, self.waits_for = snapshot.version, f"version {snapshot.version}, which is on its way"
+        self.waits_for = f"version {snapshot.version}, which is on its way"
         try:
             if self.server.state is _S.JOINING:
                 await self.at_queue.tell(_S.SYNCING)
@@ -244,7 +243,6 @@ class Member:
             self._note_failure(snapshot, f"{self.server.url}: given up for a newer version")
         finally:
             self._giving_up = False
-            self.busy_with = None
             self._snapshots.give_back(self.name, snapshot, whole)
 
     async def _published(self, snapshot: Snapshot) -> Outcome:

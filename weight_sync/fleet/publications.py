@@ -89,18 +89,13 @@ class Publications:
         self.counted: int | None = None
         self._known: dict[int, PublishRecord] = {}
 
-    @property
-    def in_flight(self) -> int | None:
-        """The newest version that was handed over, while it does not count; may be read from any thread."""
-        newest = max(list(self._known), default=None)
-        return newest if newest is not None and (self.counted is None or newest > self.counted) else None
-
     def reached(self, version: int) -> list[str]:
         """The servers that have a version."""
         return self._known[version].servers_ok if version in self._known else []
 
-    def handed(self, version: int, snapshot_s: float, blocked_s: float) -> None:
-        self._known[version] = PublishRecord(version, snapshot_s, blocked_s)
+    def handed(self, version: int, snapshot_s: float) -> None:
+        """The learner waited for the copy alone."""
+        self._known[version] = PublishRecord(version, snapshot_s, blocked_s=snapshot_s)
 
     def why_failed(self, version: int) -> dict[str, str]:
         """The newest reason by server."""

@@ -29,8 +29,11 @@ class DeviceEngine(StagedEngine):
             self._on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._on_device
 
-    def forget_buffer(self) -> None:
-        self._on_device = None
+    def shutdown(self) -> None:
+        """As `StagedEngine.shutdown`. A thread that still receives keeps the buffer to itself."""
+        if self._staging is not None and self._staging.is_alive():
+            self._on_device = None
+        super().shutdown()
 
     def build(self, weights: Weights) -> Any:
         """As `StagedEngine.build`, on a stream beside generation's, and done when it returns."""

@@ -6,20 +6,30 @@ model is touched by `finish_weight_update` alone, which vLLM's worker calls insi
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weight_sync import memory
 from weight_sync.vllm import torch_packing
 from weight_sync.vllm.staging import Staging, Weights
 
 
+class Reception(Protocol):
+    """A worker's end of a connection to the learner."""
+
+    def receive(self, update_info: Any, /, *into: Any) -> Weights:
+        """Verified weights by name, in checkpoint format: views of memory that is good until the next update.
+
+        Runs on a thread beside generation. Raises whatever says why they did not arrive; the text reaches the learner.
+        """
+
+    def close(self) -> None:
+        """Let go of the learner. Never raises, and may be called again."""
+
+
 class StagedEngine(WeightTransferEngine):
-    """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls`, `init_transfer_engine`,
-    `receive` and, where it holds a connection, `disconnect`. See vLLM's `WeightTransferEngine` for when each is called.
+    """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls` and `join`. See vLLM's
+    `WeightTransferEngine` for when each method is called.
 
     `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.proof_layers.Held`), None where that is
     not known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.shadow.build` made them;
@@ -30,7 +40,7 @@ class StagedEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         self.proven: Any = None
         self._staging: Staging | None = None
-        self._buffer = memory.Staging()
+        self._reception: Any = None
         if self.device.type == "cpu":
             torch_packing.install()
 
@@ -38,19 +48,30 @@ class StagedEngine(WeightTransferEngine):
     def shadow(self) -> Any:
         return self._staging.shadow if self._staging is not None else None
 
-    @abstractmethod
+    def join(self, init_info: Any) -> Reception:
+        """Meet the learner that `init_info` names."""
+        raise NotImplementedError
+
+    @property
+    def group_rank(self) -> int:
+        """This worker's in a group of the learner, which is 0, and all workers of the server."""
+        parallel = self.parallel_config
+        return 1 + int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.shutdown()
+        self._reception = self.join(init_info)
+
     def receive(self, update_info: Any) -> Weights:
-        """Verified weights by name, in checkpoint format: views of `buffer(size)`, good until the next update.
+        """As `Reception.receive`, of what `init_transfer_engine` met."""
+        reception = self._reception
+        if reception is None:
+            raise RuntimeError("the learner was let go")
+        return self.received(reception, update_info)
 
-        Runs on a thread beside generation. Raises whatever says why they did not arrive; the text reaches the learner.
-        """
-
-    def disconnect(self) -> None:
-        """Let go of the learner. May be called at any time and again."""
-
-    def buffer(self, size: int) -> torch.Tensor:
-        """uint8 [size] on the host, the same memory at every update of that size: to be called by `receive` only."""
-        return self._buffer.take(size)
+    def received(self, reception: Any, update_info: Any) -> Weights:
+        weights: Weights = reception.receive(update_info)
+        return weights
 
     def start_weight_update(self) -> None:
         """Raises RuntimeError while the thread of the update before still works."""
@@ -63,6 +84,8 @@ class StagedEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: Any) -> None:
         """Begin to receive and to build; `staging` tells how far it is."""
+        if self._reception is None:
+            raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
         if self._staging is not None and self._staging.is_alive():
             raise RuntimeError("the reception of the last update has not ended")
         self._staging = Staging(lambda: self.receive(update_info), self.build)
@@ -98,12 +121,8 @@ class StagedEngine(WeightTransferEngine):
         self.proven = getattr(staging.shadow, "proven", None)
 
     def shutdown(self) -> None:
-        """Drop the connection and what is staged. A thread that still receives keeps the buffer to itself."""
-        if self._staging is not None and self._staging.is_alive():
-            self.forget_buffer()
+        """Drop the connection and what is staged."""
         self._staging = None
-        self.disconnect()
-
-    def forget_buffer(self) -> None:
-        """Have the next update receive into other memory: something may still write to this."""
-        self._buffer.forget()
+        reception, self._reception = self._reception, None
+        if reception is not None:
+            reception.close()

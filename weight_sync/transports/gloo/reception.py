@@ -55,6 +55,9 @@ class Reception:
         # What the buffer holds whole.
         self._digest = b""
 
+    def close(self) -> None:
+        """Nothing to do: the group ends with the last who holds it, which may be a reception under way."""
+
     def receive(self, info: UpdateInfo) -> dict[str, torch.Tensor]:
         """The snapshot's tensors by name, as views that are good until the next call.
 

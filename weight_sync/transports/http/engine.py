@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from weight_sync.transports.http.reception import InitInfo, Reception, UpdateInfo
 from weight_sync.vllm.staged_engine import StagedEngine
-from weight_sync.vllm.staging import Weights
 
 
 class HttpEngine(StagedEngine):
@@ -15,28 +12,7 @@ class HttpEngine(StagedEngine):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._reception: Reception | None = None
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()
+    def join(self, init_info: InitInfo) -> Reception:
         reception = Reception(init_info)
         reception.greet()
-        self._reception = reception
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self._reception is None:
-            raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
-        super().receive_weights(update_info)
-
-    def receive(self, update_info: UpdateInfo) -> Weights:
-        reception = self._reception
-        if reception is None:
-            raise RuntimeError("the learner was let go")
-        return reception.receive(update_info)
-
-    def disconnect(self) -> None:
-        reception, self._reception = self._reception, None
-        if reception is not None:
-            reception.close()
+        return reception

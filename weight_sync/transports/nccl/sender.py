@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.lease import renewed
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
 from weight_sync.snapshot import Snapshot
@@ -50,7 +49,7 @@ class NcclTransport:
         group = self._link.group
         manifest = wire_order(snapshot.manifest)
         update = {"names": manifest.names, "dtype_names": manifest.dtypes, "shapes": manifest.shapes}
-        async with pause.held(), renewed(server):
+        async with pause.held():
             await server.start_update()
             await self._link.beside(server.update(update), self._send, group, snapshot)
             await server.finish_update(snapshot.label)

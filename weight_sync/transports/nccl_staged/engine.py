@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from weight_sync.manifest import Manifest
 from weight_sync.transports.nccl import streams
 from weight_sync.transports.nccl_staged.reception import InitInfo, Reception
@@ -17,28 +15,8 @@ class NcclStagedEngine(DeviceEngine):
     init_info_cls = InitInfo
     update_info_cls = Manifest
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._reception: Reception | None = None
+    def join(self, init_info: InitInfo) -> Reception:
+        return Reception(streams.own_gpu(self.device), init_info, self.group_rank)
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()
-        parallel = self.parallel_config
-        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._reception = Reception(streams.own_gpu(self.device), init_info, rank)
-
-    def receive_weights(self, update_info: Manifest) -> None:
-        if self._reception is None:
-            raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
-        super().receive_weights(update_info)
-
-    def receive(self, update_info: Manifest) -> Weights:
-        reception = self._reception
-        if reception is None:
-            raise RuntimeError("the learner was let go")
+    def received(self, reception: Reception, update_info: Manifest) -> Weights:
         return reception.receive(update_info, self.buffer(update_info.total_bytes()))
-
-    def disconnect(self) -> None:
-        reception, self._reception = self._reception, None
-        if reception is not None:
-            reception.close()

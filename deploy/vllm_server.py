@@ -113,12 +113,17 @@ def _resolved(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
+# Each version is built in the memory of the one before the last. Given back to the system, its pages would have to
+# be made anew: that took three times as long as loading and packing (38 M; mallopt(3), other systems ignore it).
+KEPT_PAGES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
 def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
     """The server's environment: this process's, the RL routes switched on, its GPUs, and what the CPU build needs."""
     model = config.model
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
-        wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **KEPT_PAGES}
     if seat is not None and seat.entries:
         wanted |= {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries)}
     wanted |= devices.nccl_environment(config)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 # How long a cancelled caller waits for its thread to end.
@@ -36,6 +37,16 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]
+
+
+async def both(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
+    """As `together`, of two that give unlike things."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            one, other = group.create_task(first), group.create_task(second)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return one.result(), other.result()
 
 
 async def on_thread(work: Callable[..., T], *arguments: Any) -> T:

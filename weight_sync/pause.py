@@ -22,6 +22,7 @@ class Pause:
 
     clear_cache: whether the pause must drop cached keys and values.
     resume_after_error: False where an error inside may leave the model half loaded; the server then stays paused.
+    due: set once generation may stand still; None if it may at once.
     left_paused: the server may stand still and nobody will resume it; it must not serve.
     seconds: how long generation stood still. A transport whose server pauses itself adds what the server reports.
     """
@@ -29,6 +30,7 @@ class Pause:
     server: ServerControl
     clear_cache: bool
     resume_after_error: bool
+    due: asyncio.Event | None = None
     left_paused: bool = False
     seconds: float = 0.0
 
@@ -37,6 +39,7 @@ class Pause:
         """Generation stands still inside. Resumes at the end even if the calling task is cancelled; after an error or
         a cancellation inside only with `resume_after_error`. The pause is a lease, renewed while it is held. Raises
         `ControlError`."""
+        await self.until_due()
         began = time.monotonic()
         self.left_paused = True
         resume = self.resume_after_error
@@ -50,6 +53,10 @@ class Pause:
             if resume:
                 await to_its_end(self._resume())
             self.seconds += time.monotonic() - began
+
+    async def until_due(self) -> None:
+        if self.due is not None:
+            await self.due.wait()
 
     async def _renew(self) -> None:
         """Keep the lease while this process lives; the server ends the pause of one that does not renew it."""

@@ -6,12 +6,14 @@ New weights count only when the proof holds. After an error a server with a tran
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from weight_sync.adapters.publication import publish_adapter
+from weight_sync.cancellation import both
 from weight_sync.pause import Pause
 from weight_sync.proof.server_proof import ProofFailed, ProofFigures, ServerProof
 from weight_sync.server_control import ControlError, EngineState, ServerControl
@@ -86,18 +88,23 @@ class ServerSync:
             return Outcome(served.transfer_s, 0.0, served.proof, Sent.of(snapshot))
         transport = await self._connect()
         # Prefixes are kept apart by version; only another learner may have used the same numbers before.
-        pause = Pause(self.control, self._proven is None, transport.stages, self.left_paused)
-        if not self.left_paused:
-            await self.proof.look(self.control, snapshot, known=self._proven is not None)
+        looked = asyncio.Event()
+        pause = Pause(self.control, self._proven is None, transport.stages, looked, self.left_paused)
         began = time.monotonic()
         try:
-            await transport.publish(self.control, snapshot, pause)
+            # The look at what serves before the swap costs no time beside the transfer.
+            await both(self._look(snapshot, looked), transport.publish(self.control, snapshot, pause))
         finally:
             self.left_paused = pause.left_paused
         transfer_s = time.monotonic() - began - pause.seconds
         figures = await self.proof.prove(self.control, snapshot)
         self._proven = snapshot.label
         return Outcome(transfer_s, pause.seconds, figures, transport.sent)
+
+    async def _look(self, snapshot: Snapshot, looked: asyncio.Event) -> None:
+        if not self.left_paused:
+            await self.proof.look(self.control, snapshot, known=self._proven is not None)
+        looked.set()
 
     async def _connect(self) -> Transport:
         """The transport, new if there is none or if the server is not as the last publication left it."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weight_sync.cancellation import both
 from weight_sync.proof.rule import Evidence, Floats, Usual, judge
 from weight_sync.proof.scoring import CANNOT, Scorer, Scoring
 from weight_sync.server_control import ControlError
@@ -90,8 +91,8 @@ class ServerProof:
     async def prove(self, control: Provable, snapshot: Snapshot) -> ProofFigures:
         """After the swap. Raises `ProofFailed`, which says why, and `ControlError`."""
         began = time.monotonic()
-        layers = await self._layers(control, snapshot)
-        served = await self._scorer(control, snapshot.probe.token_ids)
+        # Each waits for the step that the engine is in: at once, for the same one.
+        layers, served = await both(self._layers(control, snapshot), self._scorer(control, snapshot.probe.token_ids))
         before = self._before if self._before is not None and self._before.version == snapshot.version else None
         evidence = Evidence(
             learner=snapshot.probe.logprobs,

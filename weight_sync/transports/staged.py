@@ -48,6 +48,7 @@ class StagedTransport(ABC):
             raise TransferError("the transport is not connected")
         await server.start_update()
         await self.bring(server, snapshot)
+        await pause.until_due()
         swap = await server.swap(snapshot.label, pause.clear_cache)
         pause.seconds += swap.pause_s
 

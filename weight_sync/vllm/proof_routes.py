@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from weight_sync.cancellation import both
 from weight_sync.vllm.route import Handler, RouteError
 
 # Far more than a probe has.
@@ -39,16 +40,16 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     """`{"label": str}` -> `{"checked": int, "wrong": [str], "unread": [str]}` over all workers: the live layers against
     what was proven before the swap to `label`. 409 where other weights serve, 501 where nothing was proven."""
     label = body.get("label")
-    serving = await engine.get_weight_version()
+    # Asked at once, they are answered between the same two steps of the engine.
+    serving, replies = await both(engine.get_weight_version(), engine.collective_rpc("slipstream_layers", args=(True,)))
     if label != serving:
         raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
-    _refuse_if_impossible(await engine.collective_rpc("slipstream_read_layers"))
+    _refuse_if_impossible(replies)
     try:
         async with asyncio.timeout(LAYERS_TIMEOUT_S):
-            replies = await engine.collective_rpc("slipstream_layers")
             while not all(replies):
                 await asyncio.sleep(LOOK_EVERY_S)
-                replies = await engine.collective_rpc("slipstream_layers")
+                replies = await engine.collective_rpc("slipstream_layers", args=(False,))
     except TimeoutError:
         raise RouteError(504, f"the layers were not read within {LAYERS_TIMEOUT_S:g} s") from None
     several = len(replies) > 1

@@ -13,6 +13,7 @@ class ProofMixin:
 
     model_runner: Any
     weight_transfer_engine: Any
+    _slipstream_reading: proof_layers.Reading
 
     def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
         """`logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
@@ -25,16 +26,15 @@ class ProofMixin:
             scores.append(proof_score.score(self.model_runner, ids))
         return {"logprobs": None if None in scores else scores}
 
-    def slipstream_read_layers(self) -> dict[str, Any]:
-        """Begin to read what the live layers hold, on a thread of its own; `cannot`: why not."""
+    def slipstream_layers(self, begin: bool) -> dict[str, Any]:
+        """begin: start to read what the live layers hold, on a thread of its own. Else what was read, once that is
+        done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`. `cannot`: why it cannot be done."""
+        if not begin:
+            reading = self._slipstream_reading
+            return {} if reading.is_alive() else reading.result()
         proven = getattr(self.weight_transfer_engine, "proven", None)
         if proven is None:
             return {"cannot": "no weights were staged and proven before they were loaded"}
         self._slipstream_reading = proof_layers.Reading(self.model_runner.model, proven)
         self._slipstream_reading.start()
         return {}
-
-    def slipstream_layers(self) -> dict[str, Any]:
-        """What was read, if it is done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`."""
-        reading: proof_layers.Reading = self._slipstream_reading
-        return {} if reading.is_alive() else reading.result()

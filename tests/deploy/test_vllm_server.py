@@ -112,6 +112,7 @@ def test_the_environment_opens_vllms_control_routes(run_file: Path, cpu: bool, m
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert environment["KEPT"] == "as it is"
     assert (environment.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind") == cpu
+    assert (vllm_server.KEPT_PAGES.items() <= environment.items()) == cpu
 
 
 def test_what_the_user_set_in_the_environment_stays(run_file: Path, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from weight_sync.vllm import proof_layers
 from weight_sync.vllm.proof_layers import Reading, compare, fingerprint, held
+from weight_sync.vllm.torch_packing import TorchLinear
 
 
 class Model(nn.Module):
@@ -128,3 +129,13 @@ def test_the_fingerprint_on_a_device_sees_every_change(dtype: torch.dtype, monke
 def test_a_fingerprint_is_of_shape_and_type_too() -> None:
     zeros = torch.zeros(4, 2)
     assert len({fingerprint(of) for of in (zeros, zeros.view(2, 4), zeros.int())}) == 3
+
+
+def test_a_packed_weight_is_read_where_it_lies() -> None:
+    weight = torch.randn(96, 64)
+    changed = weight.clone()
+    changed[5, 7] += 1e-6
+    packed = [TorchLinear(of).packed for of in (weight, weight.clone(), changed, weight.flip(0))]
+    prints = [fingerprint(of) for of in packed]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3

@@ -53,6 +53,29 @@ async def test_a_second_version_uses_the_same_connection() -> None:
         assert [transport.versions for transport in s.transports.made] == [[1, 2]]
 
 
+async def test_what_serves_is_scored_beside_the_transfer_and_before_the_swap() -> None:
+    async with against(FakeVllm()) as s:
+        at_swap: list[list[str]] = []
+        fault = Fault("stop", times=None, route="/slipstream/score")
+        s.fake.faults.append(fault)
+
+        async def sent(_: Snapshot) -> None:
+            s.fake.faults.remove(fault)
+
+        s.transports.send = sent
+        s.fake.engine.hooks["swap"] = lambda _: at_swap.append(list(s.fake.calls))
+        await s.server.publish(snapshot(1))
+        assert at_swap[0].count("/slipstream/score") == 1
+
+
+async def test_a_server_that_cannot_be_scored_before_the_swap_is_not_swapped() -> None:
+    async with against(FakeVllm()) as s:
+        s.fake.faults.append(Fault("status", route="/slipstream/score"))
+        with pytest.raises(ControlError, match="a fault was asked for"):
+            await s.server.publish(snapshot(1))
+        assert "/slipstream/swap" not in s.fake.calls
+
+
 async def test_nothing_is_paused_during_the_transfer_but_all_is_during_the_swap() -> None:
     async with against(FakeVllm()) as s:
         paused: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""Rows of an evaluation whose weights were swapped in and are not proven yet: the evaluation ends with their proof (I5)."""
+"""Rows of an evaluation whose weights were swapped in and are not proven yet: it ends with their proof (I5)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weight_sync.vllm import proof_layers
-from weight_sync.vllm.proof_layers import Reading, compare, fingerprint, held
+from weight_sync.vllm.proof_layers import ModelReading, compare, fingerprint, held
 
 
 class Model(nn.Module):
@@ -106,7 +106,7 @@ def test_live_layers_are_read_on_a_thread() -> None:
     model = Model(torch.float32)
     proven = held(model)
     exchange_rows(model)
-    reading = Reading(model, proven)
+    reading = ModelReading(model, proven)
     reading.start()
     reading.join(10)
     assert reading.result() == {"checked": 5, "wrong": ["embedding.weight"], "unread": []}

@@ -64,21 +64,19 @@ def compare(proven: Held, live: Held) -> Difference:
 
 
 class Reading(threading.Thread):
-    """Reads what `model` holds and compares it to `proven`, beside generation: nothing is written."""
+    """Finds a `difference` beside generation: nothing is written."""
 
-    def __init__(self, model: torch.nn.Module, proven: Held) -> None:
+    def __init__(self) -> None:
         super().__init__(name="layer-proof", daemon=True)
-        self._model = model
-        self._proven = proven
         self._found: Difference | None = None
         self._error: Exception | None = None
 
+    def difference(self) -> Difference:
+        raise NotImplementedError
+
     def run(self) -> None:
         try:
-            on_gpu = next(self._model.parameters()).is_cuda
-            # On a stream of its own it does not stand between two steps of the engine.
-            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
-                self._found = compare(self._proven, held(self._model))
+            self._found = self.difference()
         except Exception as error:
             self._error = error
 
@@ -87,6 +85,21 @@ class Reading(threading.Thread):
         if self._found is None:
             raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
         return vars(self._found)
+
+
+class ModelReading(Reading):
+    """What `model` holds, compared to `proven`."""
+
+    def __init__(self, model: torch.nn.Module, proven: Held) -> None:
+        super().__init__()
+        self._model = model
+        self._proven = proven
+
+    def difference(self) -> Difference:
+        on_gpu = next(self._model.parameters()).is_cuda
+        # On a stream of its own it does not stand between two steps of the engine.
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
+            return compare(self._proven, held(self._model))
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -42,7 +42,12 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     serving = await engine.get_weight_version()
     if label != serving:
         raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
-    _refuse_if_impossible(await engine.collective_rpc("slipstream_read_layers"))
+    return await read(engine, "slipstream_read_layers")
+
+
+async def read(engine: Any, begin: str, *args: Any) -> dict[str, Any]:
+    """What all workers found who began to read by the call `begin`. Raises `RouteError` 501, 504."""
+    _refuse_if_impossible(await engine.collective_rpc(begin, args=args))
     try:
         async with asyncio.timeout(LAYERS_TIMEOUT_S):
             replies = await engine.collective_rpc("slipstream_layers")

@@ -13,6 +13,7 @@ class ProofMixin:
 
     model_runner: Any
     weight_transfer_engine: Any
+    _slipstream_reading: proof_layers.Reading
 
     def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
         """`logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
@@ -30,11 +31,11 @@ class ProofMixin:
         proven = getattr(self.weight_transfer_engine, "proven", None)
         if proven is None:
             return {"cannot": "no weights were staged and proven before they were loaded"}
-        self._slipstream_reading = proof_layers.Reading(self.model_runner.model, proven)
+        self._slipstream_reading = proof_layers.ModelReading(self.model_runner.model, proven)
         self._slipstream_reading.start()
         return {}
 
     def slipstream_layers(self) -> dict[str, Any]:
         """What was read, if it is done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`."""
-        reading: proof_layers.Reading = self._slipstream_reading
+        reading = self._slipstream_reading
         return {} if reading.is_alive() else reading.result()

@@ -159,6 +159,11 @@ async def test_i5_an_adapter_that_fails_its_proof_is_given_to_nobody(control: Se
     assert (await server.publish(moved(policy, 33))).probe_max_abs_diff < 1e-4
 
 
+def change_file(name: str) -> None:
+    (file,) = Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{name}/adapter_model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
 async def test_f2_an_adapter_whose_file_is_changed_after_it_arrived_is_named(
     control: ServerControl, policy: Policy
 ) -> None:
@@ -167,8 +172,7 @@ async def test_f2_an_adapter_whose_file_is_changed_after_it_arrived_is_named(
     changed = moved(policy, 34)
     assert changed.adapter is not None
     await have_loaded(control, changed.adapter)
-    (file,) = Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{changed.adapter.name}/adapter_model.safetensors")
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    change_file(changed.adapter.name)
     with pytest.raises(ProofFailed, match=r"version 34 .*its file on the server's disk, which was changed"):
         await server.publish(changed)
     assert (await server.publish(moved(policy, 35))).proof.layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weight_sync.vllm import proof_layers, proof_score
+from weight_sync.vllm import proof_layers, proof_products, proof_score
 from weight_sync.vllm.active_adapter import put_under
 
 
@@ -31,7 +31,10 @@ class ProofMixin:
         proven = getattr(self.weight_transfer_engine, "proven", None)
         if proven is None:
             return {"cannot": "no weights were staged and proven before they were loaded"}
-        self._slipstream_reading = proof_layers.ModelReading(self.model_runner.model, proven)
+        model = self.model_runner.model
+        # What cannot be read is computed with here: on the engine's thread, and no other.
+        probed = proof_products.probe(model, proven.products)
+        self._slipstream_reading = proof_layers.ModelReading(model, proven, probed)
         self._slipstream_reading.start()
         return {}
 

@@ -30,6 +30,10 @@ def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if getattr(cell.cell_contents, "__name__", "") == "dispatch_cpu_unquantized_gemm":
             monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", cell.cell_contents)
     monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+    # A worker alone.
+    parameter: Any = importlib.import_module("vllm.model_executor.parameter")
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
     with config.set_current_vllm_config(config.VllmConfig()):
         yield
 

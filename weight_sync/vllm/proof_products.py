@@ -131,9 +131,14 @@ def _is_linear(module: Any) -> bool:
 
 def _bits(live: Any) -> int | None:
     """What a live layer keeps of each element; None: all."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
     if type(live.quant_method).__name__.startswith("Unquantized"):
         return None
-    kept = {tensor.dtype for tensor in live._parameters.values() if tensor is not None and tensor.itemsize == 1}
+    # While a live layer is loaded where it is, vLLM keeps aside what it held.
+    aside = get_layerwise_info(live).kernel_tensors
+    parameters = aside[0] if aside is not None else live._parameters
+    kept = {tensor.dtype for tensor in parameters.values() if tensor is not None and tensor.itemsize == 1}
     return 8 if kept and torch.uint8 not in kept else 4
 
 

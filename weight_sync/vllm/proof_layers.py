@@ -124,7 +124,7 @@ class ModelReading(Reading):
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
             found = compare(self._proven, held(self._model))
         probed = tuple(f"{name}.packed" for name in self._proven.products)
-        unread = [name for name in found.unread if not name.startswith(probed)]
+        unread = self._probed.unread + [name for name in found.unread if not name.startswith(probed)]
         return Difference(found.checked + self._probed.checked, found.wrong + self._probed.wrong, unread)
 
 

@@ -33,7 +33,7 @@ class ProofMixin:
             return {"cannot": "no weights were staged and proven before they were loaded"}
         model = self.model_runner.model
         # What cannot be read is computed with here: on the engine's thread, and no other.
-        probed = proof_products.probe(model, proven.products)
+        probed = proof_products.probe(model, proven)
         self._slipstream_reading = proof_layers.ModelReading(model, proven, probed)
         self._slipstream_reading.start()
         return {}

@@ -95,6 +95,17 @@ def test_a_layer_that_was_packed_by_a_handle_instead_is_not_what_was_proven() ->
     assert compare(held(proven), held(live)).wrong == ["up.packed0"]
 
 
+def test_f2_a_handle_beside_a_weight_that_is_kept_is_not_taken_for_that_weight() -> None:
+    """An output head keeps its weight, and computes with the handle."""
+    model = Model(torch.float32)
+    handle = object()
+    model.up.weight = nn.Parameter(torch.zeros(24, 16))
+    model.up.cpu_linear = lambda x: (handle, x)  # type: ignore[assignment]
+    assert held(model).unread == ["up.packed0"]
+    model.up.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+    assert held(model).unread == []
+
+
 def test_everything_that_is_computed_with_is_compared() -> None:
     model = Model(torch.float32)
     names = ["embedding.weight", "norm.bias", "norm.weight", "places", "up.packed0"]

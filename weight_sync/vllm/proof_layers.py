@@ -163,8 +163,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The tensors that a packed layer's function computes with; None where it has a handle instead. One that reads the
-    module's own weight has none."""
+    """The tensors that a packed layer's function computes with; None where it has a handle instead, even if the module
+    keeps a weight beside it, as an output head does. One that reads the module's own weight has none."""
     kept: list[Any] = []
     if isinstance(packed, functools.partial):
         kept = [*packed.args, *packed.keywords.values()]
@@ -174,6 +174,6 @@ def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
         kept = [*vars(packed).values()]
     parts = [part for part in kept if isinstance(part, torch.Tensor)]
     weight = module._parameters.get("weight")
-    if not parts and (weight is None or not weight.numel()):
+    if not parts and (kept or weight is None or not weight.numel()):
         return [None]
     return [*parts]

@@ -67,7 +67,7 @@ def of_weight(weight: torch.Tensor, number: int, bits: int | None = None) -> Pro
     largest = float(weight.abs().max())
     parts = [
         _of_rows(rows.float(), _hot(columns, number), signs, weight.dtype, bits, largest)
-        for rows in weight.detach().split(ROWS)
+        for rows in weight.detach().split(ROWS)  # type: ignore[no-untyped-call]
     ]
     expected, slack = (torch.cat(of, dim=1) for of in zip(*parts, strict=True))
     return Products(number, weight.dtype, columns, expected, slack)

@@ -257,7 +257,7 @@ class Broker:
 
     def evaluation_views(self) -> list[Evaluation]:
         """Every evaluation that is open or remembered, in the order in which they were asked for."""
-        return eval_tickets.views(self.evaluations, self.ledger.run, self.fleet.served_version, self.clock.wall())
+        return eval_tickets.views(self.evaluations, self.ledger.run, self.fleet, self.clock.wall())
 
     async def _expire_when_due(self) -> None:
         while self.failure is None:

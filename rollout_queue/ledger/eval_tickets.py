@@ -17,6 +17,7 @@ from protocol import reasons
 from protocol.config import RunConfig
 from protocol.evaluations import Ended, Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Ticket
+from rollout_queue.ledger.eval_proof import awaited_proof, unproven_rows, without_unproven
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
 from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.records import Decision, EvalChange, EvalRecord, EvalRow, EvalRowState, RowResult, RunState
@@ -122,12 +123,12 @@ def waits_for(record: EvalRecord, run: RunState, served_version: int | None) -> 
     return None
 
 
-def views(evaluations: Evaluations, run: RunState, served_version: int | None, wall_time: float) -> list[Evaluation]:
+def views(evaluations: Evaluations, run: RunState, fleet: Fleet, wall_time: float) -> list[Evaluation]:
     """All of them as people see them, in the order in which they were asked for."""
     found = [(record.number, record.result) for record in evaluations.ended if record.result is not None]
     for of in evaluations.open:
         seconds = max(0.0, wall_time - of.record.asked_at)
-        why = waits_for(of.record, run, served_version)
+        why = awaited_proof(of, fleet) or waits_for(of.record, run, fleet.served_version)
         found.append((of.record.number, of.tally.evaluation(of.record, seconds, waits_for=why)))
     return [evaluation for _, evaluation in sorted(found, key=lambda pair: pair[0])]
 
@@ -192,7 +193,7 @@ def expire(evaluations: Evaluations, fleet: Fleet, now: float, wall_time: float)
         if row.evaluation not in gone
     ]
     change = _with_ends(evaluations, fleet, late, wall_time)
-    ended = [_ended(_without_unproven(of, fleet), "deadline", wall_time) for of in over]
+    ended = [_ended(without_unproven(of, fleet), "deadline", wall_time) for of in over]
     return _without_oldest(evaluations, msgspec.structs.replace(change, records=(*change.records, *ended)))
 
 
@@ -204,7 +205,7 @@ def begin(evaluations: Evaluations, message: BeginSession) -> EvalChange:
 
 def finish(evaluations: Evaluations, fleet: Fleet, wall_time: float) -> EvalChange:
     """End with the run what is still open."""
-    ended = [_ended(_without_unproven(of, fleet), "run_over", wall_time) for of in evaluations.open]
+    ended = [_ended(without_unproven(of, fleet), "run_over", wall_time) for of in evaluations.open]
     return _without_oldest(evaluations, EvalChange(records=tuple(ended)))
 
 
@@ -224,32 +225,9 @@ def judge(evaluations: Evaluations, fleet: Fleet, wall_time: float) -> EvalChang
         if of.record.number not in spoilt
         and of.record.rows is not None
         and of.tally.ended == of.record.rows
-        and not _unproven(of.rows.values(), fleet)
+        and not unproven_rows(of.rows.values(), fleet)
     ]
     return _without_oldest(evaluations, EvalChange(records=tuple(ended), rows=tuple(tainted)))
-
-
-def _unproven(rows: Iterable[EvalRow], fleet: Fleet) -> list[EvalRow]:
-    """Those that are done and whose weights wait for their proof."""
-    return [
-        row
-        for row in rows
-        if row.result is not None and fleet.unproven(GroupFacts(servers=row.result.servers)) is not None
-    ]
-
-
-def _without_unproven(of: OpenEvaluation, fleet: Fleet) -> OpenEvaluation:
-    """As if the rows whose proof has not come had failed."""
-    unproven = _unproven(of.rows.values(), fleet)
-    if not unproven:
-        return of
-    counted = OpenEvaluation(of.record)
-    for row in of.rows.values():
-        counted.put(row)
-    for row in unproven:
-        reason = reasons.UNVERIFIED_SERVER
-        counted.put(msgspec.structs.replace(row, state=EvalRowState.FAILED, result=None, reason=reason))
-    return counted
 
 
 def _rows_of_data(run: RunState) -> int | None:
@@ -291,7 +269,7 @@ def _with_ends(evaluations: Evaluations, fleet: Fleet, rows: Iterable[EvalRow], 
     for number, changed in by_evaluation.items():
         of = evaluations.of(number)
         after = {**of.rows, **{row.index: row for row in changed}}
-        if of.tally.and_also(changed).ended == of.record.rows and not _unproven(after.values(), fleet):
+        if of.tally.and_also(changed).ended == of.record.rows and not unproven_rows(after.values(), fleet):
             ended.append(_ended(of, "complete", wall_time, changed))
     rows_changed = tuple(row for changed in by_evaluation.values() for row in changed)
     return _without_oldest(evaluations, EvalChange(records=tuple(ended), rows=rows_changed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, s
 from tests.e2e.conftest import EXAMPLE, SmallRun, _small_run, wait_until_healthy
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
+from weight_sync.adapters.publication import have_loaded
 from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import ServerControl
 from weight_sync.server_sync import ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import build
+from weight_sync.vllm.adapter_store import PREFIX
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -103,6 +106,7 @@ async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paus
         outcome = await server.publish(snapshot)
         assert outcome.probe_max_abs_diff < 1e-4
         assert outcome.pause_s == 0.0
+        assert outcome.proof.layers, "what vLLM's layers hold was compared to what was sent"
         assert snapshot.adapter is not None
         name, ids = snapshot.adapter.name, snapshot.probe.token_ids
         assert snapshot.probe.logprobs == pytest.approx(await control.score_by_request(ids, name), abs=1e-4)
@@ -153,6 +157,25 @@ async def test_i5_an_adapter_that_fails_its_proof_is_given_to_nobody(control: Se
     async with InferenceClient(60) as client:
         assert await spans_of(client, control.url, 4) == [[SampledSpan(31, 0, 4, "a")]]
     assert (await server.publish(moved(policy, 33))).probe_max_abs_diff < 1e-4
+
+
+def change_file(name: str) -> None:
+    (file,) = Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{name}/adapter_model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+async def test_f2_an_adapter_whose_file_is_changed_after_it_arrived_is_named(
+    control: ServerControl, policy: Policy
+) -> None:
+    """Loaded well, so its log-probs are right; vLLM reads the file again once it has let go of the adapter."""
+    server = sync_of(control)
+    changed = moved(policy, 34)
+    assert changed.adapter is not None
+    await have_loaded(control, changed.adapter)
+    change_file(changed.adapter.name)
+    with pytest.raises(ProofFailed, match=r"version 34 .*its file on the server's disk, which was changed"):
+        await server.publish(changed)
+    assert (await server.publish(moved(policy, 35))).proof.layers
 
 
 async def test_i5_the_base_is_refused_and_a_name_that_is_gone_leads_to_the_newest(

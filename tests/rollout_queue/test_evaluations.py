@@ -194,6 +194,10 @@ async def one_version_on(queue: Served) -> None:
         await queue.broker.commit(Decision(run=msgspec.structs.replace(run, step=1, version=1)))
 
 
+async def evaluation_waits(client: QueueClient) -> list[str]:
+    return [wait.what for wait in (await client.status()).waits if wait.who.startswith("evaluation")]
+
+
 @pytest.mark.parametrize("holds", [True, False])
 async def test_i5_an_evaluation_whose_last_row_waits_for_a_proof_ends_with_it(holds: bool) -> None:
     async with running(eval={"every": 5, "share": 1.0}) as (queue, client):
@@ -202,7 +206,10 @@ async def test_i5_an_evaluation_whose_last_row_waits_for_a_proof_ends_with_it(ho
         (ticket,) = await take_evals(client)
         await client.submit(group(ticket, rewards=[1.0], versions=(None, None, 1, 1, 1)))
         assert [found.ended for found in await client.evaluations()] == [None], "version 1 is not proven yet"
+        awaited = f"the proof of the weights that {SERVER} sampled its rows with"
+        assert await evaluation_waits(client) == [awaited], "the server serves"
         await move_server(client, ServerState.SYNCING)
+        assert await evaluation_waits(client) == [awaited], "no server serves, but nothing is to be sampled any more"
         await move_server(client, ServerState.SERVING if holds else ServerState.QUARANTINED, 1)
         (found,) = await client.evaluations()
         assert (found.ended, found.done) == (("complete", 1) if holds else (None, 0))

@@ -56,7 +56,7 @@ class Engine:
         states = {str(i): SimpleNamespace(lora_name=name) for i, name in enumerate(names)}
         self.output_processor.request_states = states
 
-    async def collective_rpc(self, method: str, args: Any) -> list[dict[str, Any]]:
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[dict[str, Any]]:
         self.calls.append((method, args))
         return [self.reply]
 
@@ -219,6 +219,16 @@ async def test_scores_are_asked_of_the_workers_under_the_adapter(server: Server)
     assert (await server.ask("POST", path, {"token_ids": [[1, 2, 3]]})).status == 501
 
 
+async def test_f2_what_its_layers_hold_is_asked_of_the_workers(server: Server) -> None:
+    name = await server.serve(1)
+    server.engine.reply = {"checked": 8, "wrong": ["q_proj.lora_A"], "unread": []}
+    answer = await server.ask("POST", f"/slipstream/adapters/{name}/layers", {})
+    assert answer.body == {"checked": 8, "wrong": ["q_proj.lora_A"], "unread": []}
+    [(method, ((asked, _, folder),)), (last, _)] = server.engine.calls
+    assert (method, asked, last) == ("slipstream_read_adapter", name, "slipstream_layers")
+    assert is_there(folder)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
@@ -226,6 +236,7 @@ async def test_scores_are_asked_of_the_workers_under_the_adapter(server: Server)
         ("DELETE", "/slipstream/adapters", None, 404),
         ("POST", f"/slipstream/adapters/{name_of(1, 'a' * 64)}/serve", {}, 409),
         ("POST", f"/slipstream/adapters/{name_of(1, 'a' * 64)}/score", {"token_ids": [[1, 2]]}, 409),
+        ("POST", f"/slipstream/adapters/{name_of(1, 'a' * 64)}/layers", {}, 409),
         ("POST", f"/slipstream/adapters/{name_of(1, 'a' * 64)}/load", {"config": 1, "blake3": "x"}, 400),
         ("POST", f"/slipstream/adapters/{name_of(1, 'a' * 64)}/load", {"config": "{}", "blake3": "x"}, 409),
         ("POST", "/slipstream/adapters/../../etc/load", {"config": "{}", "blake3": "x"}, 404),

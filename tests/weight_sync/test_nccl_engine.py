@@ -1,5 +1,6 @@
-"""vLLM's own NCCL engine, driven as vLLM's worker drives it, against the learner's end: the order of its calls and its
-wire. NCCL itself and CUDA's streams are stand-ins, since neither is to be had without a GPU."""
+"""Our form of vLLM's NCCL engine, driven as vLLM's worker drives it, against the learner's end: the order of its calls,
+its wire, and the account that it keeps of what is loaded. NCCL itself and CUDA's streams are stand-ins, since neither
+is to be had without a GPU."""
 
 from __future__ import annotations
 
@@ -24,16 +25,37 @@ from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.nccl import streams
 from weight_sync.transports.nccl.sender import NcclTransport
+from weight_sync.vllm.proof_layers import Difference, compare, held
 
 
-@dataclass
-class Loads:
-    """In the place of vLLM's model."""
+class Loads(torch.nn.Module):
+    """In the place of vLLM's model. `a.weight` is a parameter as it stands; `spoil`: what happens to it in the load."""
 
-    loaded: dict[str, torch.Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.a = torch.nn.Linear(3, 1500, bias=False, dtype=torch.bfloat16)
+        self.register_buffer("scale", torch.zeros(7))
+        self.register_buffer("steps", torch.tensor(0))
+        self.spoil: Callable[[torch.Tensor], Any] | None = None
 
     def load_weights(self, weights: Any) -> None:
         self.loaded |= {name: tensor.clone() for name, tensor in weights}
+        weight = self.loaded.get("a.weight")
+        if weight is not None and weight.shape == self.a.weight.shape:
+            self.a.weight.data = weight.clone()
+            if self.spoil is not None:
+                self.spoil(self.a.weight.data)
+
+    @property
+    def wrong(self) -> list[str]:
+        return self.difference.wrong
+
+    @property
+    def difference(self) -> Difference:
+        return compare(self.engine.proven, held(self))
+
+    engine: Any = None
 
 
 class InProcess(ServerControl):
@@ -111,7 +133,7 @@ def snapshot(version: int, rows: int = 1500) -> Snapshot:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     pytest.importorskip("vllm")
-    module: Any = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
+    ours: Any = importlib.import_module("weight_sync.transports.nccl.engine")
     common: Any = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
     packed: Any = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
     reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
@@ -131,8 +153,9 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     engines = []
     for rank, model in enumerate(models):
         parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
-        config = SimpleNamespace(parallel_config=parallel, model_config="model config")
-        engines.append(module.NCCLWeightTransferEngine(None, config, torch.device("cpu"), model))
+        config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.bfloat16))
+        engines.append(ours.NcclEngine(None, config, torch.device("cpu"), model))
+        model.engine = engines[-1]
     return Rig(world, engines, models, reloads)
 
 
@@ -153,6 +176,68 @@ async def test_every_worker_of_vllms_engine_loads_what_was_sent(rig: Rig, bucket
             assert all(torch.equal(model.loaded[name], wanted[name]) for name in wanted)
     assert rig.world.misfits == []
     await sending.close()
+
+
+def element(weight: torch.Tensor) -> None:
+    weight[700, 1] += 1
+
+
+def rows(weight: torch.Tensor) -> None:
+    weight[3] += 1
+
+
+def left_out(weight: torch.Tensor) -> None:
+    weight.fill_(0.0)
+
+
+@pytest.mark.parametrize("fault", [element, rows, left_out])
+async def test_f2_what_the_load_makes_of_a_tensor_is_found_in_the_worker_that_has_it(
+    rig: Rig, fault: Callable[[torch.Tensor], None]
+) -> None:
+    sending = transport()
+    await sending.connect(rig.server, 2)
+    for version in (1, 2):
+        await rig.publish(sending, snapshot(version))
+        assert [(model.difference.checked, model.wrong) for model in rig.models] == [(1, []), (1, [])]
+    rig.models[1].spoil = fault
+    await rig.publish(sending, snapshot(3))
+    assert [model.wrong for model in rig.models] == [[], ["a.weight"]]
+    await sending.close()
+
+
+async def test_a_loader_that_makes_another_thing_of_a_tensor_is_taken_at_its_word(rig: Rig) -> None:
+    sending = transport()
+    await sending.connect(rig.server, 2)
+    for model in rig.models:
+        model.spoil = lambda weight: weight.neg_()
+    for version in (1, 2):
+        await rig.publish(sending, snapshot(version))
+        assert [(of.wrong, of.unread) for of in (model.difference for model in rig.models)] == [([], ["a.weight"])] * 2
+    await sending.close()
+
+
+async def test_f2_a_tensor_that_is_sent_twice_or_in_another_type_is_refused(rig: Rig) -> None:
+    (engine, *_) = rig.engines
+    engine.start_weight_update()
+    info = SimpleNamespace(names=["a.weight", "a.weight"], dtype_names=["bfloat16"] * 2, shapes=[[1500, 3]] * 2)
+    with pytest.raises(ValueError, match=r"1 tensors were sent twice, among them a\.weight"):
+        engine.receive_weights(info)
+    info = SimpleNamespace(names=["a.weight"], dtype_names=["float16"], shapes=[[1500, 3]])
+    with pytest.raises(ValueError, match=r"a\.weight came as float16.*set model\.dtype"):
+        engine.receive_weights(info)
+
+
+async def test_f2_a_parameter_that_is_not_sent_leaves_the_model_not_whole(rig: Rig) -> None:
+    """vLLM keeps the old weights, and only warns."""
+    reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    engine, model = rig.engines[0], rig.models[0]
+    info = reload.get_layerwise_info(model.a)
+    info.restore_metadata = ({"weight": model.a.weight.data.to("meta")}, {})
+    info.load_numel, info.load_numel_total = 0, model.a.weight.numel()
+    engine.start_weight_update()
+    with pytest.raises(ValueError, match=r"1 parameters .*were not sent whole, among them a\.weight"):
+        engine.finish_weight_update()
+    assert engine.proven is None
 
 
 async def test_the_order_of_calls_is_vllms(rig: Rig) -> None:

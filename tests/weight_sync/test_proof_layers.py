@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weight_sync.vllm import proof_layers
-from weight_sync.vllm.proof_layers import Reading, compare, fingerprint, held
+from weight_sync.vllm.proof_layers import ModelReading, compare, fingerprint, held
 from weight_sync.vllm.torch_packing import TorchLinear
 
 
@@ -96,6 +96,17 @@ def test_a_layer_that_was_packed_by_a_handle_instead_is_not_what_was_proven() ->
     assert compare(held(proven), held(live)).wrong == ["up.packed0"]
 
 
+def test_f2_a_handle_beside_a_weight_that_is_kept_is_not_taken_for_that_weight() -> None:
+    """An output head keeps its weight, and computes with the handle."""
+    model = Model(torch.float32)
+    handle = object()
+    model.up.weight = nn.Parameter(torch.zeros(24, 16))
+    model.up.cpu_linear = lambda x: (handle, x)  # type: ignore[assignment]
+    assert held(model).unread == ["up.packed0"]
+    model.up.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+    assert held(model).unread == []
+
+
 def test_everything_that_is_computed_with_is_compared() -> None:
     model = Model(torch.float32)
     names = ["embedding.weight", "norm.bias", "norm.weight", "places", "up.packed0"]
@@ -107,7 +118,7 @@ def test_live_layers_are_read_on_a_thread() -> None:
     model = Model(torch.float32)
     proven = held(model)
     exchange_rows(model)
-    reading = Reading(model, proven)
+    reading = ModelReading(model, proven)
     reading.start()
     reading.join(10)
     assert reading.result() == {"checked": 5, "wrong": ["embedding.weight"], "unread": []}

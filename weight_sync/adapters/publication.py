@@ -1,8 +1,8 @@
 """One version onto one server as an adapter: send, load, prove, and only then serve. No pause.
 
-Bytes: each chunk's digest, and the digest of the whole, which is a part of the adapter's name. Computation: the probe
-under the adapter, before anybody is given it. The base under it is what the server loaded itself from `model.path`, so
-the probe proves that as well.
+Bytes: each chunk's digest, the digest of the whole, which is a part of the adapter's name, and what vLLM's layers hold
+of it. Computation: the probe under the adapter, before anybody is given it. The base under it is what the server loaded
+itself from `model.path`, so the probe proves that as well.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
 
 CHUNK_BYTES = 8 << 20
-# The status of what a server cannot do.
-CANNOT_READ = 501
 MERGED = "or have the merged weights published, with weight_sync.adapter_only = false"
 
 
@@ -42,7 +40,7 @@ class AdapterScores:
         return await self._control.score_by_request(token_ids, self._name)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
-        raise ControlError(f"{self.url}: an adapter's layers cannot be read", CANNOT_READ)
+        return await self._control.adapter_layers(self._name)
 
 
 @dataclass(frozen=True)

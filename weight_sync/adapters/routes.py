@@ -35,6 +35,11 @@ class AdapterRoutes(ABC):
         """Log-probs float32 [T-1] of each of `sequences` [T] under a loaded adapter, computed beside generation."""
         return await self._scores(f"{ROOT}/{name}/score", sequences)
 
+    async def adapter_layers(self, name: str) -> dict[str, Any]:
+        """What the layers of a loaded adapter hold; the answer is that of `ServerControl.layers`."""
+        reply: dict[str, Any] = await self._call("POST", f"{ROOT}/{name}/layers", {})
+        return reply
+
     @abstractmethod
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, data: bytes | None = None

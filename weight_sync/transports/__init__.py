@@ -24,6 +24,7 @@ class Ends:
     engine: str
     backend: str | None = None
     stages: bool = True
+    replaces: bool = False
 
 
 # The names are those of the setting.
@@ -31,8 +32,9 @@ TRANSPORTS = {
     "gloo": Ends("weight_sync.transports.gloo.sender:GlooTransport", "weight_sync.transports.gloo.engine:GlooEngine"),
     "nccl": Ends(
         "weight_sync.transports.nccl.sender:NcclTransport",
-        "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine",
+        "weight_sync.transports.nccl.engine:NcclEngine",
         stages=False,
+        replaces=True,
     ),
     "nccl_staged": Ends(
         "weight_sync.transports.nccl_staged.sender:NcclStagedTransport",

@@ -1,12 +1,15 @@
-"""Log-probs under a loaded adapter, whether it serves or not: computed inside the workers, beside generation."""
+"""What a server computes and holds under a loaded adapter, whether it serves or not: asked of the workers, beside
+generation."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.vllm import proof_score
 from weight_sync.vllm.active_adapter import put_under
-from weight_sync.vllm.proof_routes import given_logprobs, given_token_ids
+from weight_sync.vllm.proof_layers import Reading
+from weight_sync.vllm.proof_routes import given_logprobs, given_token_ids, read
 from weight_sync.vllm.route import RouteError
 
 if TYPE_CHECKING:
@@ -18,18 +21,30 @@ async def score(shelf: Shelf, name: str, body: dict[str, Any]) -> dict[str, Any]
 
     Raises `RouteError`.
     """
-    engine, adapter = shelf.engine, shelf.adapter(name)
+    which = _which(shelf, name)
+    token_ids = given_token_ids(shelf.engine, body)
+    return given_logprobs(await shelf.engine.collective_rpc("slipstream_score_adapter", args=(token_ids, which)))
+
+
+async def layers(shelf: Shelf, name: str) -> dict[str, Any]:
+    """As `proof_routes.layers`: the layers of a loaded adapter against the bytes that arrived. Raises `RouteError`."""
+    begun = await shelf.engine.collective_rpc("slipstream_read_adapter", args=(_which(shelf, name),))
+    return await read(shelf.engine, begun)
+
+
+def _which(shelf: Shelf, name: str) -> tuple[str, int, str]:
+    """Name, number and folder of an adapter. Raises `RouteError`."""
+    adapter = shelf.adapter(name)
     if adapter is None:
         raise RouteError(409, f"the adapter {name} is not loaded")
-    token_ids = given_token_ids(engine, body)
-    which = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
-    return given_logprobs(await engine.collective_rpc("slipstream_score_adapter", args=(token_ids, which)))
+    return adapter.lora_name, adapter.lora_int_id, adapter.lora_path
 
 
 class AdapterMixin:
     """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
 
     model_runner: Any
+    _slipstream_reading: Reading
 
     def slipstream_score_adapter(self, token_ids: list[list[int]], which: tuple[str, int, str]) -> dict[str, Any]:
         """As `ProofMixin.slipstream_score`, under the adapter of this name, number and folder."""
@@ -42,3 +57,13 @@ class AdapterMixin:
             put_under(self.model_runner, len(ids), LoRARequest(*which))
             scores.append(proof_score.score(self.model_runner, ids))
         return {"logprobs": None if None in scores else scores}
+
+    def slipstream_read_adapter(self, which: tuple[str, int, str]) -> dict[str, Any]:
+        """Begin to compare what this worker holds of an adapter; `slipstream_layers` tells what was found."""
+        from weight_sync.vllm import adapter_layers
+
+        name, _, folder = which
+        copied = adapter_layers.copy(self.model_runner, which)
+        self._slipstream_reading = adapter_layers.AdapterReading(copied, name, Path(folder))
+        self._slipstream_reading.start()
+        return {}

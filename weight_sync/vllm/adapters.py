@@ -4,6 +4,7 @@
     PUT  /slipstream/adapters/NAME?start=N&blake3=HEX     a chunk of the file, from byte N
     POST /slipstream/adapters/NAME/load                   {"config": str, "blake3": hex}
     POST /slipstream/adapters/NAME/score                  {"token_ids": [[int]]} -> {"logprobs": [[float]]}
+    POST /slipstream/adapters/NAME/layers                 {} -> {"checked": int, "wrong": [str], "unread": [str]}
     POST /slipstream/adapters/NAME/serve                  {}
 
 vLLM's own `/v1/load_lora_adapter` stays off: it would load any path for anyone.
@@ -24,7 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.adapter_names import HEADER
-from weight_sync.vllm.adapter_score import score
+from weight_sync.vllm.adapter_score import layers, score
 from weight_sync.vllm.adapter_shelf import Shelf
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
 from weight_sync.vllm.middleware import body_of, bytes_of, problem
@@ -108,6 +109,8 @@ async def _answered(shelf: Shelf, scope: Scope, receive: Receive) -> dict[str, A
             return await shelf.load(name, _text(body, "config"), _text(body, "blake3"))
         case "POST", True, "score":
             return await score(shelf, name, await body_of(receive))
+        case "POST", True, "layers":
+            return await layers(shelf, name)
         case "POST", True, "serve":
             return await shelf.serve(name)
     raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")

@@ -20,5 +20,7 @@ def register() -> None:
 
     for name, ends in TRANSPORTS.items():
         module, _, engine = ends.engine.partition(":")
+        if ends.replaces:
+            WeightTransferEngineFactory._registry.pop(backend(name), None)
         with contextlib.suppress(ValueError):  # registered already, by an earlier call or by vLLM itself
             WeightTransferEngineFactory.register_engine(backend(name), module, engine)

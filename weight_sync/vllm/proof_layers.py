@@ -2,7 +2,8 @@
 
 Log-probs show what a layer does to the tokens of a probe; a row that the probe does not touch, or one value that is
 off by little, they do not show. Fingerprints do, whatever the layer is for. On a CPU linear layers compute with packed
-copies: those that torch packed are read as they lie in memory; oneDNN's handles cannot be read, and are named as such.
+copies: those that torch packed are read as they lie in memory; oneDNN's handles cannot be read: what such a layer
+computes is looked at instead (`proof_products`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+
+if TYPE_CHECKING:
+    from weight_sync.vllm.proof_products import Products
 
 # Elements of a tensor on an accelerator that are hashed at one time: 8 bytes each, and as many for their places.
 CHUNK = 2**24
@@ -26,10 +30,16 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number
 @dataclass(frozen=True)
 class Held:
     """prints: the fingerprint of each tensor that a model computes with, by its name; unread: packed weights that
-    cannot be read."""
+    cannot be read; products: of layers whose weights cannot be, by the layer's name.
+
+    known: names whose prints must be the live ones, as they once were; None: all. The others may be of tensors that
+    a loader makes other ones of, and become known when they are found.
+    """
 
     prints: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    products: dict[str, Products] = field(default_factory=dict)
+    known: set[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,28 +68,38 @@ def held(model: torch.nn.Module) -> Held:
 
 
 def compare(proven: Held, live: Held) -> Difference:
-    """The live model against what was proven on the shadow, as far as the shadow was loaded."""
+    """The live model against what was proven on the shadow, as far as the shadow was loaded. What `proven.known` has
+    not is `unread` where it differs, and known from then on where it does not."""
     # One that is missing is wrong: a handle that nobody can read, in the place of a packed weight, was not swapped in.
-    wrong = [name for name, print_ in proven.prints.items() if live.prints.get(name) != print_]
-    return Difference(len(proven.prints), sorted(wrong), sorted(set(live.unread) - set(wrong)))
+    differ = {name for name, print_ in proven.prints.items() if live.prints.get(name) != print_}
+    wrong = differ if proven.known is None else differ & proven.known
+    if proven.known is not None:
+        proven.known.update(proven.prints.keys() - differ)
+    unread = (set(live.unread) | differ) - wrong
+    return Difference(len(proven.prints) - len(differ - wrong), sorted(wrong), sorted(unread))
+
+
+def cannot_be_read(layer: Any) -> bool:
+    """Whether a linear layer of vLLM's holds its weight behind a handle, or quantised."""
+    packed = getattr(layer, "cpu_linear", None)
+    behind_a_handle = packed is not None and any(part is None for part in _parts(packed, layer))
+    return behind_a_handle or not type(layer.quant_method).__name__.startswith("Unquantized")
 
 
 class Reading(threading.Thread):
-    """Reads what `model` holds and compares it to `proven`, beside generation: nothing is written."""
+    """Finds a `difference` beside generation: nothing is written."""
 
-    def __init__(self, model: torch.nn.Module, proven: Held) -> None:
+    def __init__(self) -> None:
         super().__init__(name="layer-proof", daemon=True)
-        self._model = model
-        self._proven = proven
         self._found: Difference | None = None
         self._error: Exception | None = None
 
+    def difference(self) -> Difference:
+        raise NotImplementedError
+
     def run(self) -> None:
         try:
-            on_gpu = next(self._model.parameters()).is_cuda
-            # On a stream of its own it does not stand between two steps of the engine.
-            with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
-                self._found = compare(self._proven, held(self._model))
+            self._found = self.difference()
         except Exception as error:
             self._error = error
 
@@ -88,6 +108,25 @@ class Reading(threading.Thread):
         if self._found is None:
             raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
         return vars(self._found)
+
+
+class ModelReading(Reading):
+    """What `model` holds, compared to `proven`. probed: what its products were compared to, by the engine's thread."""
+
+    def __init__(self, model: torch.nn.Module, proven: Held, probed: Difference | None = None) -> None:
+        super().__init__()
+        self._model = model
+        self._proven = proven
+        self._probed = probed or Difference(0, [], [])
+
+    def difference(self) -> Difference:
+        on_gpu = next(self._model.parameters()).is_cuda
+        # On a stream of its own it does not stand between two steps of the engine.
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
+            found = compare(self._proven, held(self._model))
+        probed = tuple(f"{name}.packed" for name in self._proven.products)
+        unread = self._probed.unread + [name for name in found.unread if not name.startswith(probed)]
+        return Difference(found.checked + self._probed.checked, found.wrong + self._probed.wrong, unread)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
@@ -135,8 +174,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The tensors that a packed layer's function computes with; None where it has a handle instead. One that reads the
-    module's own weight has none."""
+    """The tensors that a packed layer's function computes with; None where it has a handle instead, even if the module
+    keeps a weight beside it, as an output head does. One that reads the module's own weight has none."""
     kept: list[Any] = []
     if isinstance(packed, functools.partial):
         kept = [*packed.args, *packed.keywords.values()]
@@ -146,6 +185,6 @@ def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
         kept = [*vars(packed).values()]
     parts = [part for part in kept if isinstance(part, torch.Tensor)]
     weight = module._parameters.get("weight")
-    if not parts and (weight is None or not weight.numel()):
+    if not parts and (kept or weight is None or not weight.numel()):
         return [None]
     return [*parts]

@@ -10,7 +10,7 @@ from weight_sync.vllm.route import Handler, RouteError
 
 # Far more than a probe has.
 MOST_SEQUENCES = 64
-# How often to look whether the layers are read: 38 M parameters take 60 ms.
+# How often to look whether the layers are read: 38 M parameters take 10 ms.
 LOOK_EVERY_S = 0.02
 LAYERS_TIMEOUT_S = 120.0
 
@@ -41,15 +41,21 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     what was proven before the swap to `label`. 409 where other weights serve, 501 where nothing was proven."""
     label = body.get("label")
     # Asked at once, they are answered between the same two steps of the engine.
-    serving, replies = await both(engine.get_weight_version(), engine.collective_rpc("slipstream_layers", args=(True,)))
+    serving, begun = await both(engine.get_weight_version(), engine.collective_rpc("slipstream_read_layers"))
     if label != serving:
         raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
-    _refuse_if_impossible(replies)
+    return await read(engine, begun)
+
+
+async def read(engine: Any, begun: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all workers found who have `begun` to read, by their answers. Raises `RouteError` 501, 504."""
+    _refuse_if_impossible(begun)
+    replies: list[dict[str, Any]] = [{}]
     try:
         async with asyncio.timeout(LAYERS_TIMEOUT_S):
             while not all(replies):
                 await asyncio.sleep(LOOK_EVERY_S)
-                replies = await engine.collective_rpc("slipstream_layers", args=(False,))
+                replies = await engine.collective_rpc("slipstream_layers")
     except TimeoutError:
         raise RouteError(504, f"the layers were not read within {LAYERS_TIMEOUT_S:g} s") from None
     several = len(replies) > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weight_sync.vllm import proof_layers, proof_score
+from weight_sync.vllm import proof_layers, proof_products, proof_score
 from weight_sync.vllm.active_adapter import put_under
 
 
@@ -26,15 +26,19 @@ class ProofMixin:
             scores.append(proof_score.score(self.model_runner, ids))
         return {"logprobs": None if None in scores else scores}
 
-    def slipstream_layers(self, begin: bool) -> dict[str, Any]:
-        """begin: start to read what the live layers hold, on a thread of its own. Else what was read, once that is
-        done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`. `cannot`: why it cannot be done."""
-        if not begin:
-            reading = self._slipstream_reading
-            return {} if reading.is_alive() else reading.result()
+    def slipstream_read_layers(self) -> dict[str, Any]:
+        """Begin to read what the live layers hold, on a thread of its own; `cannot`: why not."""
         proven = getattr(self.weight_transfer_engine, "proven", None)
         if proven is None:
             return {"cannot": "no weights were staged and proven before they were loaded"}
-        self._slipstream_reading = proof_layers.Reading(self.model_runner.model, proven)
+        model = self.model_runner.model
+        # What cannot be read is computed with here: on the engine's thread, and no other.
+        probed = proof_products.probe(model, proven)
+        self._slipstream_reading = proof_layers.ModelReading(model, proven, probed)
         self._slipstream_reading.start()
         return {}
+
+    def slipstream_layers(self) -> dict[str, Any]:
+        """What was read, if it is done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`."""
+        reading = self._slipstream_reading
+        return {} if reading.is_alive() else reading.result()

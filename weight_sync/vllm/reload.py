@@ -6,24 +6,42 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from weight_sync.vllm.account import Account
+from weight_sync.vllm.proof_layers import Held
+from weight_sync.vllm.proof_products import watching
+
+# Of each live model: tensors that were there as they arrived, once (`proof_layers.Held.known`).
+_known: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
 
 class Reload:
-    """Weights (tensors by name, as in a checkpoint) that are loaded into the live model under the pause."""
+    """Weights (tensors by name, as in a checkpoint) that are loaded into the live model under the pause. `proven`: what
+    the live model must hold then."""
 
     def __init__(self, model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
+        self.proven: Held | None = None
         self._model = model
         self._model_config = model_config
         self._weights = weights
+        self._account = Account(model)
+        for name, tensor in weights.items():
+            self._account.note(name, tensor)
 
     def exchange(self) -> None:
         """Make the live model compute with the new weights; generation must stand still. Where it raises, the model
         may be half new."""
-        load_staged(self._model, self._model_config, self._weights)
+        layers = [(name, module, module) for name, module in self._model.named_modules()]
+        with watching(layers) as watched:
+            load_staged(self._model, self._model_config, self._weights)
+        self._account.take(watched)
+        known = _known.setdefault(self._model, set())
+        self.proven = Held(self._account.prints, products=self._account.products, known=known)
 
 
 def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:

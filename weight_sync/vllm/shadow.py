@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from weight_sync.vllm.proof_layers import held
+from weight_sync.vllm.proof_products import watching
 from weight_sync.vllm.reload import Reload
 from weight_sync.vllm.staging import Weights
 from weight_sync.vllm.torch_packing import LOOKUP_ONLY
@@ -83,13 +85,15 @@ class Shadow:
             with torch.no_grad(), _config_known(vllm_config):
                 parallel = vllm_config.parallel_config
                 whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
-                self.pairs = _load(all_pairs, weights, whole)
+                layers = [(pair.name, pair.live, pair.twin) for pair in all_pairs]
+                with watching(layers) as watched:
+                    self.pairs = _load(all_pairs, weights, whole)
                 if whole:
                     check_rows(self.pairs, weights)
         except BaseException:
             let_go(all_pairs)
             raise
-        self.proven = held(all_pairs[0].twin)
+        self.proven = replace(held(all_pairs[0].twin), products=watched.products)
         self._all = all_pairs
         self._changes = [change for pair in self.pairs for change in _changes(pair)]
 

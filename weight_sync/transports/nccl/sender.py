@@ -1,7 +1,7 @@
-"""The learner's end of the NCCL transport; `engine` is vLLM's own `NCCLWeightTransferEngine`.
+"""The learner's end of the NCCL transport; `engine` is vLLM's own `NCCLWeightTransferEngine`, and an account of it.
 
 vLLM's order of calls, with a control plane of ours: its HTTP client sends no token, and its trainer's end waits without
-a deadline. The engine checks no digest: what arrived damaged is found by the proof.
+a deadline. The engine checks no digest of what was sent: what arrived damaged is found by the log-probs of the proof.
 """
 
 from __future__ import annotations

@@ -1,0 +1,200 @@
+"""What linear layers compute whose weights cannot be read back: vLLM's own layers on a CPU, packed by oneDNN."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from weight_sync.vllm import proof_products
+from weight_sync.vllm.proof_layers import Held, ModelReading, cannot_be_read, held
+from weight_sync.vllm.proof_products import HALF, of_weight, vectors, watching
+
+ROWS, COLUMNS = 96, 64
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's own packing, whatever other tests of this process have installed."""
+    utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
+    config: Any = importlib.import_module("vllm.config")
+    original = utils.dispatch_cpu_unquantized_gemm
+    for cell in original.__closure__ or () if getattr(original, "by_slipstream", False) else ():
+        if getattr(cell.cell_contents, "__name__", "") == "dispatch_cpu_unquantized_gemm":
+            monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", cell.cell_contents)
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+    # A worker alone.
+    parameter: Any = importlib.import_module("vllm.model_executor.parameter")
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    with config.set_current_vllm_config(config.VllmConfig()):
+        yield
+
+
+def layer(dtype: torch.dtype) -> Any:
+    linear: Any = importlib.import_module("vllm.model_executor.layers.linear")
+    return linear.ReplicatedLinear(COLUMNS, ROWS, bias=False, params_dtype=dtype, disable_tp=True, prefix="up")
+
+
+def weight(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) * 0.1).to(dtype)
+
+
+def pack(up: Any, holding: torch.Tensor) -> None:
+    """As vLLM loads: the weight is taken into a handle, and let go."""
+    up.weight = nn.Parameter(holding.clone(), requires_grad=False)
+    up.quant_method.process_weights_after_loading(up)
+
+
+class Model(nn.Module):
+    """Its layer is packed and cannot be read. `proven`: what a load of `weight(dtype)` says that it must compute."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = layer(dtype)
+        pack(self.up, weight(dtype, seed=9))
+        self.load()
+
+    def load(self) -> None:
+        with watching([("up", self.up, self.up)]) as watched:
+            pack(self.up, weight(self.up.params_dtype))
+        self.proven = Held(products=watched.products)
+
+    @property
+    def wrong(self) -> list[str]:
+        return proof_products.probe(self, self.proven).wrong
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_layer_behind_a_handle_is_probed_and_what_is_right_passes(dtype: torch.dtype) -> None:
+    model = Model(dtype)
+    assert cannot_be_read(model.up)
+    assert held(model).unread == ["up.packed0"]
+    reading = ModelReading(model, model.proven, proof_products.probe(model, model.proven))
+    reading.start()
+    reading.join(10)
+    assert reading.result() == {"checked": 1, "wrong": [], "unread": []}
+    for _ in range(COLUMNS // HALF):
+        model.load()
+        assert model.wrong == []
+
+
+def element(of: torch.Tensor) -> None:
+    of[11, 3] += 0.02
+
+
+def row(of: torch.Tensor) -> None:
+    of[7] += 0.02
+
+
+def columns(of: torch.Tensor) -> None:
+    of[:, [5, 60]] = of[:, [60, 5]]
+
+
+def rows(of: torch.Tensor) -> None:
+    of[[7, 9]] = of[[9, 7]]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [(element, "row 11"), (row, "row 7"), (columns, f"{ROWS} rows"), (rows, "2 rows, among them row 7")],
+)
+def test_f2_each_fault_in_a_layer_that_cannot_be_read_is_found(
+    fault: Callable[[torch.Tensor], None], where: str, dtype: torch.dtype
+) -> None:
+    model = Model(dtype)
+    changed = weight(dtype)
+    fault(changed)
+    pack(model.up, changed)
+    (wrong,) = model.wrong
+    assert wrong.startswith("up (products of ")
+    assert where in wrong or (fault is columns and "rows, among them" in wrong)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_f2_a_layer_that_was_left_out_is_found(dtype: torch.dtype) -> None:
+    model = Model(dtype)
+    pack(model.up, weight(dtype, seed=9))
+    assert len(model.wrong) == 1
+
+
+def test_f2_an_element_that_is_off_by_less_than_rounding_is_found_when_its_column_is_read_alone() -> None:
+    changed = weight(torch.bfloat16)
+    changed[11, 3] = torch.nextafter(changed[11, 3], torch.tensor(9.0, dtype=torch.bfloat16))
+    model = Model(torch.bfloat16)
+    pack(model.up, changed)
+    found = []
+    for number in range(COLUMNS // HALF):
+        model.proven = Held(products={"up": of_weight(weight(torch.bfloat16), number)})
+        found.append(len(model.wrong))
+    assert found == [1] + [0] * (COLUMNS // HALF - 1)
+
+
+def test_the_one_hot_vectors_read_every_column_once_in_a_round() -> None:
+    hot = [vectors(COLUMNS, number, torch.float32, torch.device("cpu"))[:HALF] for number in range(COLUMNS // HALF)]
+    assert torch.equal(torch.cat(hot), torch.eye(COLUMNS))
+    assert vectors(3, 5, torch.float32, torch.device("cpu")).shape == (2 * HALF, 3)
+
+
+class EightBits:
+    """A quantised method: one scale a tensor, and products of what it rounded. `lost`: what it leaves as it was."""
+
+    def __init__(self) -> None:
+        self.lost = False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        loaded = layer.weight.detach().float()
+        if not self.lost:
+            self.scale = float(loaded.abs().max()) / 448
+            self.kept = (loaded / self.scale).to(torch.float8_e4m3fn)
+        layer.weight = nn.Parameter(self.kept, requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        return (x.float() @ (layer.weight.float() * self.scale).T).to(torch.bfloat16)
+
+
+def test_f2_a_quantised_layer_is_probed_within_what_it_rounds() -> None:
+    model = Model(torch.bfloat16)
+    model.up.quant_method = EightBits()
+    del model.up.cpu_linear
+    pack(model.up, weight(torch.bfloat16, seed=9))
+    model.load()
+    assert model.wrong == []
+    model.up.quant_method.lost = True
+    with watching([("up", model.up, model.up)]) as watched:
+        pack(model.up, weight(torch.bfloat16, seed=3))
+    model.proven = Held(products=watched.products)
+    assert len(model.wrong) == 1
+
+
+def test_after_a_load_in_place_a_layer_is_wrong_only_if_it_was_right_before() -> None:
+    """How a quantised layer rounds is an estimate: one that always rounds more is left to the log-probs."""
+    model, known = Model(torch.float32), set[str]()
+    right, wrong = weight(torch.float32), weight(torch.float32, seed=9)
+    model.proven = Held(products=model.proven.products, known=known)
+    seen = []
+    for held_now in (wrong, right, wrong):
+        pack(model.up, held_now)
+        found = proof_products.probe(model, model.proven)
+        seen.append((found.checked, len(found.wrong), found.unread))
+    assert seen == [(0, 0, ["up"]), (1, 0, []), (1, 1, [])]
+
+
+def test_a_layer_that_cannot_be_multiplied_is_named_as_unread() -> None:
+    model = Model(torch.float32)
+    model.up.cpu_linear = lambda *_: torch.zeros(3)
+    found = proof_products.probe(model, model.proven)
+    assert (found.checked, found.wrong, found.unread) == (0, [], ["up"])
+
+
+def test_what_was_watched_is_left_as_it_was() -> None:
+    model = Model(torch.float32)
+    assert "process_weights_after_loading" not in vars(model.up.quant_method)

@@ -186,13 +186,14 @@ class Worker:
                 await self._sleep(pause_s(self._pauses))
                 self._pauses += 1
                 room = await self.capacity.wait_for_room(group_size)
-            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
+            have, serving = list(self._running), self._pool.known
+            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=have, serving=serving)
             with self.capacity.asking():
                 try:
                     reply = await self._heartbeat.when_registered(partial(self._queue.tickets, request))
                 except RunFinished:
                     return
-            if reply.tickets:  # an answer without tickets names no servers
+            if reply.servers:  # an answer that nothing came names none
                 self._pool.update(reply.servers)
             for ticket in reply.tickets:
                 self._begin(ticket, tasks)

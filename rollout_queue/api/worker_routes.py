@@ -29,8 +29,9 @@ router = APIRouter()
 
 @router.post(routes.TICKETS)
 async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
-    """Tickets as soon as admission has any, 204 if there are none after the wait; refused once the run is finished or
-    given up, and to a worker that is not registered."""
+    """Tickets as soon as admission has any, 204 if there are none after the wait, and the fleet alone as soon as a
+    server leaves service that the worker uses; refused once the run is finished or given up, and to a worker that is
+    not registered."""
     message: TicketRequest = await read_json(request, TicketRequest)
     worker, ledger, waits = message.worker_id, broker.ledger, broker.observations.waits
     if message.max_tickets < 1:
@@ -60,6 +61,8 @@ async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
                     if decision.tickets or decision.evals.rows:
                         waits.end(worker)
                         return _reply(broker, decision.tickets, decision.evals.rows)
+        if broker.fleet.servers and not broker.fleet.all_serve(message.serving):
+            return _reply(broker, [], [])
         grant = broker.grant()
         broker.admission.observe_refusal(grant)
         waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)

@@ -67,6 +67,8 @@ class StandInQueue:
         while not self.tickets_left:
             if self.finished:
                 raise RunFinished("the run is finished")
+            if not set(request.serving) <= {of.name for of in self.servers if of.state is ServerState.SERVING}:
+                return TicketReply([], self.servers)
             self.changed.clear()
             await self.changed.wait()
         count = min(request.max_tickets, len(self.tickets_left))

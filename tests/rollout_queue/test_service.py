@@ -430,6 +430,19 @@ async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refus
         assert (await refusal(client.submit(group(late)))).reason == "unverified_server"
 
 
+async def test_a_worker_that_waits_for_tickets_is_told_at_once_of_a_server_that_leaves_service() -> None:
+    async with running() as (_, client):
+        await take(client, 100)
+        ask = TicketRequest("w", 1, wait_s=30.0, serving=[SERVER])
+        waiting = asyncio.create_task(client.tickets(ask))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await move_server(client, ServerState.STALE, reason="paused by a person")
+        async with asyncio.timeout(5):
+            told = [await waiting, await client.tickets(ask)]
+        assert [(of.tickets, [server.state for server in of.servers]) for of in told] == [([], [ServerState.STALE])] * 2
+
+
 async def test_finish_ends_the_run_for_everyone() -> None:
     async with running() as (_, client):
         tickets = await take(client, 4)

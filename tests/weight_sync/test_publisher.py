@@ -291,6 +291,22 @@ def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
 
 
+def test_a_server_that_is_up_to_date_leaves_service_while_a_person_pauses_it_and_comes_back_by_itself(
+    world: World,
+) -> None:
+    """Its requests stand still: while it served, no step was made, and so no version came that would have shown it."""
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].engine.pause()
+        until(server_in(world, "vllm-1", ServerState.STALE))
+        assert world.servers()["vllm-1"].reason == "paused by a person: waits for POST /resume"
+        assert world.states()[0] == (ServerState.SERVING, 1)
+        world.fakes[1].engine.resume()
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        assert [transport.versions for transport in world.transports.made] == [[1]] * 2, "proven once is enough"
+
+
 def test_f16_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: World) -> None:
     with world.publisher() as publishing:
         publishing.publish(3, weights(), probe())

@@ -137,10 +137,12 @@ class Member:
             self._wake.clear()
             self._no_room = False
             state = await self._look() if self.server.state is not _S.DRAINING else None
-            wanted = not self.up_to_date and self._snapshots.newest is not None
-            due = time.monotonic() >= self._next_try
-            if state is not None and wanted and due and not await self._must_wait(state):
-                await self._bring(state)
+            newest, due = self._snapshots.newest, time.monotonic() >= self._next_try
+            if state is not None and newest is not None and not await self._must_wait(state):
+                if self._still_holds(state, newest):
+                    await self._serves_again(newest)
+                elif due and not self.up_to_date:
+                    await self._bring(state)
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError  # a call that ended in the same moment turned it into its own error
             await self._pause()
@@ -200,7 +202,8 @@ class Member:
             await self.at_queue.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
 
     async def _must_wait(self, state: EngineState) -> bool:
-        """A pause that a person asked for stands: nothing is published under it (nobody could prove it)."""
+        """A pause that a person asked for stands: nothing is published under it (nobody could prove it), and nothing is
+        sampled: one that is up to date leaves service too, so that the work that waits there goes on elsewhere."""
         self.paused_by_person = state.paused and state.pause_owner == "person"
         if self.paused_by_person:
             reason = f"{PAUSED_BY_PERSON}: waits for POST /resume"
@@ -210,6 +213,19 @@ class Member:
             if self.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
                 await self.at_queue.try_to_tell(_S.STALE, None, reason)
         return self.paused_by_person
+
+    def _still_holds(self, state: EngineState, newest: Snapshot) -> bool:
+        """Whether it left service for a person's pause alone, and holds what was proven on it last (I5)."""
+        was_paused = self.server.state is _S.STALE and (self.server.reason or "").startswith(PAUSED_BY_PERSON)
+        return was_paused and self.version == newest.version and state.label == newest.label and state.whole
+
+    async def _serves_again(self, newest: Snapshot) -> None:
+        """Without another publication: its weights are proven, and a pause changes none."""
+        with suppress(Refused):
+            await self.at_queue.tell(_S.SYNCING)
+            await self.at_queue.tell(_S.SERVING, newest.version)
+            self.waits_for = None
+            logger.info("%s serves again: its pause was ended", self.name)
 
     async def _bring(self, state: EngineState) -> None:
         """Publish the newest version to the server, and tell the queue what came of it."""

@@ -24,6 +24,7 @@ from deploy.servers import (
     default_name,
     until_gone,
 )
+from deploy.watchdog import signal_group
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
@@ -102,8 +103,11 @@ async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env:
         await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             stop.cancel()
-            await _say_down(queue, joining, f"its process ended with code {child.returncode}")
-            return child.returncode or 0
+            code = ended.result()
+            # Its engine may have outlived it, and would keep the memory.
+            signal_group(child.pid, signal.SIGKILL)
+            await _say_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
+            return code if code >= 0 else 128 - code
         await _drain(config, queue, joining, told, ended)
         await _end(child, ended)
         return 0
@@ -139,9 +143,8 @@ async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> N
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     done, _ = await asyncio.wait([ended], timeout=GRACE_S)
+    signal_group(child.pid, signal.SIGKILL)  # and what it has left
     if not done:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
         await ended
 
 

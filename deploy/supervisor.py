@@ -43,6 +43,8 @@ HEALTH_TIMEOUT_S = 5.0
 HEALTH_EVERY_S = 0.25
 GIVEN_UP_EVERY_S = 1.0
 LAST_LINES = 20
+# vLLM's engine processes ignore SIGTERM for long when their server is gone.
+ORPHANS_GRACE_S = 1.0
 
 
 class RunFailed(RuntimeError):
@@ -230,7 +232,8 @@ class Keeper:
                         f"{describe_end(name, code)}{f': {cause}' if cause else ''}; starting it again in "
                         f"{pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
                     )
-                    await self._children.end([child])
+                    # An engine without its server has nothing to save, and holds the memory that the next one needs.
+                    await self._children.end([child], ORPHANS_GRACE_S if program.role == "vllm" else None)
                     await asyncio.sleep(pause_s)
 
     async def _while_given_up(self, http: aiohttp.ClientSession) -> None:

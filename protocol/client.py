@@ -145,6 +145,10 @@ class QueueClient:
     async def heartbeat(self, report: WorkerReport) -> WorkerReply:
         return await self._ask(WorkerReply, "POST", routes.WORKER_OF.format(id=report.worker_id), report)
 
+    async def sign_off(self, worker_id: str) -> None:
+        """The worker ends, and has nothing under way any more."""
+        await self._call("DELETE", routes.WORKER_OF.format(id=quote(worker_id, safe="")))
+
     async def submit(self, group: Group) -> bool:
         """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again, for the
         greater of `patience_s` and `FULL_PATIENCE_S`.

@@ -36,7 +36,7 @@ from rollout_worker.task.agent import most_open
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
-from rollout_worker.tickets import Queue, give_back, give_back_all
+from rollout_worker.tickets import Queue, give_back, leave
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import Kind, UserCode, failure_of
 from rollout_worker.user_code.texts import encodable
@@ -154,7 +154,8 @@ class Worker:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        await give_back_all(self._queue, self._id, unfinished, self._why_shut_off or "the worker was told to stop")
+        if stop.is_set() or self._shut_off.is_set():
+            await leave(self._queue, self._id, unfinished, self._why_shut_off or "the worker was told to stop")
         if self._shut_off.is_set() and not stop.is_set():
             raise UserCodeShutOff(self._why_shut_off)
 

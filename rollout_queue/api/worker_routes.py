@@ -113,6 +113,16 @@ async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
     return reply_json(WorkerReply(lost, broker.fleet.servers, broker.ledger.run.finished, list(warnings)))
 
 
+@router.delete(routes.WORKER_OF)
+async def sign_off(id: str, broker: ReadyBroker) -> Response:
+    """A worker ends, and has no request on any server any more: nobody waits for its next heartbeat. One that is not
+    known may have signed off before."""
+    broker.register.strike(id)
+    broker.observations.worker_left(id)
+    await broker.remove_drained()
+    return Response(status_code=204)
+
+
 @router.put(routes.GROUP_OF)
 async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Response:
     """201 for a group that is new, 200 if it is here already.

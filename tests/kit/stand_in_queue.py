@@ -47,6 +47,7 @@ class StandInQueue:
         self.reports: list[WorkerReport] = []
         self.put: list[Server] = []
         self.requests: list[TicketRequest] = []
+        self.signed_off: list[str] = []
         self.lost: list[str] = []
         self.submit_error: Exception | None = None
         self.known = False
@@ -86,6 +87,9 @@ class StandInQueue:
         self.known = True
         finished = self.finished and self.issued > 0
         return WorkerReply(list(self.lost), self.servers, finished, list(self.warnings))
+
+    async def sign_off(self, worker_id: str) -> None:
+        self.signed_off.append(worker_id)
 
     async def submit(self, group: Group) -> bool:
         await asyncio.sleep(0)

@@ -892,6 +892,27 @@ async def test_a_server_that_leaves_is_gone_once_every_worker_has_said_that_noth
             await client.remove_server(SERVER)
 
 
+async def test_a_worker_that_signed_off_holds_up_no_server_that_leaves() -> None:
+    """It was waited for until its last heartbeat was a minute old."""
+    async with running() as (_, client):
+        await take(client, 100)
+        await says(client, "w", episodes_in_flight=2, waiting_for_servers=1)
+        await says(client, "x")
+        polling = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
+        await asyncio.sleep(0.05)
+        await client.sign_off("w")
+        await client.remove_server(SERVER)
+        await asyncio.sleep(0.05)
+        waits = {wait.who: wait.what for wait in (await client.status()).waits}
+        assert waits.pop(f"server {SERVER}") == "the end of its requests of x: draining (it was asked to leave)"
+        assert "w's episodes" not in waits
+        await client.sign_off("x")
+        assert await client.servers() == []
+        assert [worker.episodes_in_flight for worker in (await client.status()).workers] == [0, 0]
+        await client.sign_off("x")  # a repeat, as after a lost answer
+        polling.cancel()
+
+
 async def test_a_server_that_leaves_is_gone_after_its_time_whoever_is_silent() -> None:
     async with running(vllm={"drain_timeout_s": 30.0}) as (queue, client):
         await says(client, "w")

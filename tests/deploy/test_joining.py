@@ -15,6 +15,7 @@ from protocol import tokens
 from protocol.client import QueueClient, Refused
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server, ServerState
+from tests.deploy.stage import is_running, until
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fake_vllm import serving as fake_serving
@@ -128,6 +129,17 @@ async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
         assert await joining._run(config(), plan, child, os.environ) == 3
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert (down.state, down.reason) == (ServerState.DOWN, "its process ended with code 3")
+
+
+async def test_a_server_that_is_killed_leaves_no_engine_behind_and_says_by_which_signal(tmp_path: Path) -> None:
+    mark = tmp_path / "engine"
+    killed = f"(trap '' TERM; exec sleep 300) & echo $! > '{mark}'; kill -KILL $$"
+    async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
+        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        assert await joining._run(config(), plan, ["bash", "-c", killed], os.environ) == 128 + signal.SIGKILL
+        (down,) = [server for server in await client.servers() if server.name == "mine"]
+        assert down.reason == "its process ended with code 137"
+    until(lambda: not is_running(int(mark.read_text())))
 
 
 async def test_a_second_server_at_the_port_of_the_first_is_told_to_take_another() -> None:

@@ -37,6 +37,9 @@ async def watch(engine: Any, condition: Condition, ask: Callable[[Any, float], A
             return
         if time.monotonic() - asked_at < ASK_EVERY_S:
             continue
+        if getattr(engine, "errored", False):
+            condition.break_down("the engine died")
+            return
         try:
             answered = await ask(engine, ANSWER_WITHIN_S) is not None
         except Exception as error:  # asked again; a failing question is no answer
@@ -49,13 +52,12 @@ async def watch(engine: Any, condition: Condition, ask: Callable[[Any, float], A
 
 
 def how_it_died(engine: Any) -> str | None:
-    """Of an engine that is dead; None: it lives. vLLM knows the exit codes of its processes, and tells nobody."""
-    if not getattr(engine, "errored", False):
-        return None
-    manager = getattr(getattr(getattr(engine, "engine_core", None), "resources", None), "engine_manager", None)
-    codes = manager.finished_procs() if hasattr(manager, "finished_procs") else {}
+    """Of an engine one of whose processes ended unasked; None: it lives, or is being shut down. vLLM knows the exit
+    code, and tells nobody."""
+    resources = getattr(getattr(engine, "engine_core", None), "resources", None)
+    manager = getattr(resources, "engine_manager", None)
     name = getattr(manager, "failed_proc_name", None)
-    code = codes.get(name, next(iter(codes.values()), None))
+    code = manager.finished_procs().get(name) if manager is not None and name is not None else None
     if code is None:
-        return "the engine died"
+        return None
     return f"its EngineCore process ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"

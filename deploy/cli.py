@@ -23,7 +23,7 @@ from deploy.supervisor import SIGNALS, RunFailed, supervise
 from deploy.token_command import check_arguments, check_secret
 from protocol import tokens
 from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, resolve, to_toml
+from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, quorum, resolve, to_toml
 from protocol.config.algorithm import doubts
 from protocol.config.text import nearest
 from protocol.fingerprint import release
@@ -94,7 +94,8 @@ def config(
         hint = f"did you mean {meant}?" if meant else f"the sections are: {', '.join(RunConfig.model_fields)}"
         raise ConfigError(f"--section {section}: there is no such section; {hint}")
     typer.echo(to_toml(found, section and [section], unset.keys()))
-    for fault in [*doubts(found.learner), *(missing_files(found, EVERYTHING) if run_file else [])]:
+    doubted = [*doubts(found.learner), *quorum.doubts(found.weight_sync, found.vllm)]
+    for fault in [*doubted, *(missing_files(found, EVERYTHING) if run_file else [])]:
         print(f"slipstream: warning: {fault}", file=sys.stderr)
 
 

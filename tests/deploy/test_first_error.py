@@ -39,7 +39,7 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
 DEAD_ENGINE = """\
 (APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412]     async for res in result_generator:
 (APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412]   File "async_llm.py", line 760, in generate
-(APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered
+(APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412] vllm.v1.engine.exceptions.EngineDeadError: EngineCore
 """
 LAST_WORD = "this server ends: its EngineCore process ended (signal 9)\n"
 OWN_WORD = """\
@@ -74,7 +74,7 @@ RuntimeError: what followed
         (CHAINED, "KeyError: 'the root'"),
         (DEAD_ENGINE + LAST_WORD, "its EngineCore process ended (signal 9)"),
         (DEAD_ENGINE + OWN_WORD + LAST_WORD, "torch.OutOfMemoryError: no room for 3 GiB"),
-        (DEAD_ENGINE, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered"),
+        (DEAD_ENGINE, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore"),
         ("slipstream: queue.port = 1: no\nTraceback (most recent call last):\nKeyError\n", "KeyError"),
         ("slipstream: queue.port = 1: no\nsome line\n", "slipstream: queue.port = 1: no"),
         ("Traceback (most recent call last):\n  File cut short\n", "Traceback (most recent call last):"),

@@ -12,7 +12,7 @@ import pytest
 
 from deploy import joining, servers
 from protocol import tokens
-from protocol.client import QueueClient, Refused
+from protocol.client import QueueClient, Refused, Unreachable
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server, ServerState
 from tests.deploy.stage import is_running, until
@@ -61,6 +61,8 @@ def test_a_server_that_listens_on_all_addresses_names_the_one_towards_the_queue(
         ("0.0.0.0", FAR, None, "http://0.0.0.0:8100", "--advertise http://0.0.0.0:8100: give the URL"),
         ("10.0.0.7", FAR, "a b", None, "--name a b"),
         ("10.0.0.7", "10.0.0.5:8200", None, None, "--join 10.0.0.5:8200: give the queue's URL"),
+        ("10.0.0.7", "ftp://10.0.0.5", None, None, "--join ftp://10.0.0.5: give the queue's URL"),
+        ("10.0.0.7", "http://10.0.0.5:x", None, None, "--join http://10.0.0.5:x: give the queue's URL"),
     ],
 )
 def test_what_others_could_not_reach_is_refused_with_the_remedy(
@@ -120,6 +122,14 @@ async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_e
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, 60) == 0
         assert not [server for server in await client.servers() if server.name == "mine"]
+
+
+async def test_a_queue_that_is_not_there_is_told_by_the_option_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "QUEUE_PATIENCE_S", 0.0)
+    plan = joining.Joining("mine", "http://127.0.0.1:1", "http://127.0.0.1:1", 64)
+    with pytest.raises(Unreachable, match="is the URL right\\? --join says where it is looked for") as error:
+        await joining._run(config(), plan, [sys.executable, "-c", ""], os.environ)
+    assert "--queue" not in str(error.value)
 
 
 async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:

@@ -155,6 +155,40 @@ async def test_f5_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pyt
         assert server.engine.ended == ["ended"]
 
 
+async def test_a_persons_resume_within_a_swap_waits_for_its_end_and_goes_through() -> None:
+    async with serving() as server:
+        await server.post("/pause")
+        server.engine.go_on.clear()
+        swap = asyncio.create_task(server.post("/slipstream/swap", json={"label": "7"}))
+        await server.engine.swapping.wait()
+        resume = asyncio.create_task(server.post("/resume"))
+        await asyncio.sleep(0.05)
+        assert not resume.done()
+        assert server.engine.paused, "not before the swap's end"
+        server.engine.go_on.set()
+        assert (await resume).status_code == 200
+        assert (await swap).status_code == 200
+        assert not server.engine.paused
+        assert not server.condition.persons_pause
+
+
+async def test_a_resume_within_a_swap_that_takes_long_is_told_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.vllm.control_rules.SWAP_WITHIN_S", 0.05)
+    async with serving() as server:
+        await server.post("/pause")
+        server.engine.go_on.clear()
+        swap = asyncio.create_task(server.post("/slipstream/swap", json={"label": "7"}))
+        await server.engine.swapping.wait()
+        refused = await server.post("/resume")
+        assert refused.status_code == 409
+        message = refused.json()["error"]["message"]
+        assert "new weights are being swapped in" in message
+        assert "nothing needs to be done" in message
+        assert server.condition.persons_pause, "it is still to be ended"
+        server.engine.go_on.set()
+        await swap
+
+
 @pytest.mark.parametrize(
     ("code", "told"), [(-9, "signal 9"), (1, "exit code 1")], ids=["killed by the kernel", "its own error"]
 )

@@ -115,7 +115,7 @@ class Fleet:
     def standing(self) -> str:
         """How each server that is not up to date stands, for people."""
         said = [
-            f"{name} ({member.server.state}{f', waits for {member.waits_for}' if member.waits_for else ''})"
+            f"{name} ({', '.join(filter(None, [member.server.state, member.told_wait]))})"
             for name, member in sorted(self.members.items())
             if not member.up_to_date
         ]
@@ -125,7 +125,8 @@ class Fleet:
         """Why the servers that do not have a version do not, for an error."""
         failed = self.publications.why_failed(version)
         said = [
-            failed.get(name) or f"{name} is {member.server.state}: {member.waits_for or member.server.url}"
+            failed.get(name)
+            or f"{name} is {member.server.state}: {member.not_up or member.waits_for or member.server.url}"
             for name, member in sorted(self.members.items())
             if member.version != version
         ]

@@ -53,7 +53,7 @@ class Others(Protocol):
 class Member:
     """`version`: what this learner proved on its present process, None before.
 
-    `waits_for`: what keeps it from being up to date, for people; `failures`: publications in a row that failed.
+    `waits_for`: what keeps it from being up to date, for people; `not_up`: how it shows that it starts yet; `failures`: publications in a row that failed.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Member:
         self.at_queue = AtQueue(server, put)
         self.version: int | None = None
         self.waits_for: str | None = None
+        self.not_up: str | None = None
         self.failures = 0
         self.paused_by_person = False
         self.answers = False
@@ -101,6 +102,10 @@ class Member:
     @property
     def standing(self) -> Standing:
         return Standing(self.name, self.server.state, self.server.version, self._took_s)
+
+    @property
+    def told_wait(self) -> str | None:
+        return self.not_up or (f"waits for {self.waits_for}" if self.waits_for else None)
 
     @property
     def up_to_date(self) -> bool:
@@ -159,7 +164,10 @@ class Member:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._sync.control.state()
         except (ControlError, TimeoutError) as error:
-            await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
+            if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
+                await self._is_not_up(f"{self.server.url} does not answer yet ({error.unconnected})")
+            else:
+                await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
             return None
         if not state.alive:
             # Its front answers alone, and knows neither weights nor boot: it may be in a long step, and go on.
@@ -168,7 +176,7 @@ class Member:
             return None
         self.at_queue.transport = of_backend(state.transport) or state.transport
         if not self.answers:
-            self.answers, self._silent_since = True, None
+            self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0
         other = self._others.claim(state.boot, self.name)
         self._barred = other is not None
@@ -188,10 +196,16 @@ class Member:
             self.waits_for = None
         return state
 
+    async def _is_not_up(self, why: str) -> None:
+        """Nobody listens there yet."""
+        self.answers, self.not_up, self.waits_for = False, why, "its start"
+        if self.server.reason is None:
+            await self.at_queue.try_to_tell(_S.JOINING, None, why)
+
     async def _does_not_answer(self, why: str, at_once: bool = False) -> None:
         """at_once: it will not answer again before it is started anew."""
         now = time.monotonic()
-        self.answers = False
+        self.answers, self.not_up = False, None
         self._silent_since = now if self._silent_since is None else self._silent_since
         self.waits_for = f"an answer of its engine ({why})"
         state = self.server.state

@@ -53,7 +53,8 @@ class Others(Protocol):
 class Member:
     """`version`: what this learner proved on its present process, None before.
 
-    `waits_for`: what keeps it from being up to date, for people; `not_up`: how it shows that it starts yet; `failures`: publications in a row that failed.
+    `waits_for`: what keeps it from being up to date, for people; `not_up`: how it shows that it is not up yet;
+    `failures`: publications in a row that failed.
     """
 
     def __init__(

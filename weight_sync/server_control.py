@@ -70,7 +70,7 @@ class ServerControl(AdapterRoutes):
 
     async def wait_until_up(self, timeout_s: float) -> None:
         """Wait until the server answers; vLLM takes half a minute to start, more with a large model."""
-        last: Exception | None = None
+        last: ControlError | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -83,7 +83,8 @@ class ServerControl(AdapterRoutes):
                         last = error
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({last})") from None
+            why = last.unconnected or last if last is not None else NO_ANSWER
+            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
 
     async def is_up(self) -> bool:
         """Whether the engine answers now, not only the server in front of it."""

@@ -136,11 +136,11 @@ class Children:
             for child in self.living:
                 self._tell_watchdog(f"+{child.pid}\n")
 
-    async def end(self, children: Collection[Child]) -> None:
+    async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
         """End them and all that they started. Where a child has ended already, what it left behind."""
         for child in children:
             child.signal(signal.SIGTERM)
-        if not await _gone(children, self._grace_s):
+        if not await _gone(children, self._grace_s if grace_s is None else grace_s):
             for child in children:
                 child.signal(signal.SIGKILL)
             await _gone(children, KILLED_WITHIN_S)

@@ -5,7 +5,6 @@ Heavy packages are imported inside the commands, so that each process loads only
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -13,27 +12,25 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from deploy import devices, extras, servers_command, token_command
+from deploy import devices, extras, look_commands, servers_command, token_command
 from deploy.command import reading
 from deploy.ending import ending_at_once, leave, told
-from deploy.supervisor import SIGNALS, RunFailed, supervise
+from deploy.keeper import RunFailed
+from deploy.look_commands import QueueUrl, RunFilePath
+from deploy.supervisor import SIGNALS, supervise
 from deploy.token_command import check_arguments, check_secret
 from protocol import tokens
-from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, resolve, to_toml
+from protocol.client import QueueError
+from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, quorum, resolve, to_toml
 from protocol.config.algorithm import doubts
 from protocol.config.text import nearest
 from protocol.fingerprint import release
-from protocol.status import Status
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
-RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
 OptionalRunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, if there is one")]
-QueueUrl = Annotated[str | None, typer.Option("--queue", help="URL of the queue; default: the run file's")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")]
 
 RUN = ("run.name", "run.dir")
@@ -94,7 +91,8 @@ def config(
         hint = f"did you mean {meant}?" if meant else f"the sections are: {', '.join(RunConfig.model_fields)}"
         raise ConfigError(f"--section {section}: there is no such section; {hint}")
     typer.echo(to_toml(found, section and [section], unset.keys()))
-    for fault in [*doubts(found.learner), *(missing_files(found, EVERYTHING) if run_file else [])]:
+    doubted = [*doubts(found.learner), *quorum.doubts(found.weight_sync, found.vllm)]
+    for fault in [*doubted, *(missing_files(found, EVERYTHING) if run_file else [])]:
         print(f"slipstream: warning: {fault}", file=sys.stderr)
 
 
@@ -204,65 +202,12 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
         raise
 
 
-@app.command(**reading(*QUEUE))
-def status(
-    context: typer.Context,
-    run_file: RunFilePath,
-    queue: QueueUrl = None,
-    watch: Annotated[bool, typer.Option("--watch", help="redraw every second until Ctrl-C")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print it once, as one line of JSON")] = False,
-) -> None:
-    """Show depth, staleness and who waits for whom."""
-    from deploy.status_view import show
-
-    config = load(run_file, context.args)
-    # One look asks once; a watch outlives a restart of the queue.
-    client = _client(config, queue, patience_s=60.0 if watch and not as_json else 0.0)
-    try:
-        if as_json:
-            typer.echo(msgspec.json.encode(asyncio.run(_status(client))).decode())
-        else:
-            asyncio.run(show(client, watch))
-    except QueueError as error:
-        raise ConfigError(str(error)) from None
-
-
-@app.command(**reading(*RUN, *QUEUE))
-def rollouts(
-    context: typer.Context,
-    run_file: RunFilePath,
-    step: Annotated[int | None, typer.Option(min=1, help="of this optimiser step only")] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="the lowest rewards first")] = False,
-    best: Annotated[bool, typer.Option("--best", help="the highest rewards first")] = False,
-    evals: Annotated[bool, typer.Option("--eval", help="of evaluations, as far as the queue remembers")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="how many")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
-    queue: QueueUrl = None,
-) -> None:
-    """Read what the policy says, with rewards and staleness."""
-    from deploy.rollouts_view import Wanted, find, print_json, print_text
-
-    if worst and best:
-        raise ConfigError("--worst and --best: choose one of the two")
-    config = load(run_file, context.args)
-    wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals)
-    client = _client(config, queue, patience_s=0.0)
-    try:
-        found = find(config.run_dir, wanted, client, ask=queue is not None)
-    except QueueError as error:
-        raise ConfigError(str(error)) from None
-    (print_json if as_json else print_text)(found)
-
-
+app.command(**reading(*QUEUE))(look_commands.status)
+app.command(**reading(*RUN, *QUEUE))(look_commands.rollouts)
 app.add_typer(servers_command.app, name="servers", help="List, add or remove the vLLM servers of a running job.")
 
 
-@app.command(**reading(*RUN, "queue.store"))
-def ledger(context: typer.Context, run_file: RunFilePath) -> None:
-    """Print what became of every ticket of the run, one JSON object a line."""
-    from deploy.ledger_view import print_ledger
-
-    print_ledger(load(run_file, context.args))
+app.command(**reading(*RUN, "queue.store"))(look_commands.ledger)
 
 
 @app.command(
@@ -324,15 +269,6 @@ def _in_steps(config: RunConfig) -> RunConfig:
     counted = epochs.in_steps(config, rows)
     typer.echo(epochs.told(config, rows or 0))
     return counted
-
-
-def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:
-    return QueueClient(queue or config.queue.url, config.token_for("viewer"), patience_s=patience_s, timeout_s=10.0)
-
-
-async def _status(client: QueueClient) -> Status:
-    async with client:
-        return await client.status()
 
 
 def main() -> None:

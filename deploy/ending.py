@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import typer
 
-from deploy.supervisor import RunFailed
+from deploy.keeper import RunFailed
 from protocol.client import QueueError
 from protocol.config import ConfigError
 

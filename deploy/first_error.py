@@ -11,17 +11,31 @@ _LESS = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING) 
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
 # What vLLM writes before each line of a traceback that it logs: process, level, time and place.
 _VLLM = re.compile(r"^(\([^()]+ pid=\d+\) )?(?:\w+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
+# What our part of a vLLM server says of its engine's end, after all that failed by it.
+_ENGINE_ENDED = re.compile(r"its EngineCore process ended \([^)]*\)")
+_OF_THE_ENGINE = re.compile(r"^\((EngineCore|(Vllm)?Worker)\S* pid=\d+\) ")
 # Detail lines of an error that are quoted: pydantic's and others' first line says only that there is one.
 _DETAILS = 2
 
 
 def first_error(lines: Sequence[str]) -> str | None:
     """The first line that reports an error; of a traceback the exception it ends with, which for a chain of them is
-    the root. None: no line does."""
+    the root. None: no line does.
+
+    Of a vLLM server whose engine ended it is the engine's own last word, if it had one, else that it ended."""
+    if (ended := next(filter(None, map(_ENGINE_ENDED.search, lines)), None)) is not None:
+        return _first_error([line for line in lines if _OF_THE_ENGINE.match(line)]) or ended.group()
+    return _first_error(lines)
+
+
+def _first_error(lines: Sequence[str]) -> str | None:
     for place, line in enumerate(lines):
         if _bare(line) == _TRACEBACK:
             return _end_of_traceback(lines[place:]) or line.strip()
         if _ERROR.search(line) and not _LESS.match(line):
+            if line != _bare(line) and _bare(line)[:1].isspace():
+                # The log's end begins within a traceback.
+                return _end_of_traceback([line, *lines[place:]]) or line.strip()
             after = lines[place + 1 : place + 2]
             cause = _end_of_traceback(lines[place + 1 :]) if after and _bare(after[0]) == _TRACEBACK else None
             return cause or line.strip()

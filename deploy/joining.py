@@ -24,6 +24,7 @@ from deploy.servers import (
     default_name,
     until_gone,
 )
+from deploy.watchdog import signal_group
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
@@ -49,7 +50,7 @@ class Joining:
 
 def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> Joining:
     """Name and address of a server that joins; raises `ConfigError` where others could not reach it."""
-    if not urlsplit(queue_url).hostname:
+    if not _is_url(queue_url):
         raise ConfigError(f"--join {queue_url}: give the queue's URL, as http://host:8200")
     url = (advertise or _own_url(config, queue_url)).rstrip("/")
     if not urlsplit(url).hostname or urlsplit(url).hostname in WILDCARDS:
@@ -59,6 +60,14 @@ def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
     )
     chosen = checked_name(name) if name is not None else default_name(url)
     return Joining(chosen, url, queue_url, 64 + zlib.crc32(chosen.encode()) % 900)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def _own_url(config: RunConfig, queue_url: str) -> str:
@@ -86,7 +95,8 @@ def run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mappin
 
 
 async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env: Mapping[str, str]) -> int:
-    async with QueueClient(joining.queue_url, config.token_for("learner"), QUEUE_PATIENCE_S) as queue:
+    token = config.token_for("learner")
+    async with QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says") as queue:
         another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "
         await check_free(queue, joining.name, joining.url, another)
         await queue.put_server(Server(joining.name, joining.url))
@@ -102,8 +112,11 @@ async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env:
         await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             stop.cancel()
-            await _say_down(queue, joining, f"its process ended with code {child.returncode}")
-            return child.returncode or 0
+            code = ended.result()
+            # Its engine may have outlived it, and would keep the memory.
+            signal_group(child.pid, signal.SIGKILL)
+            await _say_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
+            return code if code >= 0 else 128 - code
         await _drain(config, queue, joining, told, ended)
         await _end(child, ended)
         return 0
@@ -139,9 +152,8 @@ async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> N
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     done, _ = await asyncio.wait([ended], timeout=GRACE_S)
+    signal_group(child.pid, signal.SIGKILL)  # and what it has left
     if not done:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
         await ended
 
 

@@ -28,11 +28,10 @@ def check_port(host: str, port: int, setting: str, run_file: Path, of_host: str 
                     f"{setting} = {port}: another process listens on {host}:{port}{_described(port, run_file)}; stop "
                     f"it or choose another port"
                 ) from None
-            at = f"{of_host or setting.replace('port', 'host')} = {host}, {setting} = {port}"
-            raise ConfigError(
-                f"{at}: cannot listen there: {error.strerror or error}; name an address of this machine, and a port "
-                f"that this user may have"
-            ) from None
+            at, remedy = f"{of_host or setting.replace('port', 'host')} = {host}", "name an address of this machine"
+            if port:  # else any will do
+                at, remedy = f"{at}, {setting} = {port}", f"{remedy}, and a port that this user may have"
+            raise ConfigError(f"{at}: cannot listen there: {error.strerror or error}; {remedy}") from None
 
 
 def looks_like(command: list[str], run_file: Path) -> str | None:

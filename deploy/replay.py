@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from deploy.supervisor import RunFailed
+from deploy.keeper import RunFailed
 from learner.failures import LearnerFailed
 from learner.replay import Request, replay
 from learner.report.progress import Progress

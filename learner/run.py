@@ -29,7 +29,7 @@ from learner.stopping import SIGNALS, Stop, Stopped
 from learner.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.client import QueueClient
-from protocol.config import ConfigError, RunConfig, adapters
+from protocol.config import ConfigError, RunConfig, adapters, quorum
 from protocol.config.algorithm import doubts
 from weight_sync import snapshot
 from weight_sync.publisher import Publisher
@@ -78,7 +78,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
             progress.say(start.algorithm(config.learner))
-            for doubt in [*doubts(config.learner), *adapters.doubts(config.learner, config.lora)]:
+            doubted = [*doubts(config.learner), *adapters.doubts(config.learner, config.lora)]
+            for doubt in [*doubted, *quorum.doubts(config.weight_sync, config.vllm)]:
                 progress.warn(doubt)
             for said in unheeded:
                 progress.warn(said)

@@ -102,16 +102,25 @@ class _Transient(Exception):
 class QueueClient:
     """Async client of one queue. Use it as a context manager, on one event loop.
 
-    `timeout_s` bounds one try, a long-poll's own wait apart; `retries` counts the tries after the first of each call.
+    `timeout_s` bounds one try, a long-poll's own wait apart; `retries` counts the tries after the first of each call;
+    `said_by`: who says where the queue is, for the error where it is not there.
     """
 
-    def __init__(self, url: str, token: str | None = None, patience_s: float = 300.0, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        patience_s: float = 300.0,
+        timeout_s: float = 30.0,
+        said_by: str = "queue.host and queue.port of its run file, or --queue, say",
+    ) -> None:
         if not re.match(r"https?://[^/\s]+", url):
             raise QueueError(f"{url!r} is not the URL of a queue; write it as http://host:port")
         self.url = url.rstrip("/")
         self.patience_s = patience_s
         self.timeout_s = timeout_s
         self.retries = 0
+        self._said_by = said_by
         self._absent = False
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
@@ -144,6 +153,10 @@ class QueueClient:
 
     async def heartbeat(self, report: WorkerReport) -> WorkerReply:
         return await self._ask(WorkerReply, "POST", routes.WORKER_OF.format(id=report.worker_id), report)
+
+    async def sign_off(self, worker_id: str) -> None:
+        """The worker ends, and has nothing under way any more."""
+        await self._call("DELETE", routes.WORKER_OF.format(id=quote(worker_id, safe="")))
 
     async def submit(self, group: Group) -> bool:
         """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again, for the
@@ -274,7 +287,7 @@ class QueueClient:
             waited = f" for {self.patience_s:.0f} s" if self.patience_s else ""
             raise Unreachable(
                 f"the queue at {self.url} did not answer{waited} ({last}); is it running, and is the URL right? "
-                f"queue.host and queue.port of its run file, or --queue, say where it is looked for"
+                f"{self._said_by} where it is looked for"
             ) from None
         raise AssertionError("unreachable: the retry loop returns or raises")
 

@@ -222,12 +222,14 @@ class Trouble(msgspec.Struct, frozen=True):
 class TicketRequest(msgspec.Struct):
     """Ask for up to `max_tickets`. `have` names the tickets that the worker holds: one that was issued to it and is
     not among them is delivered again, because the answer was lost or the worker was restarted under its name. None: new
-    ones only."""
+    ones only. `serving`: the servers that it takes to serve; where one of them serves no more, the answer comes at
+    once, so that what runs there goes on elsewhere."""
 
     worker_id: str
     max_tickets: int
     wait_s: float = 30.0
     have: list[str] | None = None
+    serving: list[str] = []
 
 
 class TicketReply(msgspec.Struct):

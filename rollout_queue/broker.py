@@ -24,7 +24,7 @@ from protocol.config import RunConfig
 from protocol.evaluations import Evaluation
 from protocol.messages import RunPosition, Server, ServerState
 from protocol.record import FOLDER
-from rollout_queue.ledger import eval_tickets, servers, tickets
+from rollout_queue.ledger import eval_ends, eval_tickets, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, Load
 from rollout_queue.ledger.evaluations import Evaluations
 from rollout_queue.ledger.ledger import Ledger
@@ -201,7 +201,7 @@ class Broker:
         """A change of the fleet, with what it means to evaluations."""
         if not decision.servers:
             return decision
-        judged = eval_tickets.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
+        judged = eval_ends.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
         return msgspec.structs.replace(decision, evals=judged)
 
     async def remove_drained(self) -> None:

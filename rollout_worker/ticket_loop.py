@@ -36,7 +36,7 @@ from rollout_worker.task.agent import most_open
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.tools import ToolBox
-from rollout_worker.tickets import Queue, give_back, give_back_all
+from rollout_worker.tickets import Queue, give_back, leave
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import Kind, UserCode, failure_of
 from rollout_worker.user_code.texts import encodable
@@ -154,7 +154,8 @@ class Worker:
                     task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        await give_back_all(self._queue, self._id, unfinished, self._why_shut_off or "the worker was told to stop")
+        if stop.is_set() or self._shut_off.is_set():
+            await leave(self._queue, self._id, unfinished, self._why_shut_off or "the worker was told to stop")
         if self._shut_off.is_set() and not stop.is_set():
             raise UserCodeShutOff(self._why_shut_off)
 
@@ -186,13 +187,14 @@ class Worker:
                 await self._sleep(pause_s(self._pauses))
                 self._pauses += 1
                 room = await self.capacity.wait_for_room(group_size)
-            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=list(self._running))
+            have, serving = list(self._running), self._pool.known
+            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=have, serving=serving)
             with self.capacity.asking():
                 try:
                     reply = await self._heartbeat.when_registered(partial(self._queue.tickets, request))
                 except RunFinished:
                     return
-            if reply.tickets:  # an answer without tickets names no servers
+            if reply.servers:  # an answer that nothing came names none
                 self._pool.update(reply.servers)
             for ticket in reply.tickets:
                 self._begin(ticket, tasks)

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deploy.supervisor import RunFailed
+    from deploy.keeper import RunFailed
     from protocol.client import QueueClient
     from protocol.config import ConfigError
     from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
@@ -36,7 +36,7 @@ _MODULES = {
     "MalformedCall": "rollout_worker.chat.base",
     "ParsedTurn": "rollout_worker.chat.base",
     "QueueClient": "protocol.client",
-    "RunFailed": "deploy.supervisor",
+    "RunFailed": "deploy.keeper",
     "Task": "rollout_worker.task.task",
     "Tool": "rollout_worker.task.tools.base",
     "ToolCall": "rollout_worker.chat.base",

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from deploy.supervisor import RunFailed, supervise
+from deploy.keeper import RunFailed
+from deploy.supervisor import supervise
 from protocol import user_files
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
 from protocol.config.text import toml_value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
@@ -36,11 +37,12 @@ NO_ANSWER = "the engine does not answer"
 
 class ControlError(RuntimeError):
     """A call to a server failed or timed out. The text names server, route and cause; `status` is the HTTP status, None
-    where there was no answer."""
+    where there was no answer; `unconnected`: why there was not even a connection, None where there was one."""
 
-    def __init__(self, text: str, status: int | None = None) -> None:
+    def __init__(self, text: str, status: int | None = None, unconnected: str | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.unconnected = unconnected
 
 
 class ServerControl(AdapterRoutes):
@@ -68,7 +70,7 @@ class ServerControl(AdapterRoutes):
 
     async def wait_until_up(self, timeout_s: float) -> None:
         """Wait until the server answers; vLLM takes half a minute to start, more with a large model."""
-        last: Exception | None = None
+        last: ControlError | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -81,7 +83,8 @@ class ServerControl(AdapterRoutes):
                         last = error
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({last})") from None
+            why = last.unconnected or last if last is not None else NO_ANSWER
+            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
 
     async def is_up(self) -> bool:
         """Whether the engine answers now, not only the server in front of it."""
@@ -248,6 +251,9 @@ class ServerControl(AdapterRoutes):
                 return await response.json()
         except TimeoutError as error:
             raise ControlError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            why = os.strerror(error.os_error.errno).lower() if error.os_error.errno else str(error.os_error)
+            raise ControlError(f"{self.url} does not answer ({why})", unconnected=why) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
 

@@ -136,6 +136,11 @@ def _check_published_alone(weight_sync: WeightSyncSection, model: ModelSection, 
             f"weight_sync.adapter_only = true with {reason}: vLLM serves no such adapter; set weight_sync.adapter_only "
             f"= false, which has the merged weights published"
         )
+    if weight_sync.delta:
+        raise ValueError(
+            "weight_sync.delta = true with weight_sync.adapter_only = true: an adapter is sent whole, which is little, "
+            "and delta would do nothing; leave weight_sync.delta out"
+        )
 
 
 def doubts(learner: LearnerSection, lora: LoraSection) -> list[str]:

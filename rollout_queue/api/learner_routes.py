@@ -30,7 +30,7 @@ from protocol.messages import (
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
 from rollout_queue.broker import Broker
-from rollout_queue.ledger import eval_tickets, leases, servers
+from rollout_queue.ledger import eval_ends, eval_tickets, leases, servers
 from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.observe.observations import FEEDER, LEARNER
@@ -213,7 +213,7 @@ async def finish(request: Request, broker: ReadyBroker) -> Response:
     message: FinishRun = await read_json(request, FinishRun)
     async with broker.lock:
         _fence(broker, message.session)
-        left = eval_tickets.finish(broker.evaluations, broker.fleet, broker.clock.wall())
+        left = eval_ends.finish(broker.evaluations, broker.fleet, broker.clock.wall())
         await broker.commit(msgspec.structs.replace(leases.finish(broker.ledger), evals=left))
     broker.observations.waits.end(LEARNER)
     return reply_json(broker.position())

@@ -29,8 +29,9 @@ router = APIRouter()
 
 @router.post(routes.TICKETS)
 async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
-    """Tickets as soon as admission has any, 204 if there are none after the wait; refused once the run is finished or
-    given up, and to a worker that is not registered."""
+    """Tickets as soon as admission has any, 204 if there are none after the wait, and the fleet alone as soon as a
+    server leaves service that the worker uses; refused once the run is finished or given up, and to a worker that is
+    not registered."""
     message: TicketRequest = await read_json(request, TicketRequest)
     worker, ledger, waits = message.worker_id, broker.ledger, broker.observations.waits
     if message.max_tickets < 1:
@@ -60,6 +61,8 @@ async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
                     if decision.tickets or decision.evals.rows:
                         waits.end(worker)
                         return _reply(broker, decision.tickets, decision.evals.rows)
+        if broker.fleet.servers and not broker.fleet.all_serve(message.serving):
+            return _reply(broker, [], [])
         grant = broker.grant()
         broker.admission.observe_refusal(grant)
         waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
@@ -108,6 +111,16 @@ async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
         else:
             broker.ledger.renew_ticket(ticket_id, broker.now)
     return reply_json(WorkerReply(lost, broker.fleet.servers, broker.ledger.run.finished, list(warnings)))
+
+
+@router.delete(routes.WORKER_OF)
+async def sign_off(id: str, broker: ReadyBroker) -> Response:
+    """A worker ends, and has no request on any server any more: nobody waits for its next heartbeat. One that is not
+    known may have signed off before."""
+    broker.register.strike(id)
+    broker.observations.worker_left(id)
+    await broker.remove_drained()
+    return Response(status_code=204)
 
 
 @router.put(routes.GROUP_OF)

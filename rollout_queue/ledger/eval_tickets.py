@@ -1,4 +1,4 @@
-"""Decisions on evaluations: ask, issue, submit, fail, expire, end. Pure: memory in, decision out.
+"""Decisions on evaluations: ask, issue, submit, fail, expire. Pure: memory in, decision out.
 
 A row of an evaluation is issued until a group of it is accepted, or its attempts are used up; then it counts as failed.
 An evaluation ends when all of its rows have, or at its deadline, or with the run, whichever is first. A row that was
@@ -8,26 +8,24 @@ again, and an evaluation that ends without it counts the row as failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import msgspec
 
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.evaluations import Ended, Evaluation, EvaluationRequest
+from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Ticket
-from rollout_queue.ledger.eval_proof import awaited_proof, unproven_rows, without_unproven
+from rollout_queue.ledger.eval_ends import ended_record, with_ends, without_oldest
+from rollout_queue.ledger.eval_proof import awaited_proof, without_unproven
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
-from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.records import Decision, EvalChange, EvalRecord, EvalRow, EvalRowState, RowResult, RunState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.servers import Fleet
 
 # More than this many would mean that none ever ends before the next two are due.
 MOST_OPEN = 16
-# What ended stays for the status, and for a learner that was away; its own file has all.
-MOST_ENDED = 256
 # Of one answer to a worker.
 _MOST_TICKETS = 1024
 _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERPRINT})
@@ -106,7 +104,7 @@ def issue(
             if row.index == record.next_row:
                 record = msgspec.structs.replace(record, next_row=row.index + 1)
         if record.rows == 0:
-            records.append(_ended(OpenEvaluation(record), "complete", wall_time))
+            records.append(ended_record(OpenEvaluation(record), "complete", wall_time))
         elif record != of.record:
             records.append(record)
     return EvalChange(tuple(records), tuple(issued))
@@ -158,7 +156,7 @@ def undelivered(evaluations: Evaluations, worker_id: str, have: Sequence[str]) -
 def submit(evaluations: Evaluations, fleet: Fleet, row: EvalRow, result: RowResult, wall_time: float) -> EvalChange:
     """Take in what a valid group came to."""
     done = msgspec.structs.replace(row, state=EvalRowState.DONE, result=result, reason=None)
-    return _with_ends(evaluations, fleet, [done], wall_time)
+    return with_ends(evaluations, fleet, [done], wall_time)
 
 
 def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
@@ -173,14 +171,14 @@ def fail(
     evaluations: Evaluations, fleet: Fleet, row: EvalRow, reason: str, retryable: bool, wall_time: float
 ) -> EvalChange:
     """A ticket yielded no group."""
-    return _with_ends(evaluations, fleet, [_failed(evaluations, row, reason, retryable)], wall_time)
+    return with_ends(evaluations, fleet, [_failed(evaluations, row, reason, retryable)], wall_time)
 
 
 def give_back(evaluations: Evaluations, fleet: Fleet, worker_id: str, wall_time: float) -> EvalChange:
     """Issue the rows of a worker that was refused again. They are not to blame, so no attempt is counted."""
     held = evaluations.held_by(worker_id)
     failed = [_failed(evaluations, row, reasons.FINGERPRINT, retryable=True) for row in held]
-    return _with_ends(evaluations, fleet, failed, wall_time)
+    return with_ends(evaluations, fleet, failed, wall_time)
 
 
 def expire(evaluations: Evaluations, fleet: Fleet, now: float, wall_time: float) -> EvalChange:
@@ -192,42 +190,15 @@ def expire(evaluations: Evaluations, fleet: Fleet, now: float, wall_time: float)
         for row in evaluations.expired_tickets(now)
         if row.evaluation not in gone
     ]
-    change = _with_ends(evaluations, fleet, late, wall_time)
-    ended = [_ended(without_unproven(of, fleet), "deadline", wall_time) for of in over]
-    return _without_oldest(evaluations, msgspec.structs.replace(change, records=(*change.records, *ended)))
+    change = with_ends(evaluations, fleet, late, wall_time)
+    ended = [ended_record(without_unproven(of, fleet), "deadline", wall_time) for of in over]
+    return without_oldest(evaluations, msgspec.structs.replace(change, records=(*change.records, *ended)))
 
 
 def begin(evaluations: Evaluations, message: BeginSession) -> EvalChange:
     """Forget what belongs to steps that the new session makes anew, and everything where it is a fresh start."""
     gone = [record.number for record in evaluations.records if record.step > message.step or not message.resume]
     return EvalChange(removed=tuple(gone))
-
-
-def finish(evaluations: Evaluations, fleet: Fleet, wall_time: float) -> EvalChange:
-    """End with the run what is still open."""
-    ended = [_ended(without_unproven(of, fleet), "run_over", wall_time) for of in evaluations.open]
-    return _without_oldest(evaluations, EvalChange(records=tuple(ended)))
-
-
-def judge(evaluations: Evaluations, fleet: Fleet, wall_time: float) -> EvalChange:
-    """After a change of the `fleet`: rows of open evaluations are issued again that were sampled by weights that failed
-    their proof, or that left service before it (I5); and those evaluations end whose last proof this was."""
-    tainted = [
-        msgspec.structs.replace(row, state=EvalRowState.AGAIN, result=None, reason=reasons.UNVERIFIED_SERVER)
-        for of in evaluations.open
-        for row in of.rows.values()
-        if row.result is not None and fleet.tainted(GroupFacts(servers=row.result.servers), row.serial)
-    ]
-    spoilt = {row.evaluation for row in tainted}
-    ended = [
-        _ended(of, "complete", wall_time)
-        for of in evaluations.open
-        if of.record.number not in spoilt
-        and of.record.rows is not None
-        and of.tally.ended == of.record.rows
-        and not unproven_rows(of.rows.values(), fleet)
-    ]
-    return _without_oldest(evaluations, EvalChange(records=tuple(ended), rows=tuple(tainted)))
 
 
 def _rows_of_data(run: RunState) -> int | None:
@@ -258,33 +229,6 @@ def _failed(evaluations: Evaluations, row: EvalRow, reason: str, retryable: bool
         failures=failures,
         reason=reason if reasons.is_ours(reason) else reasons.OTHER,
     )
-
-
-def _with_ends(evaluations: Evaluations, fleet: Fleet, rows: Iterable[EvalRow], wall_time: float) -> EvalChange:
-    """The rows' change, and the end of evaluations of which they are the last, where nothing waits for a proof."""
-    by_evaluation: dict[int, list[EvalRow]] = {}
-    for row in rows:
-        by_evaluation.setdefault(row.evaluation, []).append(row)
-    ended: list[EvalRecord] = []
-    for number, changed in by_evaluation.items():
-        of = evaluations.of(number)
-        after = {**of.rows, **{row.index: row for row in changed}}
-        if of.tally.and_also(changed).ended == of.record.rows and not unproven_rows(after.values(), fleet):
-            ended.append(_ended(of, "complete", wall_time, changed))
-    rows_changed = tuple(row for changed in by_evaluation.values() for row in changed)
-    return _without_oldest(evaluations, EvalChange(records=tuple(ended), rows=rows_changed))
-
-
-def _ended(of: OpenEvaluation, how: Ended, wall_time: float, last: Iterable[EvalRow] = ()) -> EvalRecord:
-    seconds = max(0.0, wall_time - of.record.asked_at)
-    return msgspec.structs.replace(of.record, result=of.tally.and_also(last).evaluation(of.record, seconds, how))
-
-
-def _without_oldest(evaluations: Evaluations, change: EvalChange) -> EvalChange:
-    """Forget the oldest of those that have ended, where they become too many."""
-    over = len(evaluations.ended) + len(change.records) - MOST_ENDED
-    oldest = [record.number for record in evaluations.ended[: max(0, over)]]
-    return msgspec.structs.replace(change, removed=(*change.removed, *oldest))
 
 
 def _why_expired(evaluations: Evaluations, row: EvalRow, now: float) -> str:

@@ -73,6 +73,10 @@ class Fleet:
             (server.version or 0 for server in self.servers if server.state is ServerState.SERVING), default=None
         )
 
+    def all_serve(self, names: Iterable[str]) -> bool:
+        """Whether each of these is a server that serves."""
+        return set(names) <= {server.name for server in self.servers if server.state is ServerState.SERVING}
+
     def decide(self, wanted: Server, wall_time: float, serial: int) -> ServerRecord | None:
         """The server's next record, None if nothing changes. `serial`: tickets issued so far.
 

@@ -44,8 +44,14 @@ _OPEN = (
 
 
 class _Heard(msgspec.Struct):
+    """`left`: it has signed off since; its figures stay."""
+
     report: WorkerReport
     at: float
+    left: bool = False
+
+    def lives(self, now: float) -> bool:
+        return not self.left and now - self.at <= _WAIT_KEPT_S
 
 
 class Observations:
@@ -139,7 +145,7 @@ class Observations:
 
     def worker_reports(self, report: WorkerReport, now: float) -> None:
         self._keep(_what_is_kept(report), now)
-        who = f"{report.worker_id}'s episodes"
+        who = _episodes_of(report.worker_id)
         if report.waiting_for_servers:
             what = f"a server that answers ({report.waiting_for_servers} wait)"
             self.waits.begin(who, what, now, until=now + _WAIT_KEPT_S)
@@ -151,7 +157,15 @@ class Observations:
     def worker_seen(self, worker_id: str, now: float) -> None:
         """A sign of life that carries no figures."""
         known = self._workers.get(worker_id)
-        self._keep(WorkerReport(worker_id, []) if known is None else known.report, now)
+        if known is None or not known.left:  # a long-poll may end after its worker
+            self._keep(WorkerReport(worker_id, []) if known is None else known.report, now)
+
+    def worker_left(self, worker_id: str) -> None:
+        """It signed off."""
+        if (known := self._workers.get(worker_id)) is not None:
+            known.left = True
+        for who in (worker_id, _episodes_of(worker_id)):
+            self.waits.end(who)
 
     def worker_awaits_session(self, worker_id: str, now: float) -> None:
         """It is not let in before a learner begins a session."""
@@ -185,13 +199,13 @@ class Observations:
 
     def waiting_for_servers(self, now: float) -> int:
         """Episodes that wait for a vLLM server, as workers that are still heard from say."""
-        heard = [heard.report for heard in self._workers.values() if now - heard.at <= _WAIT_KEPT_S]
+        heard = [heard.report for heard in self._workers.values() if heard.lives(now)]
         return sum(report.waiting_for_servers for report in heard)
 
     def on_server(self, name: str, now: float) -> list[str]:
         """The workers, of those that are heard from, that may have a request on a server that drains: they have not
         said yet that they have none."""
-        heard = [heard.report for heard in self._workers.values() if now - heard.at <= _WAIT_KEPT_S]
+        heard = [heard.report for heard in self._workers.values() if heard.lives(now)]
         return sorted(report.worker_id for report in heard if report.draining.get(name) != 0)
 
     @property
@@ -236,10 +250,15 @@ class Observations:
         """Each with its newest figures. One that says no more has no open episodes: its tickets are others' by then."""
         found = []
         for heard in self._workers.values():
-            gone = now - heard.at > _WAIT_KEPT_S
-            report = msgspec.structs.replace(heard.report, **dict.fromkeys(_OPEN, 0)) if gone else heard.report
+            lives, none = heard.lives(now), dict.fromkeys(_OPEN, 0)
+            report = heard.report if lives else msgspec.structs.replace(heard.report, **none)
             found.append(_worker_status(report, now - heard.at))
         return found
+
+
+def _episodes_of(worker_id: str) -> str:
+    """Who waits, where a worker's episodes do."""
+    return f"{worker_id}'s episodes"
 
 
 def _what_is_kept(report: WorkerReport) -> WorkerReport:

@@ -86,6 +86,11 @@ class ServerPool:
         return any(self._admits(name) for name in self._router.serving)
 
     @property
+    def known(self) -> list[str]:
+        """The names of the servers that serve, as far as the registry has told; some may be left alone for a while."""
+        return self._router.serving
+
+    @property
     def draining(self) -> dict[str, int]:
         """Requests that run on each server that leaves, as far as the registry has been told."""
         return {name: len(self._requests[name]) for name in sorted(self._router.draining)}

@@ -35,6 +35,20 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   Value error, User-specified max_model_len (99999) is greater than the derived max_model_len
     For further information visit https://errors.pydantic.dev/2.14/v/value_error
 """
+# The engine was killed: every request fails by it, and more of that than is read of a log's end.
+DEAD_ENGINE = """\
+(APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412]     async for res in result_generator:
+(APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412]   File "async_llm.py", line 760, in generate
+(APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412] vllm.v1.engine.exceptions.EngineDeadError: EngineCore
+"""
+LAST_WORD = "this server ends: its EngineCore process ended (signal 9)\n"
+OWN_WORD = """\
+(EngineCore pid=9) INFO 11-22 16:00:00 [core.py:120] a step
+(EngineCore pid=9) ERROR 11-22 16:00:00 [core.py:1512] EngineCore encountered a fatal error.
+(EngineCore pid=9) ERROR 11-22 16:00:00 [core.py:1512] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-22 16:00:00 [core.py:1512]     raise RuntimeError(
+(EngineCore pid=9) ERROR 11-22 16:00:00 [core.py:1512] torch.OutOfMemoryError: no room for 3 GiB
+"""
 CHAINED = """\
 Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -58,6 +72,9 @@ RuntimeError: what followed
             "User-specified max_model_len (99999) is greater than the derived max_model_len",
         ),
         (CHAINED, "KeyError: 'the root'"),
+        (DEAD_ENGINE + LAST_WORD, "its EngineCore process ended (signal 9)"),
+        (DEAD_ENGINE + OWN_WORD + LAST_WORD, "torch.OutOfMemoryError: no room for 3 GiB"),
+        (DEAD_ENGINE, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore"),
         ("slipstream: queue.port = 1: no\nTraceback (most recent call last):\nKeyError\n", "KeyError"),
         ("slipstream: queue.port = 1: no\nsome line\n", "slipstream: queue.port = 1: no"),
         ("Traceback (most recent call last):\n  File cut short\n", "Traceback (most recent call last):"),

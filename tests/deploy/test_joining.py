@@ -12,9 +12,10 @@ import pytest
 
 from deploy import joining, servers
 from protocol import tokens
-from protocol.client import QueueClient, Refused
+from protocol.client import QueueClient, Refused, Unreachable
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server, ServerState
+from tests.deploy.stage import is_running, until
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fake_vllm import serving as fake_serving
@@ -60,6 +61,8 @@ def test_a_server_that_listens_on_all_addresses_names_the_one_towards_the_queue(
         ("0.0.0.0", FAR, None, "http://0.0.0.0:8100", "--advertise http://0.0.0.0:8100: give the URL"),
         ("10.0.0.7", FAR, "a b", None, "--name a b"),
         ("10.0.0.7", "10.0.0.5:8200", None, None, "--join 10.0.0.5:8200: give the queue's URL"),
+        ("10.0.0.7", "ftp://10.0.0.5", None, None, "--join ftp://10.0.0.5: give the queue's URL"),
+        ("10.0.0.7", "http://10.0.0.5:x", None, None, "--join http://10.0.0.5:x: give the queue's URL"),
     ],
 )
 def test_what_others_could_not_reach_is_refused_with_the_remedy(
@@ -121,6 +124,14 @@ async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_e
         assert not [server for server in await client.servers() if server.name == "mine"]
 
 
+async def test_a_queue_that_is_not_there_is_told_by_the_option_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "QUEUE_PATIENCE_S", 0.0)
+    plan = joining.Joining("mine", "http://127.0.0.1:1", "http://127.0.0.1:1", 64)
+    with pytest.raises(Unreachable, match="is the URL right\\? --join says where it is looked for") as error:
+        await joining._run(config(), plan, [sys.executable, "-c", ""], os.environ)
+    assert "--queue" not in str(error.value)
+
+
 async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
@@ -128,6 +139,17 @@ async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
         assert await joining._run(config(), plan, child, os.environ) == 3
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert (down.state, down.reason) == (ServerState.DOWN, "its process ended with code 3")
+
+
+async def test_a_server_that_is_killed_leaves_no_engine_behind_and_says_by_which_signal(tmp_path: Path) -> None:
+    mark = tmp_path / "engine"
+    killed = f"(trap '' TERM; exec sleep 300) & echo $! > '{mark}'; kill -KILL $$"
+    async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
+        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        assert await joining._run(config(), plan, ["bash", "-c", killed], os.environ) == 128 + signal.SIGKILL
+        (down,) = [server for server in await client.servers() if server.name == "mine"]
+        assert down.reason == "its process ended with code 137"
+    until(lambda: not is_running(int(mark.read_text())))
 
 
 async def test_a_second_server_at_the_port_of_the_first_is_told_to_take_another() -> None:

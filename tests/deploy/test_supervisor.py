@@ -162,6 +162,24 @@ def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role:
     until(lambda: not stage.alive())
 
 
+def test_what_a_killed_server_left_behind_is_ended_at_once_and_not_after_the_grace(stage: Stage) -> None:
+    """vLLM's engine takes its time on SIGTERM when its API process is gone: nobody needs what it does."""
+    orphan = "(trap '' TERM; while :; do sleep 1; done) & echo $! >>children"
+    stage.play(vllm=f"{orphan}; {stage.answers('vllm')}", learner="until [ -e finish ]; do sleep 0.1; done")
+    process = stage.start("--deploy.restart", "1", "--deploy.grace_s", "40")
+    assert process.stdout is not None
+    until(lambda: "vllm-0 answers" in process.stdout.readline())  # type: ignore[union-attr]
+    (first,) = stage.calls("vllm")
+    started = time.monotonic()
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: len(stage.calls("vllm")) == 2)
+    assert time.monotonic() - started < 20
+    os.killpg(stage.calls("vllm")[-1].pid, signal.SIGKILL)  # it would sit out the grace at the end
+    (stage.folder / "finish").touch()
+    process.wait(LIMIT_S)
+    until(lambda: not stage.alive())
+
+
 def test_restarts_are_bounded_and_each_is_told_with_its_cause(stage: Stage) -> None:
     stage.play(worker=FAILS)
     result = stage.run("--deploy.restart", "1")

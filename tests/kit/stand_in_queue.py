@@ -47,6 +47,7 @@ class StandInQueue:
         self.reports: list[WorkerReport] = []
         self.put: list[Server] = []
         self.requests: list[TicketRequest] = []
+        self.signed_off: list[str] = []
         self.lost: list[str] = []
         self.submit_error: Exception | None = None
         self.known = False
@@ -67,6 +68,8 @@ class StandInQueue:
         while not self.tickets_left:
             if self.finished:
                 raise RunFinished("the run is finished")
+            if not set(request.serving) <= {of.name for of in self.servers if of.state is ServerState.SERVING}:
+                return TicketReply([], self.servers)
             self.changed.clear()
             await self.changed.wait()
         count = min(request.max_tickets, len(self.tickets_left))
@@ -84,6 +87,9 @@ class StandInQueue:
         self.known = True
         finished = self.finished and self.issued > 0
         return WorkerReply(list(self.lost), self.servers, finished, list(self.warnings))
+
+    async def sign_off(self, worker_id: str) -> None:
+        self.signed_off.append(worker_id)
 
     async def submit(self, group: Group) -> bool:
         await asyncio.sleep(0)

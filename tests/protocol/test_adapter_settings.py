@@ -113,6 +113,12 @@ def test_what_can_be_is_taken(sections: dict[str, Any]) -> None:
     made(**sections)
 
 
+def test_an_adapter_that_is_published_alone_takes_no_delta() -> None:
+    with pytest.raises(ValueError, match=r"an adapter is sent whole.*leave weight_sync\.delta out"):
+        made(lora=LORA, weight_sync={"adapter_only": True, "delta": True})
+    made(lora=LORA, weight_sync={"adapter_only": False, "delta": True})
+
+
 @pytest.mark.parametrize(("rate", "said"), [(1e-6, 1), (1e-4, 0)])
 def test_a_learning_rate_that_is_too_low_for_an_adapter_is_doubted(rate: float, said: int) -> None:
     config = made(lora=LORA, learner={"learning_rate": rate})

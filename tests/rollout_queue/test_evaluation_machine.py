@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from protocol import reasons
 from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Fingerprint, Server, ServerState
-from rollout_queue.ledger import eval_tickets, leases, servers
+from rollout_queue.ledger import eval_ends, eval_tickets, leases, servers
 from rollout_queue.ledger.eval_tickets import Asking
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
 from rollout_queue.ledger.group_facts import SampledBy
@@ -45,7 +45,7 @@ class EvaluationMachine(SabotagedQueue):
     def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
         assert not decision.tickets, "I1: no ticket of the training is touched"
         if decision.servers:
-            judged = eval_tickets.judge(self.evaluations, self.fleet.after(decision.servers), self.now)
+            judged = eval_ends.judge(self.evaluations, self.fleet.after(decision.servers), self.now)
             decision = msgspec.structs.replace(decision, evals=judged)
         again = (row for row in decision.evals.rows if row.state is EvalRowState.AGAIN)
         self.accepted -= {(row.evaluation, row.index) for row in again}
@@ -120,7 +120,7 @@ class EvaluationMachine(SabotagedQueue):
     @precondition(lambda self: self.ledger.run.step > 4)
     @rule()
     def finish(self) -> None:
-        left = eval_tickets.finish(self.evaluations, self.fleet, self.now)
+        left = eval_ends.finish(self.evaluations, self.fleet, self.now)
         self.commit(msgspec.structs.replace(leases.finish(self.ledger), evals=left))
         assert not self.evaluations.open
 

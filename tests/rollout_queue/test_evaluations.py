@@ -28,7 +28,8 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.ledger.eval_tickets import MOST_ENDED, MOST_OPEN
+from rollout_queue.ledger.eval_ends import MOST_ENDED
+from rollout_queue.ledger.eval_tickets import MOST_OPEN
 from rollout_queue.ledger.records import Decision
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group

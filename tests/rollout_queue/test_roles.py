@@ -22,6 +22,7 @@ ROUTES = {
     ("POST", routes.TICKETS): WORKER,
     ("POST", routes.TICKET_FAIL_OF): WORKER,
     ("POST", routes.WORKER_OF): WORKER,
+    ("DELETE", routes.WORKER_OF): WORKER,
     ("PUT", routes.GROUP_OF): WORKER,
     ("GET", routes.POLICY): ANYONE,
     ("POST", routes.POLICY): LEARNER,

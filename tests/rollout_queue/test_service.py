@@ -430,6 +430,19 @@ async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refus
         assert (await refusal(client.submit(group(late)))).reason == "unverified_server"
 
 
+async def test_a_worker_that_waits_for_tickets_is_told_at_once_of_a_server_that_leaves_service() -> None:
+    async with running() as (_, client):
+        await take(client, 100)
+        ask = TicketRequest("w", 1, wait_s=30.0, serving=[SERVER])
+        waiting = asyncio.create_task(client.tickets(ask))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await move_server(client, ServerState.STALE, reason="paused by a person")
+        async with asyncio.timeout(5):
+            told = [await waiting, await client.tickets(ask)]
+        assert [(of.tickets, [server.state for server in of.servers]) for of in told] == [([], [ServerState.STALE])] * 2
+
+
 async def test_finish_ends_the_run_for_everyone() -> None:
     async with running() as (_, client):
         tickets = await take(client, 4)
@@ -877,6 +890,27 @@ async def test_a_server_that_leaves_is_gone_once_every_worker_has_said_that_noth
         assert await client.servers() == []
         with pytest.raises(Refused, match="not registered"):
             await client.remove_server(SERVER)
+
+
+async def test_a_worker_that_signed_off_holds_up_no_server_that_leaves() -> None:
+    """It was waited for until its last heartbeat was a minute old."""
+    async with running() as (_, client):
+        await take(client, 100)
+        await says(client, "w", episodes_in_flight=2, waiting_for_servers=1)
+        await says(client, "x")
+        polling = asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=30.0)))
+        await asyncio.sleep(0.05)
+        await client.sign_off("w")
+        await client.remove_server(SERVER)
+        await asyncio.sleep(0.05)
+        waits = {wait.who: wait.what for wait in (await client.status()).waits}
+        assert waits.pop(f"server {SERVER}") == "the end of its requests of x: draining (it was asked to leave)"
+        assert "w's episodes" not in waits
+        await client.sign_off("x")
+        assert await client.servers() == []
+        assert [worker.episodes_in_flight for worker in (await client.status()).workers] == [0, 0]
+        await client.sign_off("x")  # a repeat, as after a lost answer
+        polling.cancel()
 
 
 async def test_a_server_that_leaves_is_gone_after_its_time_whoever_is_silent() -> None:

@@ -133,7 +133,7 @@ async def test_f10_what_a_killed_worker_held_goes_to_another_once_it_expires(mon
         await ask(client)
         async with worker(CONFIG, the_task, client, "first"):
             await until(lambda: len(queue.broker.evaluations.held_by("first")) == 4)
-            monkeypatch.setattr("rollout_worker.ticket_loop.give_back_all", _nothing)
+            monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
         assert len(queue.broker.evaluations.held_by("first")) == 4
         queue.time.now += 61.0
         await queue.broker.expire()
@@ -156,7 +156,7 @@ async def test_the_queue_is_restarted_in_the_middle_and_the_worker_goes_on(
             await ask(client)
             async with worker(CONFIG, the_task, client, "w"):
                 await until(lambda: len(queue.broker.evaluations.held_by("w")) == 4)
-                monkeypatch.setattr("rollout_worker.ticket_loop.give_back_all", _nothing)
+                monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
         opened = True
         queue, client = await stack.enter_async_context(standing(url, SqliteStore(path), begin=False))
         assert len(queue.broker.evaluations.held_by("w")) == 4

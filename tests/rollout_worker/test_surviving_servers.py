@@ -77,6 +77,7 @@ class Fleet:
         """The queue's record of the first server changes."""
         first, *others = self.queue.servers
         self.queue.servers = [Server(first.name, first.url, state, version, changed_at=2.0), *others]
+        self.queue.changed.set()
 
 
 @pytest.fixture
@@ -131,6 +132,14 @@ async def test_a_server_that_the_registry_calls_down_is_left_at_once(heartbeats)
     check_nothing_lost(fleet, run)
     check_each_token_arrived(fleet, run)
     assert fleet.calls == GROUP * TICKETS
+
+
+async def test_a_worker_that_asks_for_tickets_hears_of_a_server_that_leaves_before_its_next_heartbeat(monkeypatch):
+    monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 3600.0)
+    fleet = Fleet()
+    async with asyncio.timeout(15):
+        run = await fleet.run(lambda: fleet.put(ServerState.STALE))
+    check_nothing_lost(fleet, run)
 
 
 async def test_a_stale_server_hands_its_episodes_on_with_the_tokens_so_far(heartbeats):

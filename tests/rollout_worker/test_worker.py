@@ -524,7 +524,20 @@ async def test_a_stopped_worker_gives_its_tickets_back():
         ["t0", "t1", "t2"], "worker_stopped"
     )
     assert all(failure.retryable for failure in queue.failures.values())
+    assert queue.signed_off == ["w0"]
     assert idle(run.worker)
+
+
+async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs_off(monkeypatch):
+    monkeypatch.setattr("rollout_worker.tickets._SIGN_OFF_S", 0.05)
+    queue = StandInQueue(tickets_for(0), keep_open=True)
+
+    async def hangs(worker_id):
+        await asyncio.Event().wait()
+
+    queue.sign_off = hangs
+    async with asyncio.timeout(10):
+        await roll(task(), fake(), queue=queue, stop_when=lambda worker: bool(queue.reports))
 
 
 async def test_a_lost_tickets_episodes_are_cancelled(monkeypatch):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import slipstream
-from deploy.supervisor import RunFailed
+from deploy.keeper import RunFailed
 from protocol import fingerprint
 from protocol.client import QueueClient
 from protocol.config import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deploy.supervisor import RunFailed
+from deploy.keeper import RunFailed
 from protocol.config import ConfigError, RunConfig, TaskSection
 from rollout_worker.task import Task, load_task
 from slipstream import script as script_module

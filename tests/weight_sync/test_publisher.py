@@ -29,7 +29,7 @@ from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
 from weight_sync import cancellation, publisher, server_control, server_sync
-from weight_sync.fleet import decisions, fleet, member
+from weight_sync.fleet import decisions, fleet, kept_running, member, under_way
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.snapshot import Snapshot
 
@@ -123,8 +123,10 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(fleet, "READ_EVERY_S", 0.05)
-    monkeypatch.setattr(fleet, "BUG_PAUSE_S", 0.01)
-    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(kept_running, "BUG_PAUSE_S", 0.01)
+    for module in (member, under_way):
+        monkeypatch.setattr(module, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(kept_running, "QUEUE_PAUSE_S", 0.05)
     monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
     monkeypatch.setattr(server_control, "RESUME_PAUSE_S", 0.01)
     monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
@@ -289,6 +291,22 @@ def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:
         assert world.fakes[1].engine.paused
         world.fakes[1].engine.resume()
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+
+
+def test_a_server_that_is_up_to_date_leaves_service_while_a_person_pauses_it_and_comes_back_by_itself(
+    world: World,
+) -> None:
+    """Its requests stand still: while it served, no step was made, and so no version came that would have shown it."""
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].engine.pause()
+        until(server_in(world, "vllm-1", ServerState.STALE))
+        assert world.servers()["vllm-1"].reason == "paused by a person: waits for POST /resume"
+        assert world.states()[0] == (ServerState.SERVING, 1)
+        world.fakes[1].engine.resume()
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        assert [transport.versions for transport in world.transports.made] == [[1]] * 2, "proven once is enough"
 
 
 def test_f16_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: World) -> None:
@@ -482,7 +500,9 @@ def test_a_server_that_never_comes_up_does_not_hold_the_first_publication_and_co
         publishing.publish(1, weights(), probe())
         publishing.wait()
         assert publishing.records[0].servers_ok == ["vllm-0"]
-        until(lambda: "not up yet" in str(world.servers()["vllm-1"].reason))
+        plain = f"http://127.0.0.1:{port} does not answer yet (connection refused)"
+        until(lambda: world.servers()["vllm-1"].reason == plain)
+        assert publishing._fleet.standing() == f"vllm-1 (joining, {plain})"
         world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
 
@@ -495,7 +515,8 @@ def test_a_fleet_that_never_comes_up_ends_the_first_publication_in_time_and_is_n
         world.do(world.queue.put_server(Server(name, f"http://{host}:{port}")))
     with world.publisher(start_timeout_s=0.3) as publishing:
         publishing.publish(1, weights(), probe())
-        with pytest.raises(PublishError, match=r"vllm-0 is joining: an answer of its engine \(.*vllm-1 is joining"):
+        told = r"vllm-0 is joining: http://127\.0\.0\.1:\d+ does not answer yet .*vllm-1 is joining"
+        with pytest.raises(PublishError, match=told):
             publishing.wait()
 
 
@@ -543,7 +564,7 @@ def test_hole_8_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
 
 
 def test_hole_8_a_watch_that_only_fails_ends_the_learner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "MOST_BUGS", 3)
+    monkeypatch.setattr(kept_running, "MOST_BUGS", 3)
     ended: list[BaseException] = []
     with world.publisher() as publishing:
         publishing.on_failure = ended.append

@@ -41,6 +41,12 @@ class Engine:
         self.go_on.set()
         self.ended: list[str] = []
         self.errored = False
+        self.codes: dict[str, int] = {}
+        self.resources = SimpleNamespace(engine_manager=self)  # as vLLM keeps them
+        self.failed_proc_name: str | None = None
+
+    def finished_procs(self) -> dict[str, int]:
+        return self.codes
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
         if self.hangs:
@@ -147,6 +153,75 @@ async def test_f5_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pyt
         assert "did not answer 3 times" in reply.json()["error"]["message"]
         await asyncio.sleep(0.1)
         assert server.engine.ended == ["ended"]
+
+
+async def test_a_persons_resume_within_a_swap_waits_for_its_end_and_goes_through() -> None:
+    async with serving() as server:
+        await server.post("/pause")
+        server.engine.go_on.clear()
+        swap = asyncio.create_task(server.post("/slipstream/swap", json={"label": "7"}))
+        await server.engine.swapping.wait()
+        resume = asyncio.create_task(server.post("/resume"))
+        await asyncio.sleep(0.05)
+        assert not resume.done()
+        assert server.engine.paused, "not before the swap's end"
+        server.engine.go_on.set()
+        assert (await resume).status_code == 200
+        assert (await swap).status_code == 200
+        assert not server.engine.paused
+        assert not server.condition.persons_pause
+
+
+async def test_a_resume_within_a_swap_that_takes_long_is_told_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.vllm.control_rules.SWAP_WITHIN_S", 0.05)
+    async with serving() as server:
+        await server.post("/pause")
+        server.engine.go_on.clear()
+        swap = asyncio.create_task(server.post("/slipstream/swap", json={"label": "7"}))
+        await server.engine.swapping.wait()
+        refused = await server.post("/resume")
+        assert refused.status_code == 409
+        message = refused.json()["error"]["message"]
+        assert "new weights are being swapped in" in message
+        assert "nothing needs to be done" in message
+        assert server.condition.persons_pause, "it is still to be ended"
+        server.engine.go_on.set()
+        await swap
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(-9, "signal 9"), (1, "exit code 1")], ids=["killed by the kernel", "its own error"]
+)
+async def test_an_engine_that_ended_is_told_by_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, told: str
+) -> None:
+    monkeypatch.setattr(heartbeat, "LOOK_EVERY_S", 0.01)
+    async with serving() as server:
+        generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
+        await server.generating.wait()
+        server.engine.codes, server.engine.failed_proc_name = {"EngineCore_DP0": code}, "EngineCore_DP0"
+        reply = await asyncio.wait_for(generating, 5)
+    assert reply.json()["error"]["message"] == f"its EngineCore process ended ({told})"
+    assert f"not generate any more: its EngineCore process ended ({told})" in caplog.text
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_the_last_word_of_a_server_is_why_it_ends(caplog: pytest.LogCaptureFixture, dies: bool) -> None:
+    """vLLM ends by itself when its engine is gone, after an error for each request."""
+    engine = Engine()
+    engine.codes, engine.failed_proc_name = {"EngineCore_DP0": -9}, "EngineCore_DP0" if dies else None
+    app = Starlette()
+    app.state.engine_client = engine
+    app.add_middleware(Slipstream)
+    events = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+
+    async def receive() -> Any:
+        return next(events)
+
+    async def send(message: Any) -> None: ...
+
+    await app({"type": "lifespan", "app": app, "state": {}}, receive, send)
+    assert ("this server ends: its EngineCore process ended (signal 9)" in caplog.text) == dies
 
 
 async def test_the_slowest_worker_is_what_staging_is() -> None:

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 from protocol.client import QueueError, Refused
 from protocol.messages import Server, ServerState
+from weight_sync.server_control import EngineState
+from weight_sync.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,25 @@ class AtQueue:
         if self.server.state not in (_S.SYNCING, _S.SERVING):
             await self.try_to_tell(_S.SYNCING)
         await self.try_to_tell(_S.QUARANTINED, version, reason)
+
+    async def publication_failed(
+        self, snapshot: Snapshot, reason: str, must_leave: bool, now: EngineState | None
+    ) -> None:
+        """What a failed publication leaves the server in, which is as it says `now`; None: it does not answer.
+        must_leave: its proof failed, or it is left paused."""
+        if must_leave:
+            await self.quarantine(snapshot.version, reason)
+        elif now is not None and now.label == snapshot.label:
+            await self.quarantine(snapshot.version, f"swapped, but not proven: {reason}")
+        elif now is not None and not now.whole:
+            await self.quarantine(snapshot.version, reason)
+        elif self.server.state is _S.SERVING:
+            # It serves on with what was proven; if it falls too far behind, it is stale.
+            logger.warning("%s keeps version %s: %s", self.server.name, self.server.version, reason)
+        elif self.server.state is not _S.QUARANTINED:
+            if self.server.state is _S.DOWN:
+                await self.try_to_tell(_S.SYNCING)
+            await self.try_to_tell(_S.STALE, None, reason)
 
     async def leave_quarantined(self, version: int) -> None:
         """Take a server that is left paused out of service (I6), if the queue answers in time."""

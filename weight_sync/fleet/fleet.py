@@ -19,6 +19,7 @@ from protocol.client import QueueClient, QueueError, Refused
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from weight_sync.fleet.decisions import Behind, Standing, behind
+from weight_sync.fleet.kept_running import kept_running
 from weight_sync.fleet.member import Member
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
@@ -30,16 +31,9 @@ logger = logging.getLogger(__name__)
 
 # How often the registry is read, for servers that join, leave or register anew.
 READ_EVERY_S = 1.0
-# Failures in a row that nobody foresaw, of one server's task, after which it is a bug that ends the learner.
-MOST_BUGS = 6
-BUG_PAUSE_S = 2.0
 # How long a server waits for room that others take up with an older version, and how long they have to give it free.
 HELD_S = 1.0
 LET_GO_S = 5.0
-
-
-class FleetBroken(RuntimeError):
-    """A server's task failed again and again in a way that nobody foresaw."""
 
 
 class Fleet:
@@ -115,7 +109,7 @@ class Fleet:
     def standing(self) -> str:
         """How each server that is not up to date stands, for people."""
         said = [
-            f"{name} ({member.server.state}{f', waits for {member.waits_for}' if member.waits_for else ''})"
+            f"{name} ({', '.join(filter(None, [member.server.state, member.told_wait]))})"
             for name, member in sorted(self.members.items())
             if not member.up_to_date
         ]
@@ -125,7 +119,8 @@ class Fleet:
         """Why the servers that do not have a version do not, for an error."""
         failed = self.publications.why_failed(version)
         said = [
-            failed.get(name) or f"{name} is {member.server.state}: {member.waits_for or member.server.url}"
+            failed.get(name)
+            or f"{name} is {member.server.state}: {member.not_up or member.waits_for or member.server.url}"
             for name, member in sorted(self.members.items())
             if member.version != version
         ]
@@ -139,7 +134,7 @@ class Fleet:
 
     @property
     def paused_by_person(self) -> bool:
-        return any(member.paused_by_person for member in self.members.values())
+        return any(member.persons_pause.stands for member in self.members.values())
 
     # What members ask.
 
@@ -207,7 +202,9 @@ class Fleet:
         )
         member = Member(server, sync, self._put, self._snapshots, self.publications, self, section.timeout_s)
         self.members[server.name] = member
-        self._tasks[server.name] = asyncio.create_task(self._kept_running(member), name=f"server {server.name}")
+        self._tasks[server.name] = asyncio.create_task(
+            kept_running(member, self._is_troubled, self._on_failure), name=f"server {server.name}"
+        )
 
     def _leaves(self, name: str) -> None:
         """End a member in the background: a server that hangs must not hold up the others."""
@@ -225,31 +222,6 @@ class Fleet:
             del self.members[name], self._leaving[name]
             self._news()
             self._read.set()
-
-    async def _kept_running(self, member: Member) -> None:
-        """A bug in one server's task holds up no other; one that comes back at once, again and again, ends the learner:
-        a run whose only server is not brought up to date would stand still, and nobody would know why."""
-        bugs = 0
-        while True:
-            began = time.monotonic()
-            try:
-                await member.run()
-            except QueueError as error:
-                self._is_troubled(error)
-                pause_s = READ_EVERY_S
-            except Exception as error:
-                bugs = bugs + 1 if time.monotonic() - began < 60 else 1
-                logger.exception("%s cannot be brought up to date (failure %d)", member.name, bugs)
-                if bugs == MOST_BUGS:
-                    failure = FleetBroken(
-                        f"{member.name} could not be brought up to date {bugs} times in a row; the last time: "
-                        f"{type(error).__name__}: {error}"
-                    )
-                    failure.__cause__ = error
-                    self._on_failure(failure)
-                    return
-                pause_s = BUG_PAUSE_S * 2**bugs
-            await asyncio.sleep(pause_s)
 
     async def _put(self, server: Server) -> Server:
         return await self._client.put_server(server, self._session())
@@ -274,7 +246,7 @@ class Fleet:
         names = self._snapshots.held_up(HELD_S)
         for name in names:
             if (member := self.members.get(name)) is not None:
-                member.let_go()
+                member.under_way.let_go()
         if names and self._snapshots.held_up(HELD_S + LET_GO_S):
             version = self._snapshots.forget_oldest()
             logger.error("%s did not let go of version %d within %g s", ", ".join(names), version, LET_GO_S)

@@ -12,25 +12,26 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from protocol.client import Refused
-from protocol.messages import PAUSED_BY_PERSON, Server, ServerState
+from protocol.messages import Server, ServerState
 from weight_sync.cancellation import to_its_end
 from weight_sync.fleet.at_queue import AtQueue, Put
 from weight_sync.fleet.decisions import Standing, retry_pause_s
+from weight_sync.fleet.persons_pause import PersonsPause
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
+from weight_sync.fleet.under_way import LOOK_EVERY_S, UnderWay
 from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
-from weight_sync.server_sync import PUBLISH_ERRORS, Outcome, ServerSync
+from weight_sync.server_sync import PUBLISH_ERRORS, ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import of_backend
 
 logger = logging.getLogger(__name__)
 
-# A server that is up to date is looked at so often, to notice that it restarted; others as often at first.
-LOOK_EVERY_S = 2.0
 # One that serves and does not answer for so long is down: requests to it would hang.
 DOWN_AFTER_S = 10.0
 
@@ -53,7 +54,8 @@ class Others(Protocol):
 class Member:
     """`version`: what this learner proved on its present process, None before.
 
-    `waits_for`: what keeps it from being up to date, for people; `failures`: publications in a row that failed.
+    `waits_for`: what keeps it from being up to date, for people; `not_up`: how it shows that it is not up yet;
+    `failures`: publications in a row that failed.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class Member:
         self.at_queue = AtQueue(server, put)
         self.version: int | None = None
         self.waits_for: str | None = None
+        self.not_up: str | None = None
         self.failures = 0
-        self.paused_by_person = False
+        self.persons_pause = PersonsPause(self.at_queue)
         self.answers = False
         self.behind_since: float | None = None
         self._sync = sync
@@ -86,8 +89,7 @@ class Member:
         self._silent_since: float | None = None
         self._next_try = 0.0
         self._wake = asyncio.Event()
-        self._giving_up = False
-        self._publishing: asyncio.Task[Outcome] | None = None
+        self.under_way = UnderWay(sync.control, self._heard_beside, timeout_s)
 
     @property
     def server(self) -> Server:
@@ -101,6 +103,10 @@ class Member:
     @property
     def standing(self) -> Standing:
         return Standing(self.name, self.server.state, self.server.version, self._took_s)
+
+    @property
+    def told_wait(self) -> str | None:
+        return self.not_up or (f"waits for {self.waits_for}" if self.waits_for else None)
 
     @property
     def up_to_date(self) -> bool:
@@ -125,22 +131,18 @@ class Member:
         self.failures, self._next_try = 0, 0.0
         self.wake()
 
-    def let_go(self) -> None:
-        """End the publication that is under way, for the sake of its snapshot; the newest is tried next."""
-        if self._publishing is not None:
-            self._giving_up = True
-            self._publishing.cancel()
-
     async def run(self) -> None:
         """For ever; raises `QueueError` where the queue fails, and whatever nobody foresaw."""
         while True:
             self._wake.clear()
             self._no_room = False
             state = await self._look() if self.server.state is not _S.DRAINING else None
-            wanted = not self.up_to_date and self._snapshots.newest is not None
-            due = time.monotonic() >= self._next_try
-            if state is not None and wanted and due and not await self._must_wait(state):
-                await self._bring(state)
+            newest, due = self._snapshots.newest, time.monotonic() >= self._next_try
+            if state is not None and newest is not None and not await self._paused_by_person(state):
+                if self.version == newest.version and self.persons_pause.was_all(state, newest.label):
+                    await self.persons_pause.ended(newest.version)
+                elif due and not self.up_to_date:
+                    await self._bring(state)
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError  # a call that ended in the same moment turned it into its own error
             await self._pause()
@@ -157,7 +159,10 @@ class Member:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._sync.control.state()
         except (ControlError, TimeoutError) as error:
-            await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
+            if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
+                await self._is_not_up(f"{self.server.url} does not answer yet ({error.unconnected})")
+            else:
+                await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
             return None
         if not state.alive:
             # Its front answers alone, and knows neither weights nor boot: it may be in a long step, and go on.
@@ -166,7 +171,7 @@ class Member:
             return None
         self.at_queue.transport = of_backend(state.transport) or state.transport
         if not self.answers:
-            self.answers, self._silent_since = True, None
+            self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0
         other = self._others.claim(state.boot, self.name)
         self._barred = other is not None
@@ -186,10 +191,16 @@ class Member:
             self.waits_for = None
         return state
 
+    async def _is_not_up(self, why: str) -> None:
+        """Nobody listens there yet."""
+        self.answers, self.not_up, self.waits_for = False, why, "its start"
+        if self.server.reason is None:
+            await self.at_queue.try_to_tell(_S.JOINING, None, why)
+
     async def _does_not_answer(self, why: str, at_once: bool = False) -> None:
         """at_once: it will not answer again before it is started anew."""
         now = time.monotonic()
-        self.answers = False
+        self.answers, self.not_up = False, None
         self._silent_since = now if self._silent_since is None else self._silent_since
         self.waits_for = f"an answer of its engine ({why})"
         state = self.server.state
@@ -199,17 +210,10 @@ class Member:
         elif now - self._silent_since >= DOWN_AFTER_S or at_once:
             await self.at_queue.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
 
-    async def _must_wait(self, state: EngineState) -> bool:
-        """A pause that a person asked for stands: nothing is published under it (nobody could prove it)."""
-        self.paused_by_person = state.paused and state.pause_owner == "person"
-        if self.paused_by_person:
-            reason = f"{PAUSED_BY_PERSON}: waits for POST /resume"
+    async def _paused_by_person(self, state: EngineState) -> bool:
+        if await self.persons_pause.stands_in(state):
             self.waits_for = "a person's POST /resume"
-            if self.server.state in (_S.JOINING, _S.DOWN):
-                await self.at_queue.try_to_tell(_S.SYNCING)
-            if self.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
-                await self.at_queue.try_to_tell(_S.STALE, None, reason)
-        return self.paused_by_person
+        return self.persons_pause.stands
 
     async def _bring(self, state: EngineState) -> None:
         """Publish the newest version to the server, and tell the queue what came of it."""
@@ -224,7 +228,7 @@ class Member:
         try:
             if self.server.state is _S.JOINING:
                 await self.at_queue.tell(_S.SYNCING)
-            outcome = await self._published(snapshot)
+            outcome = await self.under_way.run(partial(self._sync.publish, snapshot))
             whole = True
             took_s = time.monotonic() - began
             await self._holds(snapshot, ServerFigures.of(outcome, took_s, self.at_queue.transport))
@@ -238,60 +242,18 @@ class Member:
             if self._sync.left_paused:
                 await to_its_end(self.at_queue.leave_quarantined(snapshot.version))
             task = asyncio.current_task()
-            if not self._giving_up or (task is not None and task.cancelling()):
+            if not self.under_way.given_up or (task is not None and task.cancelling()):
                 raise
             self._note_failure(snapshot, f"{self.server.url}: given up for a newer version")
         finally:
-            self._giving_up = False
             self._snapshots.give_back(self.name, snapshot, whole)
 
-    async def _published(self, snapshot: Snapshot) -> Outcome:
-        async def publish() -> Outcome:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._sync.publish(snapshot)
-
-        self._publishing = asyncio.ensure_future(publish())
-        try:
-            await self._look_beside(self._publishing)
-            return await self._publishing
-        except asyncio.CancelledError:
-            if not self._publishing.done():
-                self._publishing.cancel()
-                await asyncio.wait([self._publishing])
-            raise
-        finally:
-            self._publishing = None
-
-    async def _look_beside(self, publishing: asyncio.Task[Outcome]) -> None:
-        """Until the publication ends: an engine that hangs in it is down soon, though the publication may wait for long
-        yet, as what it is sampling holds up everybody."""
-        while not publishing.done():
-            await asyncio.wait([publishing], timeout=LOOK_EVERY_S)
-            if publishing.done():
-                return
-            look = asyncio.ensure_future(self._silence())
-            try:
-                await asyncio.wait([publishing, look], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                look.cancel()
-            if publishing.done() or not look.done():
-                return
-            why = look.result()
-            if why is None:
-                self._silent_since = None
-            else:
-                await self._does_not_answer(why)
-
-    async def _silence(self) -> str | None:
-        """Why the engine gives no answer; None where it does, or where the load in place that is under way holds it."""
-        try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                state = await self._sync.control.state()
-        except (ControlError, TimeoutError) as error:
-            return str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s"
-        if state.alive or state.pause_owner == "publication":
-            return None
-        return f"{self.server.url}: {state.reason or NO_ANSWER}"
+    async def _heard_beside(self, why: str | None) -> None:
+        """Beside a publication: why the engine gives no answer, None where it does."""
+        if why is None:
+            self._silent_since = None
+        else:
+            await self._does_not_answer(why)
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
         # One that was long on its way would hold admission until it has the newest, which is next.
@@ -305,31 +267,14 @@ class Member:
 
     async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
         reason = str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"
-        mismatch = isinstance(error, ProofFailed)
-        await self._say_failed(snapshot, reason, mismatch)
+        mismatch, now = isinstance(error, ProofFailed), None
+        must_leave = mismatch or self._sync.left_paused
+        if not must_leave:
+            with suppress(ControlError, TimeoutError):  # the next look says that it does not answer
+                async with asyncio.timeout(LOOK_TIMEOUT_S):
+                    now = await self._sync.control.state()
+        await self.at_queue.publication_failed(snapshot, reason, must_leave, now)
         self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
-
-    async def _say_failed(self, snapshot: Snapshot, reason: str, mismatch: bool) -> None:
-        """Tell the queue what a failed publication leaves the server in."""
-        if mismatch or self._sync.left_paused:
-            await self.at_queue.quarantine(snapshot.version, reason)
-            return
-        try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                now = await self._sync.control.state()
-        except (ControlError, TimeoutError):
-            now = None  # the next look says that it does not answer
-        if now is not None and now.label == snapshot.label:
-            await self.at_queue.quarantine(snapshot.version, f"swapped, but not proven: {reason}")
-        elif now is not None and not now.whole:
-            await self.at_queue.quarantine(snapshot.version, reason)
-        elif self.server.state is _S.SERVING:
-            # It serves on with what was proven; if it falls too far behind, it is stale.
-            logger.warning("%s keeps version %s: %s", self.name, self.server.version, reason)
-        elif self.server.state is not _S.QUARANTINED:
-            if self.server.state is _S.DOWN:
-                await self.at_queue.try_to_tell(_S.SYNCING)
-            await self.at_queue.try_to_tell(_S.STALE, None, reason)
 
     def _note_failure(self, snapshot: Snapshot, reason: str, at_once: bool = False) -> None:
         self.failures += 1
@@ -351,5 +296,5 @@ class Member:
                 await self._wake.wait()
 
     def _can_try(self) -> bool:
-        barred = self._barred or self.paused_by_person or self._no_room
+        barred = self._barred or self.persons_pause.stands or self._no_room
         return self.answers and not barred and not self.up_to_date and self._snapshots.newest is not None

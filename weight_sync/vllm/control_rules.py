@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weight_sync.vllm import lease
 from weight_sync.vllm.condition import Condition
 from weight_sync.vllm.route import RouteError
+
+# How long a resume waits for a swap that is under way.
+SWAP_WITHIN_S = 5.0
 
 Rule = Callable[[Any, Condition, ASGIApp, Scope, Receive, Send], Awaitable[None]]
 
@@ -44,10 +48,16 @@ async def pause(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, r
 
 async def resume(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     owner = _owner(scope)
+    if condition.swapped is not None:
+        await _end_of_swap(condition.swapped)
     if owner is None:
         condition.persons_pause = False
         if condition.lease_ends is not None:
-            raise RouteError(409, f"{condition.lease_owner!r} is loading weights: generation goes on when it has ended")
+            raise RouteError(
+                409,
+                f"{condition.lease_owner!r} is loading weights: generation goes on by itself when it has ended, and "
+                f"nothing else needs to be done",
+            )
     elif condition.lease_owner not in (None, owner):
         raise RouteError(409, f"{condition.lease_owner!r} holds the pause of this server")
     if not condition.whole:
@@ -57,6 +67,19 @@ async def resume(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, 
         if condition.persons_pause:
             raise RouteError(423, "a person paused this server: POST /resume, without an owner, ends it")
     await app(scope, receive, send)
+
+
+async def _end_of_swap(swapped: asyncio.Event) -> None:
+    """A swap takes milliseconds, and leaves a pause of before as it was: that is what is to be ended."""
+    try:
+        async with asyncio.timeout(SWAP_WITHIN_S):
+            await swapped.wait()
+    except TimeoutError:
+        raise RouteError(
+            409,
+            f"new weights are being swapped in, for more than {SWAP_WITHIN_S:g} s: generation goes on by itself after "
+            f"it, and nothing needs to be done; only a pause of your own stands until POST /resume is asked again",
+        ) from None
 
 
 def _stages(engine: Any) -> bool:

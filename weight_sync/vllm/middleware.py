@@ -18,7 +18,7 @@ from weight_sync.transports.http import ranges
 from weight_sync.transports.http.peer import serve_chunks
 from weight_sync.vllm.condition import Condition, condition_of
 from weight_sync.vllm.control_rules import RULES
-from weight_sync.vllm.heartbeat import watch
+from weight_sync.vllm.heartbeat import how_it_died, watch
 from weight_sync.vllm.route import RouteError
 from weight_sync.vllm.routes import ROUTES
 from weight_sync.vllm.server_routes import engine_says
@@ -36,7 +36,11 @@ class Slipstream:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        engine = getattr(scope["app"].state, "engine_client", None) if "app" in scope else None
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            _tell_last_words(scope)
+            return
+        engine = _engine_of(scope)
         if scope["type"] != "http" or engine is None:
             await self._app(scope, receive, send)
             return
@@ -84,6 +88,17 @@ class Slipstream:
             await _refuse(condition, scope, receive, send)
         finally:
             condition.running.discard(task)
+
+
+def _engine_of(scope: Scope) -> Any:
+    return getattr(scope["app"].state, "engine_client", None) if "app" in scope else None
+
+
+def _tell_last_words(scope: Scope) -> None:
+    """The server ends: if because of its engine, that is the cause, and not the requests that failed by it."""
+    engine = _engine_of(scope)
+    if engine is not None and condition_of(engine).broken is None and (why := how_it_died(engine)) is not None:
+        logger.error("this server ends: %s", why)
 
 
 async def _answer(engine: Any, scope: Scope, receive: Receive, send: Send) -> None:

@@ -86,11 +86,16 @@ async def _swap(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
     if not condition.whole:
         raise RouteError(409, "another swap is under way")
     condition.whole = False
+    condition.swapped = ended = asyncio.Event()
     try:
         result = await _exchanged(engine, label, clear_cache)
     except Exception as error:
         condition.break_down(f"the swap to {label} failed: {error}")
         raise RouteError(503, condition.broken or "") from error
+    finally:
+        # Whoever waits for it goes on only after this call has said what came of it.
+        condition.swapped = None
+        ended.set()
     if not result["whole"]:
         condition.break_down(f"the swap to {label} failed half-way: {result['error']}")
         raise RouteError(503, condition.broken or "")

@@ -20,6 +20,9 @@ from protocol.config.sections.base import (
     setting,
 )
 
+# As many as a run's registry takes.
+MOST_SERVERS = 1024
+
 
 class WeightSyncSection(Section):
     transport: Literal["auto", "gloo", "http", "nccl", "nccl_staged", "ipc"] = setting(
@@ -39,8 +42,10 @@ class WeightSyncSection(Section):
         description="N: optimiser steps between publications",
         why="the fresher the better, and a publication costs little",
     )
-    quorum: Count = setting(
+    quorum: int = setting(
         1,
+        ge=1,
+        le=MOST_SERVERS,
         description="servers that must have a version, proven, for its publication to count",
         why="the others follow in the background, and none of them can hold the run",
     )

@@ -1,0 +1,37 @@
+"""A quorum that the run file's servers cannot make: it is said, and what no run can make is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from protocol.config.quorum import doubts
+from protocol.config.sections.servers import MOST_SERVERS
+from rollout_queue.ledger import fleet
+from tests.kit import config
+
+
+@pytest.mark.parametrize(
+    ("quorum", "vllm", "said"),
+    [
+        (2, {"count": 2}, None),
+        (3, {"count": 2}, r"vllm.count = 2: the first step waits until 1 more have joined .*lower .*quorum to 2"),
+        (4, {"servers": ["http://a:1", "http://b:1"]}, r"the 2 of vllm.servers: .*until 2 more .*= 600 s"),
+    ],
+)
+def test_a_quorum_above_the_servers_that_are_listed_is_doubted(
+    quorum: int, vllm: dict[str, Any], said: str | None
+) -> None:
+    made = config(weight_sync={"quorum": quorum}, vllm={"start_timeout_s": 600.0, **vllm})
+    found = doubts(made.weight_sync, made.vllm)
+    assert len(found) == (said is not None)
+    assert said is None or re.search(said, found[0])
+
+
+def test_a_quorum_above_what_a_run_may_register_is_refused() -> None:
+    assert MOST_SERVERS == fleet._MOST_SERVERS
+    with pytest.raises(ValidationError, match=r"less than or equal to 1024"):
+        config(weight_sync={"quorum": MOST_SERVERS + 1})

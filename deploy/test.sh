@@ -13,7 +13,8 @@ python examples/multiply/build_model.py --out examples/multiply/models/seed-0
 if [[ $# -gt 0 ]]; then
     exec pytest "$@"
 fi
-# Most of the first ones wait for processes that they start; the others share one vLLM server.
-# One thread each, or they would wait for one another.
-OMP_NUM_THREADS=1 pytest -n "$(nproc)" --dist loadfile -m "not e2e"
-exec pytest -m e2e --durations=5
+# One thread each, or they would wait for one another. Long files begin first: tests/conftest.py.
+export OMP_NUM_THREADS=1
+pytest -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
+# Those that share one vLLM server run one after another, those with a server of their own beside them.
+exec pytest -n 2 --dist loadgroup -m e2e --durations=5

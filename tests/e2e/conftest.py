@@ -26,6 +26,15 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multiply"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup`, what uses the one server runs in one process, test after test; what has a server of
+    its own, or none, runs beside it."""
+    for item in items:
+        if "vllm_url" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("the one server"))
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The warm-started tiny policy; built here if deploy/test.sh has not."""

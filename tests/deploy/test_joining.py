@@ -98,8 +98,8 @@ async def test_add_list_and_remove() -> None:
         assert "mine" not in [server.name for server in await servers.listed(client())]
 
 
-# Ends by a SIGTERM whenever it comes. In Python a handler of it would run between two instructions: a SIGTERM that comes
-# as `time.sleep` begins waits for the end of that sleep.
+# Ends by a SIGTERM whenever it comes. A handler in Python would run between two instructions: one that comes just as
+# `time.sleep` begins waits for the end of that sleep.
 CHILD = 'echo > "$1"; exec sleep 60'
 
 

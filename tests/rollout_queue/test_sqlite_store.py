@@ -8,6 +8,7 @@ import signal
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,8 +300,11 @@ def test_bad_input_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
     SqliteStore(path).close()
 
 
-def test_a_store_that_another_program_writes_to_is_not_called_broken(old_file: Path) -> None:
+def test_a_store_that_another_program_writes_to_is_not_called_broken(
+    old_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ "Move it away" would lose the ledger; and the queue may be started again."""
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0.1))  # sqlite waits 5 s for the lock
     other = sqlite3.connect(old_file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:

@@ -16,5 +16,5 @@ fi
 # One thread each, or they would wait for one another. Long files begin first: tests/conftest.py.
 export OMP_NUM_THREADS=1
 pytest -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
-# Those that share one vLLM server run one after another, those with a server of their own beside them.
-exec pytest -n 2 --dist loadgroup -m e2e --durations=5
+# Mostly waits for servers that start: two at a time. Each of the two has its own shared server.
+exec pytest -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5

@@ -1,4 +1,4 @@
-"""One real vLLM server for the whole test run, and the processes of small runs against it."""
+"""One real vLLM server for each process of the tests, and the processes of small runs against it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multiply"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`, what uses the one server runs in one process, test after test; what has a server of
-    its own, or none, runs beside it."""
-    for item in items:
-        if "vllm_url" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("the one server"))
-
-
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The warm-started tiny policy; built here if deploy/test.sh has not."""
@@ -45,7 +36,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of the one real vLLM server."""
+    """URL of the real vLLM server that this process of the tests has to itself."""
     config = load(EXAMPLE / "run.toml", ["--model.path", str(model_folder), "--vllm.port", str(free_port())])
     with processes(tmp_path_factory.mktemp("vllm")) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}

@@ -28,7 +28,7 @@ from weight_sync.snapshot import Snapshot
 from weight_sync.transports import build
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.xdist_group("adapters")]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LORA = ["--lora.r", "8", "--lora.lora_alpha", "16", "--weight_sync.adapter_only", "true"]
 TOLERANCE = 1e-3

@@ -13,7 +13,8 @@ python examples/multiply/build_model.py --out examples/multiply/models/seed-0
 if [[ $# -gt 0 ]]; then
     exec pytest "$@"
 fi
-# Most of the first ones wait for processes that they start; the others share one vLLM server.
-# One thread each, or they would wait for one another.
-OMP_NUM_THREADS=1 pytest -n "$(nproc)" --dist loadfile -m "not e2e"
-exec pytest -m e2e --durations=5
+# One thread each, or they would wait for one another. Long files begin first: tests/conftest.py.
+export OMP_NUM_THREADS=1
+pytest -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
+# Mostly waits for servers that start: two at a time. Each of the two has its own shared server.
+exec pytest -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5

@@ -98,7 +98,8 @@ async def test_a_watchdog_that_is_killed_is_replaced_and_knows_the_children(tmp_
         await children.end([child])
 
 
-async def test_a_watchdog_that_stands_still_does_not_hold_up_the_end(tmp_path: Path) -> None:
+async def test_a_watchdog_that_stands_still_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.children.KILLED_WITHIN_S", 0.5)
     with Children(grace_s=1) as children:
         os.kill(children._watchdog.pid, signal.SIGSTOP)
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""One real vLLM server for the whole test run, and the processes of small runs against it."""
+"""One real vLLM server for each process of the tests, and the processes of small runs against it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of the one real vLLM server."""
+    """URL of the real vLLM server that this process of the tests has to itself."""
     config = load(EXAMPLE / "run.toml", ["--model.path", str(model_folder), "--vllm.port", str(free_port())])
     with processes(tmp_path_factory.mktemp("vllm")) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}

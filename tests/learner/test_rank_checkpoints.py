@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from learner import checkpoint as checkpoints
 from learner.blocking_client import BlockingQueueClient
 from learner.loop import Loop
+from learner.ranks import alarm
 from learner.report.progress import Progress
 from learner.run import build_trainer
 from learner.start import starting_point
@@ -59,7 +60,9 @@ def run_file(folder: Path, name: str, **learner: Any) -> RunConfig:
 
 
 def hang_and_stop() -> None:
-    """The other ranks stand still, and a signal comes when the main thread waits for them in a collective."""
+    """The other ranks stand still, and a signal comes when the main thread waits for them in a collective. With less
+    patience after it: that they have it is `test_rank_alarm`'s."""
+    alarm.AFTER_A_SIGNAL_S = 4.0
     for child in psutil.Process().children():
         if "learner.ranks.follower" in child.cmdline():
             child.suspend()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import LIVE, Decision, Distrust, RunState, ServerRecord, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.servers import Fleet
+from rollout_queue.store import migrations
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of
 from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger
@@ -200,24 +201,26 @@ def schema(db: sqlite3.Connection) -> list[tuple[str, str]]:
     return [(name, "".join(sql.split())) for name, sql in found]
 
 
-KILLED = """
-import os, signal, sqlite3, sys
-from rollout_queue.store import migrations
-db = sqlite3.connect(sys.argv[1], isolation_level=None)
-started = []
-def kill(sql):
-    started.append(sql)
-    if len(started) == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-db.set_trace_callback(kill)
-migrations.migrate(db, "queue.db")
-print(len(started))
-"""
+def migrate_and_die(path: Path, at: int) -> int:
+    """Migrate in a process that is killed as it begins its statement number `at`, from 1; its exit code."""
+    child = os.fork()  # no new interpreter: there are dozens of statements
+    if not child:
+        code = 1
+        try:
+            db = sqlite3.connect(path, isolation_level=None)
+            begun = []
 
+            def kill(sql: str) -> None:
+                begun.append(sql)
+                if len(begun) == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
-def migrate_and_die(path: Path, at: int) -> subprocess.CompletedProcess[str]:
-    """Migrate in a process that is killed as it begins its statement number `at`, from 1."""
-    return subprocess.run([sys.executable, "-c", KILLED, str(path), str(at)], capture_output=True, text=True)
+            db.set_trace_callback(kill)
+            migrations.migrate(db, "queue.db")
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_migration_that_is_killed_leaves_the_old_layout_whole(old_file: Path) -> None:
@@ -226,10 +229,10 @@ def test_a_migration_that_is_killed_leaves_the_old_layout_whole(old_file: Path) 
         assert before[0] == f"layout {layout}"
         statements = 1 + len(("BEGIN", *MIGRATIONS[layout].statements, "user_version", "COMMIT"))
         for at in range(2, statements + 1):
-            assert migrate_and_die(old_file, at).returncode == -signal.SIGKILL
+            assert migrate_and_die(old_file, at) == -signal.SIGKILL
             assert dump(old_file) == before, f"killed at statement {at}"
         # As it begins the step after this one, of which the newest has none.
-        assert migrate_and_die(old_file, statements + 1).returncode == (0 if layout + 1 == LAYOUT else -signal.SIGKILL)
+        assert migrate_and_die(old_file, statements + 1) == (0 if layout + 1 == LAYOUT else -signal.SIGKILL)
     store = SqliteStore(old_file)
     assert store.load().counts[TicketState.REISSUED] == 4
     store.close()
@@ -239,7 +242,7 @@ def test_a_new_file_whose_making_was_killed_is_made_when_it_is_opened_again(tmp_
     """Between its steps a new file is an empty one of an older layout."""
     for at in (4, 9, 10, 13, 16, 20):
         path = tmp_path / f"{at}.db"
-        assert migrate_and_die(path, at).returncode == -signal.SIGKILL
+        assert migrate_and_die(path, at) == -signal.SIGKILL
         store = SqliteStore(path)
         store.commit(Decision((TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0),)), {})
         store.close()
@@ -297,8 +300,11 @@ def test_bad_input_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
     SqliteStore(path).close()
 
 
-def test_a_store_that_another_program_writes_to_is_not_called_broken(old_file: Path) -> None:
+def test_a_store_that_another_program_writes_to_is_not_called_broken(
+    old_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ "Move it away" would lose the ledger; and the queue may be started again."""
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0.1))  # sqlite waits 5 s for the lock
     other = sqlite3.connect(old_file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:

@@ -9,9 +9,11 @@ in memory. Medians over rounds. Under load means under 8 generations that never 
 (b) over the time until every byte has arrived and was verified, both on a server that generates nothing;
 `transfer_load_ratio`: both under load. `snapshot_ratio`: over (c); `snapshot_first_ratio`: of the first, whose pages
 were taken ahead. `publish_idle_s` and `publish_load_s`: all of a publication to one server, proof included.
-`tokens_ratio`: tokens a second during publications over those between them. `gap_ms`: the longest silence of all
-generations during a publication, `gap_undisturbed_ms` between two. `load_average`: of the machine, before
-and after; what else runs on it is in the figures. `missed`: aims that this run did not meet.
+`tokens_ratio`: tokens a second during publications over those between them; `lost_ms`: of undisturbed generation, what
+one publication costs in all; `cores_undisturbed`: cores that are busy between them, of all that there are: the aim for
+tokens is one of idle cores. `gap_ms`: the longest silence of all generations during a publication, `gap_undisturbed_ms`
+between two. `load_average`: of the machine, before and after; what else runs on it is in the figures. `missed`: aims
+that this run did not meet.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.weight_sync_baseline import Baseline
@@ -81,7 +84,8 @@ class Watched(ServerControl):
 
 @dataclass
 class Series:
-    """The figures of some publications, in seconds; `tokens` and `undisturbed`: tokens a second."""
+    """The figures of some publications, in seconds; `tokens` and `undisturbed`: tokens a second;
+    `cores`: busy ones between publications."""
 
     publish: list[float] = field(default_factory=list)
     send: list[float] = field(default_factory=list)
@@ -90,6 +94,7 @@ class Series:
     raw: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     undisturbed: list[float] = field(default_factory=list)
+    cores: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     gaps_undisturbed: list[float] = field(default_factory=list)
 
@@ -151,7 +156,9 @@ class Run:
             snapshot = await asyncio.to_thread(self.learner.step)
             # The learner's own computing is over: it only publishes.
             rested = time.perf_counter()
+            psutil.cpu_percent()
             await asyncio.sleep(UNDISTURBED_S)
+            busy = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
             began = time.perf_counter()
             outcome = await self.sync.publish(snapshot)
             ended = time.perf_counter()
@@ -160,6 +167,7 @@ class Run:
             series.building.append(self.control.stages[-1]["building"])
             series.send.append(self.sent[-1])
             if load is not None:
+                series.cores.append(busy)
                 series.gaps_undisturbed.append(load.gap_s(rested, began))
                 series.undisturbed.append(load.tokens(rested, began) / (began - rested))
                 # What was generated in the pause's shadow arrives after it.
@@ -199,6 +207,7 @@ def _figures(
     learner: Learner,
 ) -> dict[str, Any]:
     median = statistics.median
+    lost = zip(loaded.publish, loaded.tokens, loaded.undisturbed, strict=True)
     pause_s, snapshots_s, copies_s = median(swap.pause_s for swap in swaps), learner.snapshot_s, learner.copy_s
     return {
         "mbytes": round(len(first.flat) / 1e6, 1),
@@ -225,6 +234,8 @@ def _figures(
         "proof_load_ms": _ms(loaded.proof),
         "tokens_per_s": round(median(loaded.undisturbed)),
         "tokens_ratio": round(median(map(_over, loaded.tokens, loaded.undisturbed)), 3),
+        "lost_ms": _ms([p * (1 - _over(t, u)) for p, t, u in lost]),
+        "cores_undisturbed": round(median(loaded.cores), 2),
         "gap_ms": _ms(loaded.gaps),
         "gap_undisturbed_ms": _ms(loaded.gaps_undisturbed),
     }

@@ -559,9 +559,10 @@ async def test_i9_many_that_block_for_a_while_each_are_named_and_move_nothing(mo
         alarms = Alarms(code)
         homes = await all_at_once(code, looks, many=20, each=4)
     assert len(set(homes)) == 1
-    ((key, text, _),) = alarms
+    # On a loaded machine more than one look finds it; whoever is told knows it by its key.
+    (key,) = set(alarms.keys)
     assert key.endswith("slow")
-    assert "blocks the event loop of async code" in text
+    assert all("blocks the event loop of async code" in text for _, text, _ in alarms)
 
 
 async def test_i9_what_blocks_in_a_task_that_a_call_began_is_named():

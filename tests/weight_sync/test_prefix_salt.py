@@ -187,6 +187,15 @@ def test_a_prompt_that_is_half_computed_at_the_swap_is_computed_anew(engine: Eng
     assert engine.hits("next") == 6 * BLOCK, "what was computed anew serves those that follow"
 
 
+def test_half_computed_prompts_begin_anew_in_the_order_in_which_they_came(engine: Engine) -> None:
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = STEP_TOKENS // 2
+    for name in ("first", "second"):
+        engine.add(name, LONG)
+    assert len(engine.step().num_scheduled_tokens) == 2
+    engine.core.set_weight_version("2")
+    assert list(engine.step().num_scheduled_tokens) == ["first", "second"]
+
+
 def test_a_half_computed_prompt_is_computed_anew_where_nothing_is_cached(folder: Path) -> None:
     engine = Engine(folder, asynchronous=False, caching=False)
     engine.add("half", LONG)

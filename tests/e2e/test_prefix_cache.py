@@ -135,7 +135,7 @@ llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, skip_t
           max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=8_000_000, block_size=32)
 engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
 torch_packing.install()
-prompts = {"begun": list(range(20)), "half": [token % 128 for token in range(100, 250)], "waits": list(range(100))}
+prompts = {"begun": list(range(20)), "half": [token % 128 for token in range(100, 250)]}
 ended = {}
 
 def add(name, ids):
@@ -153,7 +153,7 @@ add("half", prompts["half"])
 step()
 (half,) = [request for request in core.scheduler.running if not request.num_output_tokens]
 assert 0 < half.num_computed_tokens < 150
-add("waits", prompts["waits"])
+add("waits", prompts["half"][:60])
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -46,6 +46,7 @@ def install() -> None:
         _renew(core, request)
         add(core, request, *wave, **named)
 
+    # Each transport labels through this call, those that load in place too, while nothing generates.
     @wraps(label)
     def set_weight_version(core: Any, weight_version: str) -> None:
         label(core, weight_version)

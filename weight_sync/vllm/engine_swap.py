@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from weight_sync.vllm import prefix_salt
+
 BOOT = secrets.token_hex(6)
 """Of this process: another after each start of the engine."""
 
@@ -23,6 +25,7 @@ def install() -> None:
     EngineCore.slipstream_state = state
     EngineCore.slipstream_swap = swap
     EngineCore.slipstream_exchange = exchange
+    prefix_salt.install()
 
 
 def state(core: Any) -> dict[str, Any]:

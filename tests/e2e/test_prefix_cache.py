@@ -1,0 +1,188 @@
+"""The prefix cache of the real vLLM server over a swap: a turn's label says what its tokens were computed by."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from protocol.config import WeightSyncSection
+from weight_sync.proof.probe import Probe, probe_token_ids
+from weight_sync.server_control import ServerControl
+from weight_sync.server_sync import ServerSync
+from weight_sync.snapshot import Snapshot
+from weight_sync.transports import build
+
+pytestmark = pytest.mark.e2e
+
+PROBE_IDS = probe_token_ids(512)
+VOCABULARY = 512
+# The senders' prompts together are more than one step of the server takes, 4096 tokens.
+SENDERS, PROMPT_TOKENS, TURN_TOKENS = 24, 300, 6
+# Log-probs in float32, by two implementations.
+CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class Turn:
+    prompt: list[int]
+    sampled: list[int]
+    logprobs: list[float]
+    versions: list[str]
+
+
+async def one_turn(http: aiohttp.ClientSession, url: str, prompt: list[int]) -> Turn:
+    """Asked for as a worker does that has not heard of the swap: the salt is of the version before."""
+    params = {"max_tokens": TURN_TOKENS, "ignore_eos": True, "detokenize": False, "temperature": 1.0, "logprobs": 0}
+    body = {"token_ids": prompt, "sampling_params": params, "output_mode": "tokens", "cache_salt": "run:1"}
+    async with http.post(f"{url}/inference/v1/generate", json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        (choice,) = (await reply.json())["choices"]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return Turn(prompt, choice["token_ids"], logprobs, [span["version"] for span in choice["weight_versions"]])
+
+
+async def turns_over(url: str, publication: Any) -> list[Turn]:
+    """Turns of shared and of own prompts, from before the publication until a good while after it."""
+    rng = np.random.default_rng(0)
+    shared = [rng.integers(0, VOCABULARY, PROMPT_TOKENS).tolist() for _ in range(4)]
+    turns: list[Turn] = []
+    warm, published = asyncio.Event(), asyncio.Event()
+
+    async def sender(number: int) -> None:
+        after = 0
+        for turn in itertools.count():
+            if after == 3:
+                return
+            after += published.is_set()
+            own = rng.integers(0, VOCABULARY, PROMPT_TOKENS).tolist()
+            turns.append(await one_turn(http, url, own if number % 2 else shared[turn % len(shared)]))
+            if len(turns) >= 3 * SENDERS:
+                warm.set()
+
+    async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+        for number in range(SENDERS):
+            group.create_task(sender(number))
+        await warm.wait()
+        await publication
+        published.set()
+    return turns
+
+
+def off_by(model: Any, turn: Turn) -> float:
+    """How far the turn's log-probs are from the model's, at most."""
+    ids = torch.tensor([turn.prompt + turn.sampled])
+    with torch.no_grad():
+        all_logprobs = torch.log_softmax(model(ids).logits[0, len(turn.prompt) - 1 : -1], -1)
+    logprobs = all_logprobs.gather(1, torch.tensor(turn.sampled)[:, None])[:, 0]
+    return float((logprobs - torch.tensor(turn.logprobs)).abs().max())
+
+
+def snapshot(model: Any, version: int) -> Snapshot:
+    ids = torch.tensor(PROBE_IDS)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
+    return Snapshot(version, model.named_parameters(), Probe(PROBE_IDS, logprobs.numpy()))
+
+
+async def test_a_turn_that_is_labelled_with_the_new_version_alone_was_computed_by_it_alone(
+    vllm_url: str, model_folder: Path
+) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    section = WeightSyncSection(bucket_bytes=1 << 20, timeout_s=20)
+    async with ServerControl(vllm_url, timeout_s=30) as control:
+        sync = ServerSync(control, lambda: build(section), 1e-3)
+        await sync.publish(snapshot(model, 1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        turns = await turns_over(vllm_url, sync.publish(snapshot(model, 2)))
+        await sync.disconnect()
+    new = [turn for turn in turns if turn.versions == ["2"]]
+    assert len(new) >= 2 * SENDERS
+    errors = sorted((off_by(model, turn) for turn in new), reverse=True)
+    far = [error for error in errors if error > CLOSE]
+    assert not far, f"{len(far)} of {len(errors)} turns were computed in part by version 1: {far[:5]}"
+
+
+HALF_COMPUTED = """
+import os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1",
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from vllm import LLM, SamplingParams
+from learner.model.export import Published
+from weight_sync.vllm import shadow, torch_packing
+
+folder = sys.argv[1]
+torch.manual_seed(0)
+model = Qwen3ForCausalLM(Qwen3Config(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256))
+model.save_pretrained(folder)
+llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True,
+          max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=8_000_000, block_size=32)
+engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+torch_packing.install()
+prompts = {"begun": list(range(20)), "half": [token % 128 for token in range(100, 250)]}
+ended = {}
+
+def add(name, ids):
+    engine.add_request(name, {"prompt_token_ids": ids}, SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0,
+                                                                        detokenize=False))
+
+def step():
+    for request in engine.step():
+        if request.finished:
+            ended[request.request_id] = request
+
+add("begun", prompts["begun"])
+step()
+add("half", prompts["half"])
+step()
+(half,) = [request for request in core.scheduler.running if not request.num_output_tokens]
+assert 0 < half.num_computed_tokens < 150
+add("waits", prompts["half"][:60])
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+weights = {name: tensor.clone() for name, tensor in Published(model)}
+llm.apply_model(lambda served: shadow.build(served, engine.vllm_config, weights).exchange())
+core.set_weight_version("2")
+while "half" not in ended:
+    step()
+add("again", prompts["half"])
+while len(ended) < 4:
+    step()
+assert ended["again"].num_cached_tokens == 128
+for name, request in ended.items():
+    (output,) = request.outputs
+    served = torch.tensor([entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids)])
+    ids = torch.tensor([list(request.prompt_token_ids) + list(output.token_ids)])
+    with torch.no_grad():
+        ours = torch.log_softmax(model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1], -1)
+    ours = ours.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+    print("OFF", name, (ours - served).abs().max().item())
+"""
+
+
+def test_a_prompt_that_is_half_computed_at_the_swap_is_computed_by_the_new_weights_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HALF_COMPUTED, str(tmp_path / "model")], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    off = {line.split()[1]: float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("OFF")}
+    assert off.pop("begun") > 1e-3, "its first tokens are the old weights'"
+    assert off.keys() == {"half", "waits", "again"}
+    assert max(off.values()) < CLOSE, off

@@ -39,7 +39,7 @@ def depot() -> Iterator[Depot]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(sources_module, "STALL_S", 1.0)
+    monkeypatch.setattr(sources_module, "SILENCE_S", 1.0)
 
 
 def pull_of(flat: torch.Tensor, depot: Depot, sources: list[str], timeout_s: float = 20, lanes: int = 2) -> Pull:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A request must bring as much in each such while. Far below any network that weights are sent over.
-PACE_S = 4.0
+# A source that says nothing for so long is asked again, or another one.
+SILENCE_S = 2.0
+# Where there are others, a request must bring this much in each such while: far below a network for weights.
+PACE_S = 5.0
 PACE_BYTES_PER_S = 1e6
-# The while of a source beside which there is no other.
-STALL_S = 15.0
-# So often may the whiles double, and the pace go down to a quarter.
-SLACK_MOST = 4
+# So often may both whiles double, and the pace go down to a quarter.
+SLACK_MOST = 5
 RETRY_PAUSE_S = 0.2
 RETRY_PAUSE_MOST_S = 5.0
 # An attempt that brought so much was worth it: the next one need not wait.
@@ -25,14 +25,19 @@ REFUSED_MOST_S = 20.0
 
 @dataclass(eq=False)
 class Source:
-    """Whom to ask: `url`, and how it has done so far. faults: attempts that failed. barren: of them, in a row, such
-    that brought next to nothing. slow_at: the slack at which it was too slow. trouble: its last error."""
+    """Whom to ask: `url`, and how it has done so far.
+
+    faults: attempts that failed, the last at `fault_at`. barren: of them, in a row, such that brought next to nothing.
+    down: the last one did so, and not by being slow. slow_at: the slack at which it was too slow. refused_since: its
+    port has been closed since then. trouble: its last error.
+    """
 
     url: str
     faults: int = 0
-    barren: int = 0
     fault_at: float = float("-inf")
+    barren: int = 0
     slow_at: int = -1
+    down: bool = False
     distrusted: bool = False
     refused_since: float | None = None
     trouble: str = ""
@@ -40,14 +45,17 @@ class Source:
 
 @dataclass(eq=False)
 class Attempt:
-    """One request to a source, from `began` on. slow: it was found too slow, and is being ended."""
+    """One request to a source, from `began` on. heard_at: of its last bytes. slow: why it is being ended, if it was too
+    slow even with `slack`; -1: more of it would not have helped."""
 
     source: Source
     began: float
+    heard_at: float
     window_began: float
     in_window: int = 0
     arrived: int = 0
-    slow: bool = False
+    slow: str = ""
+    slack: int = -1
 
 
 class Sources:
@@ -61,10 +69,11 @@ class Sources:
 
     def begin(self, now: float) -> Attempt:
         """An attempt at the first of those that have failed least, and whose bytes were right."""
-        return Attempt(min(self._usable(), key=lambda source: source.faults), now, now)
+        return Attempt(min(self._usable(), key=lambda source: source.faults), now, now, now)
 
     def note(self, attempt: Attempt, count: int, now: float) -> None:
         """`count` bytes came."""
+        attempt.heard_at = now
         attempt.in_window += count
         attempt.arrived += count
         attempt.source.refused_since = None
@@ -77,20 +86,24 @@ class Sources:
         self._worth_at = now
 
     def too_slow(self, attempt: Attempt, now: float, least_bytes_per_s: float) -> bool:
-        """Whether to end the attempt, as it brings less than `least_bytes_per_s`, or than any network would."""
-        alone = self._usable() == [attempt.source]
-        while_s = (STALL_S if alone else PACE_S) * 2**self._slack
-        if now - attempt.window_began < while_s:
-            return False
-        pace = 0.0 if alone else max(PACE_BYTES_PER_S, least_bytes_per_s) / 4**self._slack
-        attempt.slow = attempt.in_window < max(1.0, pace * while_s)
-        attempt.window_began, attempt.in_window = now, 0
-        return attempt.slow
+        """Whether to end the attempt: it is silent, or brings less than `least_bytes_per_s`, or than any network."""
+        if attempt.slow:
+            return True
+        if (silent_s := now - attempt.heard_at) >= SILENCE_S * 2**self._slack:
+            attempt.slow = f"it said nothing for {silent_s:.1f} s"
+            # One that brought bytes and then fell silent is broken, not slow.
+            attempt.slack = self._slack if attempt.arrived < WORTH_BYTES else -1
+        elif (while_s := now - attempt.window_began) >= PACE_S * 2**self._slack:
+            pace = attempt.in_window / while_s
+            if pace < max(PACE_BYTES_PER_S, least_bytes_per_s) / 4**self._slack and len(self._usable()) > 1:
+                attempt.slow, attempt.slack = f"it sent {pace:.0f} bytes a second", self._slack
+            attempt.window_began, attempt.in_window = now, 0
+        return bool(attempt.slow)
 
     def failed(self, attempt: Attempt, error: Exception, now: float) -> float:
         """The attempt ended before its end. Returns seconds to wait before the next one."""
         source = attempt.source
-        source.trouble = "it was too slow" if attempt.slow else f"{type(error).__name__}: {error}"
+        source.trouble = attempt.slow or f"{type(error).__name__}: {error}"
         if not isinstance(error, ConnectionRefusedError):
             source.refused_since = None
         elif source.refused_since is None:
@@ -100,10 +113,12 @@ class Sources:
             source.fault_at = now
             source.faults += 1
             source.barren += attempt.arrived < WORTH_BYTES
-        if attempt.slow:
-            source.slow_at = self._slack
-            if all(other.slow_at == self._slack or other.barren for other in self._usable()):
-                self._slack = min(self._slack + 1, SLACK_MOST)
+        source.down = not attempt.slow and attempt.arrived < WORTH_BYTES
+        source.slow_at = max(source.slow_at, attempt.slack)
+        if source.slow_at == self._slack and all(
+            other.slow_at == self._slack or other.down for other in self._usable()
+        ):
+            self._slack = min(self._slack + 1, SLACK_MOST)
         barren = min(other.barren for other in {*self._usable(), source})
         # Every source has failed in vain: no hurry.
         return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), RETRY_PAUSE_MOST_S) if barren else 0.0

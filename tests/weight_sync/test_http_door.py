@@ -182,6 +182,17 @@ def test_i8_proven_connections_are_bounded_too_and_the_others_come_again(
     with Depot("127.0.0.1", mbytes_per_s=20) as depot, ThreadPoolExecutor(3) as pool:
         key = depot.put(flat)
         assert all(pool.map(lambda _: pull(depot, key, flat), range(3)))
+        with ExitStack() as stack:
+            idle = [stack.enter_context(socket.create_connection(address(depot), 5)) for _ in range(6)]
+            for server in idle:
+                server.sendall(head(depot, key))
+                assert server.recv(1000).startswith(b"HTTP/1.1 206 ")
+            time.sleep(0.1)
+            for server in idle:  # the rest of the answers
+                server.setblocking(False)
+                with suppress(OSError):
+                    server.recv(1000)
+            assert still_open(idle) <= 3
 
 
 def test_a_connection_that_could_not_be_taken_is_no_end_of_the_port(

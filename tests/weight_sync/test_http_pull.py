@@ -15,7 +15,7 @@ import torch
 
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import depot as depot_module
-from weight_sync.transports.http import pull as pull_module
+from weight_sync.transports.http import sources as sources_module
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.depot import Depot, SharedDepots
 from weight_sync.transports.http.pull import Pull
@@ -38,8 +38,8 @@ def depot() -> Iterator[Depot]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull_module, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(pull_module, "STALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(sources_module, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(sources_module, "SILENCE_S", 1.0)
 
 
 def pull_of(flat: torch.Tensor, depot: Depot, sources: list[str], timeout_s: float = 20, lanes: int = 2) -> Pull:

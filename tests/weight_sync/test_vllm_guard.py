@@ -34,14 +34,16 @@ def ask(path: str, authorization: str | None = None, kind: str = "http", root: s
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    headers = [] if authorization is None else [(b"authorization", authorization.encode(errors="surrogateescape"))]
     scope = {"type": kind, "path": path, "headers": headers, "method": "POST", "root_path": root}
     asyncio.run(RequireToken(served)(scope, None, send))  # type: ignore[arg-type]
     return sent
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/pause", "/v1/models", "/metrics", "/health/x", "//health"])
-@pytest.mark.parametrize("given", [None, "", "s3cret", "Bearer ", "Bearer s3cre", "Bearer s3crets", "bearer s3cret"])
+@pytest.mark.parametrize(
+    "given", [None, "", "s3cret", "Bearer ", "Bearer s3cre", "Bearer s3crets", "bearer s3cret", "Bearer \udcff"]
+)
 def test_i8_a_request_without_the_token_is_refused(
     path: str, given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

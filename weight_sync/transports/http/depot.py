@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -21,6 +22,7 @@ from protocol.config.sections.base import url_of
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import ranges
 from weight_sync.transports.http.chunks import bytes_of
+from weight_sync.transports.http.door import Door, admit, listen
 from weight_sync.transports.http.offers import Offers
 from weight_sync.transports.http.throttle import Throttle
 
@@ -48,7 +50,10 @@ class Depot:
         self.offers = Offers(self)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-depot", daemon=True)
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
+        self._door: Door | None = None
+        self._listeners: list[socket.socket] = []
+        self._admitting: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
@@ -100,22 +105,39 @@ class Depot:
         return key in self._asked
 
     async def _listen(self) -> None:
-        app = web.Application()
-        app.router.add_get(ranges.PREFIX + "{key}", self._chunk)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        self._listeners = listen(self._host, self._port)
+        self._port = self._listeners[0].getsockname()[1]
+        self._door = Door(self._answer)
+        self._runner = web.ServerRunner(self._door, shutdown_timeout=0.5)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        self._admitting = [self._loop.create_task(admit(self._door, listener)) for listener in self._listeners]
 
     async def _end(self) -> None:
+        for task in self._admitting:
+            task.cancel()
+        await asyncio.gather(*self._admitting, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _chunk(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        transport = request.transport
         if not ranges.allowed(request.headers.get("Authorization", ""), self.secret):
-            return web.Response(status=401, text="the transfer's secret is needed")
-        key = request.match_info["key"]
+            return _closing(web.Response(status=401, text="the transfer's secret is needed"))
+        if request.method != "GET" or not request.path.startswith(ranges.PREFIX):
+            return _closing(web.Response(status=404, text=f"there is only GET {ranges.PREFIX}<key> here"))
+        assert self._door is not None
+        if transport is None or not self._door.prove(transport):
+            if transport is not None:
+                transport.abort()
+            return web.Response(status=503)  # goes nowhere
+        try:
+            return await self._chunk(request, request.path.removeprefix(ranges.PREFIX))
+        finally:
+            self._door.rest(transport)
+
+    async def _chunk(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         blob = self._blobs.get(key)
         if blob is None:
             return web.Response(status=404, text="these weights are not served any more")
@@ -126,15 +148,23 @@ class Depot:
         start, end = found
         response = web.StreamResponse(status=206)
         response.content_length = end - start
-        await response.prepare(request)
-        for at in range(start, end, ranges.SLICE_BYTES):
-            piece = blob[at : min(at + ranges.SLICE_BYTES, end)]
+        try:
+            await response.prepare(request)
+            await self._send(request, response, key, blob[start:end])
+        except ConnectionError:
+            logger.debug("%s went away in the middle of a chunk", request.remote)
+        return response
+
+    async def _send(self, request: web.BaseRequest, response: web.StreamResponse, key: str, part: memoryview) -> None:
+        """Raises ConnectionError where the receiver goes away."""
+        for at in range(0, len(part), ranges.SLICE_BYTES):
+            piece = part[at : at + ranges.SLICE_BYTES]
             await self._throttle.pass_on(len(piece))
             if key not in self._blobs:
                 # The buffer may be filled with another version by now: better nothing than that.
                 if request.transport is not None:
                     request.transport.close()
-                return response
+                return
             self.served += len(piece)
             try:
                 async with asyncio.timeout(STALL_TIMEOUT_S):
@@ -143,8 +173,13 @@ class Depot:
                 logger.warning("%s has not read for %g s: its pull is cut off", request.remote, STALL_TIMEOUT_S)
                 if request.transport is not None:
                     request.transport.abort()
-                return response
-        return response
+                return
+
+
+def _closing(response: web.Response) -> web.Response:
+    """The connection ends behind it: who is refused holds none."""
+    response.force_close()
+    return response
 
 
 class SharedDepots:

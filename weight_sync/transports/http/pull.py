@@ -1,49 +1,33 @@
 """A server's pull of one blob: several chunks at once into one buffer, each verified, from whoever has them.
 
-What broke off goes on at the byte where it did. A source that fails steps back behind the others; one whose bytes are
-wrong is not asked again, unless it is the last (the learner). Needs no vLLM.
+What broke off goes on at the byte where it did. A source that fails or trickles steps back behind the others; one whose
+bytes are wrong is not asked again, unless it is the last (the learner). Needs no vLLM.
 """
 
 from __future__ import annotations
 
-import http.client
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import ranges
 from weight_sync.transports.http.chunks import ChunkList, digest_of
+from weight_sync.transports.http.sources import REFUSED_MOST_S, Attempt, Source, Sources
+from weight_sync.transports.http.wire import CONNECT_TIMEOUT_S, FAILURES, GoneError, Wire
 
 logger = logging.getLogger(__name__)
 
 # Connections of one pull.
 LANES = 4
-# A source that says nothing for so long is asked again, or another one.
-STALL_TIMEOUT_S = 15.0
-# A server behind NAT is never reached by the others: they find out soon, and ask the learner.
-CONNECT_TIMEOUT_S = 3.0
-RETRY_PAUSE_S = 0.2
-RETRY_PAUSE_MOST_S = 5.0
+# How often the pace of the connections is looked at.
+LOOK_EVERY_S = 0.25
+# A lane whose connection was ended is gone after that; only one that is connecting takes long.
+END_S = CONNECT_TIMEOUT_S + 2
 # A chunk that arrives damaged from the last source so often is damaged there.
 DAMAGED_MOST = 3
-
-
-class _GoneError(Exception):
-    """The source answers, and does not serve the blob (any more)."""
-
-
-@dataclass
-class Source:
-    """Whom to ask: `url`, and how it has done so far."""
-
-    url: str
-    failures: int = 0
-    distrusted: bool = False
 
 
 @dataclass
@@ -56,6 +40,15 @@ class PullReport:
     resumed: int = 0
     kept: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class World:
+    """What a pull does outside itself. clock: seconds, steadily. wire: makes a connection, of the headers of every
+    request."""
+
+    clock: Callable[[], float] = time.monotonic
+    wire: Callable[[dict[str, str]], Wire] = Wire
 
 
 class Pull:
@@ -74,6 +67,7 @@ class Pull:
         timeout_s: float,
         held: set[int] | None = None,
         lanes: int = LANES,
+        world: World | None = None,
     ) -> None:
         if len(into) != chunks.total_bytes:
             raise ValueError(f"a buffer of {len(into)} bytes for {chunks.total_bytes}")
@@ -85,164 +79,191 @@ class Pull:
         self._chunks = chunks
         # A server that holds another version by now answers 412.
         self._headers = {"Authorization": f"Bearer {secret}", "If-Match": f'"{chunks.root}"'}
-        self._sources = [Source(url) for url in sources]
+        self._sources = Sources(sources)
         self._into = into
         self._timeout_s = timeout_s
-        self._lanes = lanes
+        self._world = world or World()
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         missing = [index for index in range(len(chunks.digests)) if index not in (held or ())]
         self._left = deque(missing)
-        self._arrived = dict.fromkeys(missing, 0)
-        self._damaged = dict.fromkeys(missing, 0)
+        self._parts = {index: _Part(*chunks.place(index)) for index in missing}
+        self._lanes = [_Lane(self._world.wire(self._headers)) for _ in range(min(lanes, len(missing)))]
+        self._deadline = 0.0
         self._error: str | None = None
 
     def run(self) -> PullReport:
         """Blocks until every chunk is there and right. Raises `TransferError`, which names who did not deliver."""
-        began = time.monotonic()
-        deadline = began + self._timeout_s
-        lanes = [
-            threading.Thread(target=self._lane, args=(deadline,), name="weight-pull", daemon=True)
-            for _ in range(min(self._lanes, len(self._left)))
+        began = self._world.clock()
+        self._deadline = began + self._timeout_s
+        threads = [
+            threading.Thread(target=self._work, args=(lane,), name="weight-pull", daemon=True) for lane in self._lanes
         ]
-        for lane in lanes:
-            lane.start()
-        for lane in lanes:
-            lane.join(max(0.0, deadline - time.monotonic()))
-        if self._left or any(lane.is_alive() for lane in lanes):
-            self.stop(f"not all there after {self._timeout_s:g} s")
-        for lane in lanes:  # a lane that was told to stop looks up when its socket does
-            lane.join(STALL_TIMEOUT_S + 1)
-        self.report.seconds = time.monotonic() - began
-        self.abandoned = any(lane.is_alive() for lane in lanes)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not self._ended.is_set():
+                thread.join(LOOK_EVERY_S)
+                self._look()
+        until = time.monotonic() + END_S
+        while (alive := [thread for thread in threads if thread.is_alive()]) and time.monotonic() < until:
+            for lane in self._lanes:  # again: one that was connecting had nothing to end
+                lane.wire.end()
+            alive[0].join(LOOK_EVERY_S)
+        self.report.seconds = self._world.clock() - began
+        self.abandoned = any(thread.is_alive() for thread in threads)
         if self._error is not None:
-            raise TransferError(f"the pull from {self._sources[-1].url} failed: {self._error}")
+            raise TransferError(f"the pull from {self._sources.last.url} failed: {self._error}")
         return self.report
 
     def stop(self, reason: str) -> None:
         """End the pull from another thread; `run` raises."""
         with self._lock:
-            self._error = self._error or reason
+            self._stop(reason)
 
-    def _lane(self, deadline: float) -> None:
-        connection = _Connection(self._headers)
+    def _stop(self, reason: str) -> None:
+        self._error = self._error or reason
+        self._ended.set()
+        for lane in self._lanes:
+            lane.wire.end()
+
+    def _look(self) -> None:
+        """End the pull after its time, and the requests that are too slow."""
+        with self._lock:
+            now = self._world.clock()
+            if now >= self._deadline:
+                if any(not part.right for part in self._parts.values()):
+                    self._stop(self._late())
+                return
+            left = sum(part.end - part.start - part.arrived for part in self._parts.values())
+            # Twice what the pull needs to be there in time.
+            least = 2 * left / (self._deadline - now) / max(1, len(self._lanes))
+            for lane in self._lanes:
+                if lane.attempt is not None and self._sources.too_slow(lane.attempt, now, least):
+                    lane.wire.end()
+
+    def _late(self) -> str:
+        missing = sum(not part.right for part in self._parts.values())
+        text = f"not all there after {self._timeout_s:g} s: {missing} of {len(self._chunks.digests)} chunks are missing"
+        return f"{text} ({troubles})" if (troubles := self._sources.troubles()) else text
+
+    def _work(self, lane: _Lane) -> None:
         try:
-            while (index := self._next(deadline)) is not None:
-                source = self._source()
-                try:
-                    self._fetch(connection, source, index, deadline)
-                except (OSError, http.client.HTTPException, _GoneError) as error:
-                    connection.close()
-                    self._put_back(index, source, error, deadline)
+            while (index := self._next()) is not None:
+                pause_s = self._fetch(lane, index)
+                if pause_s:
+                    self._ended.wait(pause_s)
         except Exception as error:  # whatever it is, `run` raises it
             self.stop(f"{type(error).__name__}: {error}")
         finally:
-            connection.close()
+            lane.wire.close()
 
-    def _next(self, deadline: float) -> int | None:
+    def _next(self) -> int | None:
         with self._lock:
-            if self._error is not None or not self._left:
-                return None
-            if time.monotonic() >= deadline:
-                self._error = f"not all there after {self._timeout_s:g} s"
-                return None
-            return self._left.popleft()
+            return self._left.popleft() if self._left and self._error is None else None
 
-    def _source(self) -> Source:
-        """The first of those that have failed least, and whose bytes were right."""
+    def _fetch(self, lane: _Lane, index: int) -> float:
+        """One request for the rest of a chunk. Returns seconds to wait before the next."""
+        attempt, part = self._begin(lane, index), self._parts[index]
+        at = part.start + part.arrived
+        asked = at < part.end
+        try:
+            if asked:
+                lane.wire.read_range(
+                    attempt.source.url, at, self._into[at : part.end], lambda count: self._count(attempt, part, count)
+                )
+        except (*FAILURES, GoneError) as error:
+            return self._put_back(lane, index, attempt, error)
         with self._lock:
-            trusted = [source for source in self._sources if not source.distrusted]
-            return min(trusted or self._sources[-1:], key=lambda source: source.failures)
+            lane.attempt = None
+            if self._error is not None:
+                return 0.0
+            if asked:
+                self._sources.done(attempt, self._world.clock())
+        right = digest_of(self._into[part.start : part.end]) == self._chunks.digests[index]
+        with self._lock:
+            part.right = right
+            if not right:
+                self._damaged(index, part)
+        return 0.0
 
-    def _fetch(self, connection: _Connection, source: Source, index: int, deadline: float) -> None:
-        start, end = self._chunks.place(index)
-        if self._arrived[index]:
-            with self._lock:
-                self.report.resumed += 1
-        if start + self._arrived[index] < end:
-            timeout_s = min(STALL_TIMEOUT_S, max(0.1, deadline - time.monotonic()))
-            connection.read_range(
-                source.url,
-                start + self._arrived[index],
-                self._into[start + self._arrived[index] : end],
-                timeout_s,
-                lambda count: self._count(index, source, count),
-            )
-        if digest_of(self._into[start:end]) != self._chunks.digests[index]:
-            self._distrust(index, source)
+    def _begin(self, lane: _Lane, index: int) -> Attempt:
+        with self._lock:
+            attempt, part = self._sources.begin(self._world.clock()), self._parts[index]
+            if part.unmixed and part.sources - {attempt.source}:
+                part.restart()
+            self.report.resumed += part.arrived > 0
+            lane.attempt = attempt
+            return attempt
 
-    def _count(self, index: int, source: Source, count: int) -> bool:
+    def _count(self, attempt: Attempt, part: _Part, count: int) -> bool:
         """Note what arrived; whether to go on."""
+        url = attempt.source.url
         with self._lock:
-            self._arrived[index] += count
+            part.arrived += count
+            part.sources.add(attempt.source)
             self.report.bytes_pulled += count
-            self.report.by_source[source.url] = self.report.by_source.get(source.url, 0) + count
+            self.report.by_source[url] = self.report.by_source.get(url, 0) + count
+            self._sources.note(attempt, count, self._world.clock())
             return self._error is None
 
-    def _distrust(self, index: int, source: Source) -> None:
-        logger.warning("chunk %d from %s has another digest than the learner's", index, source.url)
-        with self._lock:
-            self._arrived[index] = 0
-            self._damaged[index] += 1
-            source.distrusted = True
-            self._left.append(index)
-            if source is self._sources[-1] and self._damaged[index] >= DAMAGED_MOST:
-                self._error = f"chunk {index} arrived {DAMAGED_MOST} times with another digest than the learner's"
+    def _damaged(self, index: int, part: _Part) -> None:
+        """Its bytes are not the learner's. Which of several sources lied is not known: then it is pulled from one."""
+        urls = ", ".join(source.url for source in part.sources)
+        logger.warning("chunk %d from %s has another digest than the learner's", index, urls)
+        if len(part.sources) == 1:
+            (source,) = part.sources
+            self._sources.lied(source)
+            part.damaged += source is self._sources.last
+            if part.damaged >= DAMAGED_MOST:
+                self._stop(f"chunk {index} arrived {DAMAGED_MOST} times with another digest than the learner's")
+        part.unmixed = True
+        part.restart()
+        self._left.append(index)
 
-    def _put_back(self, index: int, source: Source, error: Exception, deadline: float) -> None:
+    def _put_back(self, lane: _Lane, index: int, attempt: Attempt, error: Exception) -> float:
+        lane.wire.close()
         with self._lock:
+            lane.attempt = None
+            if self._error is not None:
+                return 0.0
             self._left.appendleft(index)
-            source.failures += 1
-            failures = min(other.failures for other in self._sources if not other.distrusted or other is source)
-            if isinstance(error, _GoneError) and source is self._sources[-1]:
-                self._error = str(error)
-        logger.info("chunk %d from %s broke off: %s: %s", index, source.url, type(error).__name__, error)
-        if failures:  # every source has failed once: no hurry
-            pause = min(RETRY_PAUSE_S * 2 ** (failures - 1), RETRY_PAUSE_MOST_S, max(0.0, deadline - time.monotonic()))
-            time.sleep(pause)
+            now = self._world.clock()
+            pause_s = self._sources.failed(attempt, error, now)
+            logger.info("chunk %d from %s broke off: %s", index, attempt.source.url, attempt.source.trouble)
+            if attempt.source is not self._sources.last:
+                return pause_s
+            if isinstance(error, GoneError):
+                self._stop(str(error))
+            elif (gone_s := self._sources.gone_s(now)) >= REFUSED_MOST_S:
+                self._stop(
+                    f"the connection was refused for {gone_s:.0f} s: the learner is gone, or weight_sync.host and "
+                    f"weight_sync.http_port do not lead to it; this server keeps the weights that it serves"
+                )
+            return pause_s
 
 
-class _Connection:
-    """One connection, kept while the same host is asked."""
+@dataclass
+class _Part:
+    """A chunk that is pulled: bytes `start` to `end`. sources: who has brought the bytes that have `arrived`. unmixed:
+    all its bytes must come from one source. damaged: how often the last one brought it wrong."""
 
-    def __init__(self, headers: dict[str, str]) -> None:
-        self._headers = headers
-        self._netloc = ""
-        self._http: http.client.HTTPConnection | None = None
+    start: int
+    end: int
+    arrived: int = 0
+    sources: set[Source] = field(default_factory=set)
+    unmixed: bool = False
+    damaged: int = 0
+    right: bool = False
 
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-            self._http = None
+    def restart(self) -> None:
+        self.arrived = 0
+        self.sources = set()
 
-    def read_range(
-        self, url: str, start: int, into: memoryview, timeout_s: float, arrived: Callable[[int], bool]
-    ) -> None:
-        """Bytes `start` to `start + len(into)` of `url`, read straight into `into`. `arrived` is told of each piece,
-        and says whether to go on; where not, the rest is left. Raises OSError, HTTPException or `_GoneError`."""
-        parts = urlsplit(url)
-        if self._http is None or self._netloc != parts.netloc:
-            self.close()
-            kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-            self._http, self._netloc = kind(parts.netloc, timeout=min(timeout_s, CONNECT_TIMEOUT_S)), parts.netloc
-            self._http.connect()
-        self._http.sock.settimeout(timeout_s)
-        header = {**self._headers, "Range": f"bytes={start}-{start + len(into) - 1}"}
-        self._http.request("GET", parts.path, headers=header)
-        response = self._http.getresponse()
-        if response.status != 206:
-            text = response.read(300).decode(errors="replace")
-            raise _GoneError(f"{parts.scheme}://{parts.netloc} answered HTTP {response.status}: {text}")
-        if int(response.headers.get("Content-Length", -1)) != len(into):
-            raise OSError(f"{url}: an answer of {response.headers.get('Content-Length')} bytes to {len(into)} asked")
-        done = 0
-        while done < len(into):
-            # Not `readinto`: it waits for all, and what is there when the connection breaks off would not be counted.
-            piece = response.read1(min(ranges.SLICE_BYTES, len(into) - done))
-            if not piece:
-                raise OSError(f"the connection ended after {done} of {len(into)} bytes")
-            into[done : done + len(piece)] = piece
-            done += len(piece)
-            if not arrived(len(piece)):
-                self.close()
-                return
-        response.read()
+
+@dataclass
+class _Lane:
+    """One connection of a pull, and what is under way on it."""
+
+    wire: Wire
+    attempt: Attempt | None = None

@@ -9,7 +9,7 @@ PREFIX = "/slipstream/chunks/"
 # Bytes that are handed to a connection at one time.
 SLICE_BYTES = 256 * 1024
 
-_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 def allowed(authorization: str, secret: str) -> bool:
@@ -18,8 +18,8 @@ def allowed(authorization: str, secret: str) -> bool:
 
 
 def same(given: str, expected: str) -> bool:
-    """Whether two texts are equal, in a time that does not tell how far."""
-    return hmac.compare_digest(given.encode(), expected.encode())
+    """Whether two texts are equal, in a time that does not tell how far. `given`: as a header is read, any bytes."""
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode())
 
 
 def parse(header: str, total_bytes: int) -> tuple[int, int] | None:

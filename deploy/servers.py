@@ -17,6 +17,8 @@ from protocol.config import ConfigError
 from protocol.config.sections import LOOPBACK
 from protocol.messages import Server, ServerState
 from protocol.status import ServerStatus
+from weight_sync.server_control import ControlError, ServerControl
+from weight_sync.server_facts import Wanted, judge, told
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ async def add(client: QueueClient, url: str, name: str | None, token: str | None
         raise ConfigError(f"{url!r} is not the URL of a server: write it as http://host:port")
     check_reachable_by_others(url, client.url, "give the address at which they see it")
     await _check_answers(url, token)
+    await _check_suits(url, token)
     chosen = checked_name(name) if name is not None else default_name(url)
     async with client:
         await check_free(client, chosen, url)
@@ -137,3 +140,14 @@ async def _check_answers(url: str, token: str | None) -> None:
             f"{url} answers HTTP {status} to /get_world_size: it has not the routes that weight sync needs; start it "
             f"with `slipstream vllm run.toml`"
         )
+
+
+async def _check_suits(url: str, token: str | None) -> None:
+    """Raises `ConfigError` for flags that suit no run; what this run's file asks for beyond that, the learner checks."""
+    try:
+        async with ServerControl(url, LOOK_TIMEOUT_S, token) as control:
+            faults = judge(await control.facts(), Wanted())
+    except ControlError as error:
+        raise ConfigError(f"{error}; start the server with `slipstream vllm run.toml`") from None
+    if faults:
+        raise ConfigError(f"{url}: {told(faults)}")

@@ -418,6 +418,8 @@ def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
 ) -> None:
     settings = world.config().model_copy(update={"model": ModelSection.model_validate({"path": "m", "dtype": dtype})})
     monkeypatch.setattr(world, "config", lambda: settings)
+    for fake in world.fakes:
+        fake._says = {"dtype": f"torch.{dtype}"}
     fails = pytest.raises(PublishError) if state == ServerState.QUARANTINED else contextlib.nullcontext()
     with fails, world.publisher() as publisher:
         publisher.publish(1, [], probe(shift=0.2))

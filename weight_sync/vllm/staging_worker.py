@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class StagingMixin:
@@ -29,11 +32,13 @@ class StagingMixin:
             self.weight_transfer_engine.reset_weight_update_target()
         return was_open
 
-    def slipstream_exchange(self) -> float:
-        """Exchange the live weights for the staged ones; seconds that it took.
-
-        Raises, before anything is touched, where they are not ready; what it raises else leaves the model unknown.
-        """
+    def slipstream_exchange(self) -> float | str:
+        """Exchange the live weights for the staged ones; seconds that it took, or why it failed, which leaves the model
+        unknown. What a worker raises reaches the engine as vLLM's words for it, without the cause."""
         began = time.monotonic()
-        self.finish_weight_update()  # type: ignore[attr-defined]
+        try:
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        except Exception as error:
+            logger.exception("the exchange of the weights failed")
+            return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return time.monotonic() - began

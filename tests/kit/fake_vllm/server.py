@@ -383,7 +383,7 @@ class FakeVllm:
 
     async def _layers(self, request: web.Request) -> web.Response:
         await self._hook("layers", await request.json())
-        return web.json_response({"checked": 8, "wrong": self.engine.wrong_layers, "unread": []})
+        return web.json_response({"checked": 8, "wrong": self.engine.wrong_layers, "unread": self.engine.unread_layers})
 
     async def _hook(self, name: str, body: Any) -> None:
         if hook := self.engine.hooks.get(name):

@@ -155,7 +155,7 @@ async def test_servers_of_the_run_file_are_registered_and_travel_with_tickets_an
 async def test_a_server_cannot_skip_its_proof() -> None:
     async with running(begin=False) as (_, client):
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
-        refused = await refusal(client.put_server(Server(SERVER, "u", ServerState.SERVING, 0), session=1))
+        refused = await refusal(client.put_server(Server(SERVER, "http://u", ServerState.SERVING, 0), session=1))
         assert (refused.status, refused.reason) == (409, "transition_forbidden")
 
 

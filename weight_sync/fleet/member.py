@@ -56,7 +56,7 @@ class Others(Protocol):
 class Member:
     """`version`: what this learner proved on its present process, None before.
 
-    `waits_for`: what keeps it from being up to date, for people; `not_up`: how it shows that it is not up yet;
+    For people: `waits_for`, what keeps it from being up to date; `not_up`, how it shows that it is not up yet.
     `failures`: publications in a row that failed.
     """
 
@@ -180,11 +180,7 @@ class Member:
         if not self.answers:
             self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0
-        try:
-            reason = self._others.claim(state.boot, self.name) or await self._suitability.fault(state.boot)
-        except ControlError as error:
-            await self._does_not_answer(str(error), began)
-            return None
+        reason = self._others.claim(state.boot, self.name) or await self._suitability.fault(state.boot)
         self._barred = reason is not None
         if reason is not None:
             self.waits_for = reason

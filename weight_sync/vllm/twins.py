@@ -89,7 +89,7 @@ def _fresh(tensor: torch.Tensor, live: Any) -> torch.Tensor:
     if loader is not None:
         while loader.__name__ == "online_process_loader":
             loader = loader.__wrapped__
-        fresh.weight_loader = loader  # type: ignore[attr-defined]
+        fresh.weight_loader = loader
     return sanitize_layer_refs(fresh, live)  # type: ignore[no-any-return]
 
 

@@ -30,6 +30,7 @@ from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
 from protocol.config.sections.base import WILDCARDS, url_of
 from protocol.messages import Server, ServerState
+from protocol.server_address import normal_url
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
     url = (advertise or _own_url(config, queue_url)).rstrip("/")
     if not urlsplit(url).hostname or urlsplit(url).hostname in WILDCARDS:
         raise ConfigError(f"--advertise {url}: give the URL at which others reach this server, as http://host:port")
+    try:
+        url = normal_url(url)
+    except ValueError as error:
+        raise ConfigError(f"--advertise: {error}") from None
     check_reachable_by_others(
         url, queue_url, "listen for others with --vllm.host 0.0.0.0, and name the address with --advertise URL"
     )

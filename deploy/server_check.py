@@ -9,100 +9,18 @@ import json
 import logging
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
 from protocol.config import ConfigError, RunConfig
-from rollout_worker.inference.client import SERVED_MODEL_NAME
-from weight_sync.transports import TRANSPORTS, backend
+from weight_sync.server_facts import TRIED_VERSION, ServerFacts, Wanted, judge, told
 
 logger = logging.getLogger(__name__)
 
-# The release whose routes and internals weight sync was built and tried with.
-TRIED_VERSION = "0.32.0"
 TIMEOUT_S = 10.0
 # vLLM collects what it knows of the machine first.
 INFO_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class ServerFacts:
-    """What a server says of itself; None: it does not say. dtype: without "torch."."""
-
-    version: str | None
-    served_name: str | None
-    logprobs_mode: str | None
-    dtype: str | None
-    max_model_len: int | None
-    transport: str | None
-    scale_out: bool
-    quantization: str | None = None
-
-    @classmethod
-    def parse(cls, version: str | None, info: Mapping[str, Any], scale_out: bool) -> ServerFacts:
-        """info: the answer of `/server_info?config_format=json`."""
-        vllm = _table(info, "vllm_config")
-        model = _table(vllm, "model_config")
-        dtype = model.get("dtype")
-        return cls(
-            version=version,
-            served_name=model.get("served_model_name"),
-            logprobs_mode=model.get("logprobs_mode"),
-            dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
-            max_model_len=model.get("max_model_len"),
-            transport=_table(vllm, "weight_transfer_config").get("backend"),
-            scale_out=scale_out,
-            quantization=model.get("quantization"),
-        )
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`what` is wrong, and the `flag` of vLLM's command line that mends it."""
-
-    what: str
-    flag: str
-
-
-def judge(facts: ServerFacts, config: RunConfig) -> list[Fault]:
-    """What keeps the run from using the server, or would make its data wrong."""
-    transport, length, dtype = config.weight_sync.transport, config.vllm.max_model_len, config.model.dtype
-    mode = "processed_logprobs"
-    wanted = backend("gloo" if transport == "auto" else transport)
-    faults = {
-        Fault("it generates no tokens from tokens", "--enable-scale-out"): not facts.scale_out,
-        Fault(
-            f"its log-probs are {facts.logprobs_mode}, not those of the distribution that it samples from, which is "
-            f"wrong at any temperature but 1",
-            f"--logprobs-mode {mode}",
-        ): facts.logprobs_mode not in (mode, None),
-        Fault(
-            f"its dtype is {facts.dtype}, and model.dtype = {dtype}: its weights would never equal the learner's",
-            f"--dtype {dtype}",
-        ): facts.dtype not in (dtype, None),
-        Fault(
-            f"its context is {facts.max_model_len} tokens, less than vllm.max_model_len = {length}: it would refuse "
-            f"long episodes",
-            f"--max-model-len {length}",
-        ): facts.max_model_len is not None and facts.max_model_len < length,
-        Fault(
-            f"its weight transfer is {facts.transport or 'off'}, and weight_sync.transport = {transport}: it would "
-            f"never get new weights",
-            f'--weight-transfer-config \'{{"backend": "{wanted}"}}\'',
-        ): facts.transport not in ({backend(name) for name in TRANSPORTS} if transport == "auto" else {wanted}),
-        Fault(
-            f"it is quantised ({facts.quantization}), so that its log-probs differ from the learner's by more than "
-            f"weight_sync.probe_tolerance = auto allows: measure by how much, and set it, such as 1.0",
-            "(without --quantization)",
-        ): facts.quantization is not None and config.weight_sync.probe_tolerance == "auto",
-        Fault(
-            f"it serves the model as {facts.served_name!r}, and requests name {SERVED_MODEL_NAME!r}",
-            f"--served-model-name {SERVED_MODEL_NAME}",
-        ): facts.served_name not in (SERVED_MODEL_NAME, None),
-    }
-    return [fault for fault, holds in faults.items() if holds]
 
 
 def check(config: RunConfig) -> None:
@@ -110,11 +28,8 @@ def check(config: RunConfig) -> None:
     not tried is a warning."""
     for url in config.vllm.servers:
         facts = fetch(url, config.token_for("learner"))
-        if faults := judge(facts, config):
-            raise ConfigError(
-                f"vllm.servers: {url}: {'; '.join(fault.what for fault in faults)}; start it with: slipstream vllm "
-                f"run.toml, or with: {' '.join(fault.flag for fault in faults)}"
-            )
+        if faults := judge(facts, Wanted.of(config)):
+            raise ConfigError(f"vllm.servers: {url}: {told(faults)}")
         if facts.version != TRIED_VERSION:
             logger.warning(
                 "vllm.servers: %s runs vLLM %s; weight sync was tried with %s only: if a publication fails, install "
@@ -165,8 +80,3 @@ def _ask(
             f"leave vllm.servers empty to have it launched"
         ) from None
     return answer if isinstance(answer, Mapping) else {}
-
-
-def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, Mapping) else {}

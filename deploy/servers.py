@@ -16,7 +16,10 @@ from protocol.client import QueueClient, QueueError, Refused
 from protocol.config import ConfigError
 from protocol.config.sections import LOOPBACK
 from protocol.messages import Server, ServerState
+from protocol.server_address import normal_url
 from protocol.status import ServerStatus
+from weight_sync.server_control import ControlError, ServerControl
+from weight_sync.server_facts import Wanted, judge, told
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +74,15 @@ async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "
 
 async def add(client: QueueClient, url: str, name: str | None, token: str | None) -> Server:
     """Register a server that runs, by the address at which workers and learner reach it."""
-    url = url.rstrip("/")
-    if not re.fullmatch(r"https?://[^/\s]+", url):
+    try:
+        url = normal_url(url)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if urlsplit(url).path:
         raise ConfigError(f"{url!r} is not the URL of a server: write it as http://host:port")
     check_reachable_by_others(url, client.url, "give the address at which they see it")
     await _check_answers(url, token)
+    await _check_suits(url, token)
     chosen = checked_name(name) if name is not None else default_name(url)
     async with client:
         await check_free(client, chosen, url)
@@ -137,3 +144,14 @@ async def _check_answers(url: str, token: str | None) -> None:
             f"{url} answers HTTP {status} to /get_world_size: it has not the routes that weight sync needs; start it "
             f"with `slipstream vllm run.toml`"
         )
+
+
+async def _check_suits(url: str, token: str | None) -> None:
+    """Raises `ConfigError` for flags that suit no run; what the run file asks for beyond that, the learner checks."""
+    try:
+        async with ServerControl(url, LOOK_TIMEOUT_S, token) as control:
+            faults = judge(await control.facts(), Wanted())
+    except ControlError as error:
+        raise ConfigError(f"{error}; start the server with `slipstream vllm run.toml`") from None
+    if faults:
+        raise ConfigError(f"{url}: {told(faults)}")

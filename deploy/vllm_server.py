@@ -14,10 +14,11 @@ from deploy import joining as joining_of
 from deploy.devices import SHARE, Seat
 from deploy.token_command import check_secret
 from protocol import tokens
+from protocol.adapter_names import SERVED_MODEL_NAME
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig, adapters
 from protocol.messages import Server
-from rollout_worker.inference.client import SERVED_MODEL_NAME
+from weight_sync.server_facts import ServerFacts, Wanted, judge
 from weight_sync.transports import backend, choice
 
 logger = logging.getLogger(__name__)
@@ -182,4 +183,10 @@ def _settled(config: RunConfig, index: int, replica: int | None = None) -> tuple
     config = devices.settled(config, planned, on_cpu())
     logger.info("weights travel by %s", config.weight_sync.transport)
     seat = devices.seat_of(planned, index, os.environ)
-    return command(with_cache_size(config), index, seat, replica), environment(config, seat)
+    line = command(with_cache_size(config), index, seat, replica)
+    if faults := judge(ServerFacts.of_command(line), Wanted.of(config)):
+        raise ConfigError(
+            f"vllm.args: this server would not suit the run: {'; '.join(fault.what for fault in faults)}; take out of "
+            f"vllm.args what changes it, or give there: {' '.join(fault.flag for fault in faults)}"
+        )
+    return line, environment(config, seat)

@@ -1,9 +1,11 @@
-"""How versions that are published as adapters are called, by the learner, the servers and the workers."""
+"""How the model, and versions that are published as adapters, are called by the learner, servers and workers."""
 
 from __future__ import annotations
 
 import re
 
+# What a server calls the model that it was started with.
+SERVED_MODEL_NAME = "policy"
 # Of an answer: the newest proven adapter of the server. Of a request: that its sender knows of adapters.
 HEADER = "slipstream-adapter"
 # Hexadecimal digits of the digest in a name.

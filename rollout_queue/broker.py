@@ -24,6 +24,7 @@ from protocol.config import RunConfig
 from protocol.evaluations import Evaluation
 from protocol.messages import RunPosition, Server, ServerState
 from protocol.record import FOLDER
+from protocol.server_address import normal_url
 from rollout_queue.ledger import eval_ends, eval_tickets, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, Load
 from rollout_queue.ledger.evaluations import Evaluations
@@ -107,7 +108,8 @@ class Broker:
             self.fleet = Fleet(contents.servers)
             self.trial.begin(self.ledger.ever_accepted)
             self.ready = True
-            for name, url in self.config.server_names.items():
+            for name, given in self.config.server_names.items():
+                url = normal_url(given)
                 if not self.fleet.has_had(name, url):
                     async with self.lock:
                         await self.commit(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -19,6 +18,7 @@ from weight_sync.adapters.routes import AdapterRoutes
 from weight_sync.server_answers import EngineState as EngineState
 from weight_sync.server_answers import Staged as Staged
 from weight_sync.server_answers import Swap as Swap
+from weight_sync.server_facts import ServerFacts
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
@@ -99,6 +99,10 @@ class ServerControl(AdapterRoutes):
         """Number of the server's workers, over all kinds of parallelism."""
         return int(await self._read("/get_world_size", "world_size"))
 
+    async def facts(self) -> ServerFacts:
+        """With which flags the server was started."""
+        return ServerFacts.said(await self._call("GET", "/slipstream/facts"))
+
     async def weight_label(self) -> str:
         """The label of the weights that serve; "default" after every start."""
         return str(await self._read("/weight_info", "weight_version"))
@@ -111,14 +115,10 @@ class ServerControl(AdapterRoutes):
 
         The model is not touched, and a server that has nothing open is left as it is.
         """
-        try:
-            await self._call("POST", "/shutdown_weight_transfer_engine")
-        except ControlError:
-            # vLLM refuses while an update is open. No route drops one, but an update whose `/update_weights` fails is
-            # dropped, and it fails without a manifest.
-            with contextlib.suppress(ControlError):
-                await self.update({})
-            await self._call("POST", "/shutdown_weight_transfer_engine")
+        # vLLM refuses the second while an update is open, has no route to drop one, and logs pages of tracebacks where
+        # one is made to fail.
+        await self._call("POST", "/slipstream/drop_update")
+        await self._call("POST", "/shutdown_weight_transfer_engine")
 
     async def start_update(self) -> None:
         await self._call("POST", "/start_weight_update")

@@ -27,6 +27,7 @@ from protocol.messages import (
     PolicyCommand,
     ServerChange,
 )
+from protocol.server_address import check_name, normal_url
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
 from rollout_queue.broker import Broker
@@ -185,6 +186,11 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
     server = change.server
     if server.name != name:
         raise Refusal(reasons.SERVER_MISMATCH, f"the path names server {name!r}, the body {server.name!r}")
+    try:
+        check_name(server.name)
+        server.url = normal_url(server.url)
+    except ValueError as error:
+        raise Refusal(reasons.SERVER_MISMATCH, str(error)) from None
     async with broker.lock:
         if change.session is None:
             servers.check_unfenced(broker.fleet, server)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.adapter_names import SERVED_MODEL_NAME
 from protocol.config import RolloutSection
 from protocol.figures import NEW_SEGMENTS, SERVER_MOVES
 from protocol.messages import FinishReason, Rollout
@@ -29,7 +30,6 @@ from rollout_worker.agent.whereabouts import Whereabouts
 from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
 from rollout_worker.deadline import Deadline
 from rollout_worker.episode import Episode, EpisodeRunner
-from rollout_worker.inference.client import SERVED_MODEL_NAME
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import OwnParams, Sampled

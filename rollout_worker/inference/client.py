@@ -11,11 +11,10 @@ import aiohttp
 import msgspec
 
 from protocol import reasons
-from protocol.adapter_names import HEADER, version_of
+from protocol.adapter_names import HEADER, SERVED_MODEL_NAME, version_of
 from rollout_worker.inference.errors import BadSample, ServerFailed, UnknownWeights, error_of
 from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
 
-SERVED_MODEL_NAME = "policy"
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol import reasons
-from protocol.adapter_names import version_of
+from protocol.adapter_names import SERVED_MODEL_NAME, version_of
 from protocol.config import RunConfig
 from protocol.messages import Server
 from rollout_worker.backoff import pause_s
-from rollout_worker.inference.client import SERVED_MODEL_NAME, InferenceClient
+from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import (
     BadSample,
     Doubtful,

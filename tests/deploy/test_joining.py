@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy import joining, servers
+from deploy import joining, servers, vllm_server
 from protocol import tokens
 from protocol.client import QueueClient, Refused, Unreachable
 from protocol.config import ConfigError, RunConfig
@@ -99,6 +100,31 @@ async def test_add_list_and_remove() -> None:
             await servers.remove(client(), "nobody", False, 5.0)
         await servers.remove(client(), "mine", False, 5.0)
         assert "mine" not in [server.name for server in await servers.listed(client())]
+
+
+@pytest.mark.parametrize(
+    ("fake", "says"),
+    [
+        (
+            {"says": {"logprobs_mode": "raw_logprobs"}},
+            "its log-probs are raw_logprobs.*--logprobs-mode processed_logprobs",
+        ),
+        ({"scale_out": False}, "it generates no tokens from tokens.*--enable-scale-out"),
+    ],
+)
+async def test_a_server_whose_flags_suit_no_run_is_not_added(fake: dict[str, Any], says: str) -> None:
+    async with serving(config()) as queue, fake_serving(FakeVllm(**fake)) as url:
+        with pytest.raises(ConfigError, match=f"{url}: {says}"):
+            await servers.add(QueueClient(queue.url, "t", patience_s=1.0), url, "mine", "t")
+        assert "mine" not in [server.name for server in await servers.listed(QueueClient(queue.url, "t"))]
+
+
+def test_a_server_whose_flags_do_not_suit_the_run_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server.extras, "require", lambda *_: None)
+    monkeypatch.setattr(joining, "run", lambda *_: pytest.fail("it would have registered"))
+    wrong = config(vllm={"args": ["--logprobs-mode", "raw_logprobs"]})
+    with pytest.raises(ConfigError, match=r"vllm\.args: .*its log-probs are raw_logprobs"):
+        vllm_server.join(wrong, "http://127.0.0.1:1", None, None)
 
 
 # Ends by a SIGTERM whenever it comes. A handler in Python would run between two instructions: one that comes just as

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from deploy import preflight, server_check
-from deploy.server_check import ServerFacts, judge
 from protocol.config import ConfigError, load
 from tests.kit.config import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
+from weight_sync.server_facts import ServerFacts, Wanted, judge
 
 GOOD = ServerFacts(
     version="0.32.0",
@@ -30,11 +30,11 @@ GOOD = ServerFacts(
 
 def test_auto_takes_whatever_transport_the_server_was_started_with() -> None:
     for backend in ("gloo", "nccl_staged", "slipstream_ipc"):
-        assert judge(dataclasses.replace(GOOD, transport=backend), config()) == []
+        assert judge(dataclasses.replace(GOOD, transport=backend), Wanted.of(config())) == []
 
 
 def test_a_quantised_server_needs_a_tolerance_that_allows_for_it() -> None:
-    (fault,) = judge(dataclasses.replace(GOOD, quantization="fp8"), config())
+    (fault,) = judge(dataclasses.replace(GOOD, quantization="fp8"), Wanted.of(config()))
     assert "probe_tolerance = auto" in fault.what
 
 
@@ -51,7 +51,7 @@ def test_a_quantised_server_needs_a_tolerance_that_allows_for_it() -> None:
     ],
 )
 def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], what: str, flag: str) -> None:
-    (fault,) = judge(dataclasses.replace(GOOD, **wrong), config(weight_sync={"transport": "gloo"}))
+    (fault,) = judge(dataclasses.replace(GOOD, **wrong), Wanted.of(config(weight_sync={"transport": "gloo"})))
     assert what in fault.what
     assert flag in fault.flag
 
@@ -66,7 +66,7 @@ def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], w
     ids=["as ours", "a longer context", "says nothing of its model"],
 )
 def test_a_server_that_suits_has_no_fault(facts: ServerFacts) -> None:
-    assert judge(facts, config()) == []
+    assert judge(facts, Wanted.of(config())) == []
 
 
 def test_what_vllm_032_says_of_itself_is_read() -> None:
@@ -111,3 +111,14 @@ async def test_i8_the_token_is_sent(run_file: Path, caplog: pytest.LogCaptureFix
         config = load(run_file, ["--vllm.servers", f'["{url}"]', "--queue.token", "secret"])
         await asyncio.to_thread(preflight.check, config, resume=False)
     assert "weight sync was tried" not in caplog.text
+
+
+def test_what_a_server_will_be_is_read_off_its_command_line() -> None:
+    """With the user's own flags, which stand last."""
+    transfer = '{"backend": "gloo"}'
+    ours = ["--served-model-name", "policy", "--dtype", "float32", "--max-model-len", "4096", "--enable-scale-out"]
+    ours += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", transfer]
+    assert ServerFacts.of_command(["vllm", *ours]) == dataclasses.replace(GOOD, version=None)
+    (fault,) = judge(ServerFacts.of_command([*ours, "--logprobs_mode=raw_logprobs"]), Wanted.of(config()))
+    assert "raw_logprobs" in fault.what
+    assert judge(ServerFacts.of_command([*ours, "--dtype", "auto"]), Wanted.of(config())) == []

@@ -27,7 +27,15 @@ from weight_sync.transports.base import Sent, TransferError
 PROBE_IDS = [3, 1, 4, 1, 5]
 
 QUESTIONS = frozenset(
-    {"/weight_info", "/get_world_size", "/is_paused", "/slipstream/score", "/slipstream/layers", "/slipstream/state"}
+    {
+        "/weight_info",
+        "/get_world_size",
+        "/is_paused",
+        "/slipstream/score",
+        "/slipstream/layers",
+        "/slipstream/state",
+        "/slipstream/facts",
+    }
 )
 
 Send = Callable[[Snapshot], Coroutine[Any, Any, None]]

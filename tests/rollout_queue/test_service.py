@@ -109,6 +109,27 @@ async def test_f16_a_server_that_joins_again_gets_no_tickets_out() -> None:
         assert await take(client) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [("a", "file:///etc/passwd"), ("a", ""), ("a\n", "http://x:1"), ("a" * 65, "http://x:1")],
+)
+async def test_a_server_that_nobody_could_reach_or_name_is_refused(name: str, url: str) -> None:
+    async with running() as (_, client):
+        before = await client.servers()
+        refused = await refusal(client.put_server(Server(name, url)))
+        assert (refused.status, refused.reason) == (422, "server_mismatch")
+        assert await client.servers() == before
+
+
+async def test_one_server_is_not_registered_twice_under_two_spellings_of_its_url() -> None:
+    async with running() as (_, client):
+        await client.put_server(Server("a", "http://x:1"))
+        refused = await refusal(client.put_server(Server("b", "HTTP://X:1/")))
+        assert "registered already, as 'a'" in str(refused)
+        await client.put_server(Server("a", "http://x:1/"))
+        assert [server.url for server in await client.servers() if server.name == "a"] == ["http://x:1"]
+
+
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.DOWN])
 async def test_attack_7_nobody_takes_a_server_that_serves_elsewhere(state: ServerState) -> None:
     async with running() as (_, client):
@@ -134,7 +155,7 @@ async def test_servers_of_the_run_file_are_registered_and_travel_with_tickets_an
 async def test_a_server_cannot_skip_its_proof() -> None:
     async with running(begin=False) as (_, client):
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
-        refused = await refusal(client.put_server(Server(SERVER, "u", ServerState.SERVING, 0), session=1))
+        refused = await refusal(client.put_server(Server(SERVER, "http://u", ServerState.SERVING, 0), session=1))
         assert (refused.status, refused.reason) == (409, "transition_forbidden")
 
 

@@ -12,7 +12,7 @@ READY = {"stage": "ready", "error": None}
 class Core:
     """vLLM's engine core, as far as the swap uses it; `done` is what was done, in its order."""
 
-    def __init__(self, reports: list[dict[str, Any]] | None = None, exchange: Exception | None = None) -> None:
+    def __init__(self, reports: list[dict[str, Any]] | None = None, exchange: Exception | str | None = None) -> None:
         from vllm.v1.core.sched.interface import PauseState
 
         self.done: list[str] = []
@@ -27,8 +27,10 @@ class Core:
         self.done.append(method)
         if method == "slipstream_staging":
             return self._reports
-        if self._exchange is not None:
+        if isinstance(self._exchange, Exception):
             raise self._exchange
+        if self._exchange is not None:
+            return [0.001, self._exchange]
         return [0.001, 0.002]
 
     def _reset_caches(self) -> None:
@@ -71,6 +73,26 @@ def test_p7_i6_an_exchange_that_raises_is_never_labelled_and_never_resumed(swap:
     assert not result["whole"]
     assert "labelled 7" not in core.done
     assert core.pause_state.name == "PAUSED_ALL"
+
+
+def test_p7_the_cause_of_an_exchange_that_fails_is_the_worker_s_own_words(swap: Any) -> None:
+    """Not vLLM's, which send the reader to a stack trace."""
+    core = Core(exchange="OSError: no room")
+    result = swap(core, "7", False)
+    assert (result["whole"], result["error"]) == (False, "worker 1: OSError: no room")
+    assert "labelled 7" not in core.done
+    assert core.pause_state.name == "PAUSED_ALL"
+
+
+def test_a_worker_says_why_its_exchange_failed(caplog: pytest.LogCaptureFixture) -> None:
+    from weight_sync.vllm.staging_worker import StagingMixin
+
+    class Worker(StagingMixin):
+        def finish_weight_update(self) -> None:
+            raise OSError("no room")
+
+    assert Worker().slipstream_exchange() == "OSError: no room"
+    assert "the exchange of the weights failed" in caplog.text
 
 
 @pytest.mark.parametrize("before", ["UNPAUSED", "PAUSED_NEW", "PAUSED_ALL"])

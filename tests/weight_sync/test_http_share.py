@@ -49,6 +49,20 @@ def wanted(flat: torch.Tensor) -> Record:
 
 
 class TestSharing:
+    def test_a_lock_that_a_kill_left_goes_with_the_next_transfer_and_one_that_is_held_stays(
+        self, tmp_path: Path
+    ) -> None:
+        SharedStaging(KEY).close()
+        folder = tmp_path / f"slipstream-{os.getuid()}"
+        left, held = "1" * 16, SharedStaging("2" * 16)
+        (folder / f"{left}.lock").touch()
+        with held._lock() as mine:
+            assert mine
+            SharedStaging(KEY)
+            assert [path.name for path in folder.iterdir()] == [f"{'2' * 16}.lock"]
+        SharedStaging(KEY)
+        assert not [*folder.iterdir()]
+
     def test_workers_of_one_host_share_one_reception(self, flat: torch.Tensor) -> None:
         fills = []
 

@@ -81,7 +81,7 @@ async def test_a_server_that_receives_in_its_update_call_is_loaded_under_the_pau
             assert not r.fake.engine.paused
             assert not r.server.left_paused
         assert control_calls(r.fake) == [
-            *("/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
+            *("/slipstream/drop_update", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
             *(*LOAD, *LOAD),
         ]
         assert [transport.versions for transport in r.transports.made] == [[1, 2]]

@@ -280,6 +280,43 @@ def test_one_server_under_two_names_is_taken_out_under_the_second(world: World) 
     assert "it is the same server process as" in str(down.reason)
 
 
+def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_started_it(world: World) -> None:
+    """Also one that restarts with other flags; and it serves once it is started with the right ones."""
+    first, second = world.fakes
+    second._says = {"logprobs_mode": "raw_logprobs"}
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+        reason = str(world.servers()["vllm-1"].reason)
+        assert "its log-probs are raw_logprobs" in reason
+        assert "--logprobs-mode processed_logprobs" in reason
+        until(server_in(world, "vllm-0", ServerState.SERVING))
+        assert "/slipstream/swap" not in second.calls
+        second._says = {}
+        second.engine.restart()
+        until(server_in(world, "vllm-1", ServerState.SERVING))
+        first._says = {"max_model_len": 16}
+        first.engine.restart()
+        until(server_in(world, "vllm-0", ServerState.DOWN))
+        assert "its context is 16 tokens" in str(world.servers()["vllm-0"].reason)
+
+
+def test_i7_how_long_an_engine_is_silent_counts_from_the_first_question_it_left_unanswered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.3)
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 1.0)
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].calls.clear()
+        world.fakes[1].faults.append(Fault("stop", times=None, route="/slipstream/state"))
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+    # The second question ends 1.1 s after the first one began, and 0.7 s after that one ended. One may come before.
+    assert world.fakes[1].calls.count("/slipstream/state") <= 3
+
+
 def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:
     world.fakes[1].engine.pause()
     world.fakes[1].engine.pause_owner = "person"
@@ -381,6 +418,8 @@ def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
 ) -> None:
     settings = world.config().model_copy(update={"model": ModelSection.model_validate({"path": "m", "dtype": dtype})})
     monkeypatch.setattr(world, "config", lambda: settings)
+    for fake in world.fakes:
+        fake._says = {"dtype": f"torch.{dtype}"}
     fails = pytest.raises(PublishError) if state == ServerState.QUARANTINED else contextlib.nullcontext()
     with fails, world.publisher() as publisher:
         publisher.publish(1, [], probe(shift=0.2))

@@ -82,6 +82,20 @@ async def test_layers_that_do_not_hold_what_arrived_are_named() -> None:
             await through(proof, fake, control, 1)
 
 
+async def test_layers_that_cannot_be_read_are_named_once_a_server(caplog: pytest.LogCaptureFixture) -> None:
+    fake, proof = FakeVllm(), ServerProof(1e-3, "float32")
+    fake.engine.unread_layers = [f"layers.{i}.packed0" for i in range(6)]
+    with caplog.at_level("INFO"):
+        async with server(fake) as control:
+            for version in (1, 2):
+                await through(proof, fake, control, version)
+            url = control.url
+    (said,) = [record.message for record in caplog.records if "cannot be read" in record.message]
+    assert said.startswith(f"{url}: ")
+    assert "products and log-probs alone prove them: layers.0.packed0" in said
+    assert said.endswith(" and 2 more")
+
+
 async def test_the_proof_waits_for_no_episode() -> None:
     fake, proof = FakeVllm(), ServerProof(1e-3, "float32")
     async with server(fake) as control:

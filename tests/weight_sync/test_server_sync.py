@@ -33,7 +33,7 @@ async def test_the_server_is_prepared_before_the_pause_and_proven_after_it() -> 
         s.fake.engine.hooks["swap"] = finished.append
         outcome = await s.server.publish(snapshot(1))
         assert control_calls(s.fake) == [
-            *("/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
+            *("/slipstream/drop_update", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"),
             *FIRST_SWAP,
         ]
         assert finished == [{"label": "1", "clear_cache": True}]

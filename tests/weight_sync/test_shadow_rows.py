@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from weight_sync.vllm.shadow import check_rows
+from weight_sync.vllm.shadow import Reading, check_rows, check_width
 from weight_sync.vllm.twins import Pair
 
 NAME = "model.embed_tokens"
@@ -41,3 +42,30 @@ def test_rows_that_are_no_numbers_are_no_difference() -> None:
     sent = torch.randn(64, 8)
     sent[3, 2] = torch.nan
     check_rows([pair(sent.clone())], {f"{NAME}.weight": sent})
+
+
+def embedding(rows: int, width: int) -> Any:
+    table = object.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(table)
+    table.org_vocab_size, table.embedding_dim = rows, width
+    return table
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (72, 8)])
+def test_f26_a_model_of_another_width_or_vocabulary_is_refused_by_tensor_shapes_and_remedy(
+    shape: tuple[int, int],
+) -> None:
+    model = torch.nn.Module()
+    model.add_module("embed_tokens", embedding(64, 8))
+    check_width(model, "small", {"embed_tokens.weight": torch.zeros(64, 8)})
+    came = rf"embed_tokens\.weight came as \[{shape[0]}, {shape[1]}\], and \[64, 8\] is wanted"
+    with pytest.raises(ValueError, match=rf"{came}: this server runs small, and the learner trains another model"):
+        check_width(model, "small", {"embed_tokens.weight": torch.zeros(*shape)})
+
+
+def test_f26_the_tensor_at_which_a_loader_gave_up_is_named_with_both_shapes() -> None:
+    layer = torch.nn.Linear(8, 4)
+    record_metadata_for_reloading(layer)
+    reading = Reading({"fc.weight": torch.zeros(4, 9), "fc.bias": torch.zeros(4)})
+    next(iter(reading))
+    assert reading.place([Pair("fc", layer, layer)]) == "fc.weight [4, 9] into [4, 8]"

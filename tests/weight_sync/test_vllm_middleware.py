@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from weight_sync.server_facts import ServerFacts
 from weight_sync.vllm import heartbeat, lease
 from weight_sync.vllm.condition import Condition, condition_of
 from weight_sync.vllm.middleware import Slipstream
@@ -29,7 +31,11 @@ class Engine:
     def __init__(self) -> None:
         parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=2)
         transfer = SimpleNamespace(backend="gloo")
-        self.vllm_config = SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer)
+        model = SimpleNamespace(served_model_name="policy", logprobs_mode="raw_logprobs", dtype=torch.float32)
+        model.max_model_len, model.quantization = 64, None
+        self.vllm_config = SimpleNamespace(
+            parallel_config=parallel, weight_transfer_config=transfer, model_config=model
+        )
         self.engine_core = self
         self.label = "default"
         self.paused = False
@@ -98,10 +104,12 @@ async def serving() -> AsyncIterator[Server]:
             Route("/pause", pause, methods=["POST"]),
             Route("/resume", resume, methods=["POST"]),
             Route("/inference/v1/generate", generate, methods=["POST"]),
+            Route("/health", done),
             *(Route(path, done, methods=["POST"]) for path in control),
         ]
     )
     app.state.engine_client = engine
+    app.state.args = SimpleNamespace(enable_scale_out=True)
     app.add_middleware(Slipstream)
     condition = condition_of(engine)
     condition.end = lambda: engine.ended.append("ended")
@@ -212,6 +220,7 @@ async def test_the_last_word_of_a_server_is_why_it_ends(caplog: pytest.LogCaptur
     engine.codes, engine.failed_proc_name = {"EngineCore_DP0": -9}, "EngineCore_DP0" if dies else None
     app = Starlette()
     app.state.engine_client = engine
+    app.state.args = SimpleNamespace(enable_scale_out=True)
     app.add_middleware(Slipstream)
     events = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
 
@@ -232,6 +241,28 @@ async def test_the_slowest_worker_is_what_staging_is() -> None:
         failed = {"stage": "failed", "error": "no place", "seconds": {}}
         server.engine.staging = [building, failed]
         assert (await server.post("/slipstream/staged", json={"wait_s": 9})).json()["error"] == "no place"
+
+
+async def test_health_is_never_200_once_an_exchange_has_failed_even_if_asked_within_it() -> None:
+    async with serving() as server:
+        assert (await server.get("/health")).status_code == 200
+        server.engine.swapped = {"pause_s": 0.01, "exchange_s": 0.0, "error": "OSError: no room", "whole": False}
+        server.engine.go_on.clear()
+        swap = asyncio.create_task(server.post("/slipstream/swap", json={"label": "7"}))
+        await server.engine.swapping.wait()
+        health = asyncio.create_task(server.get("/health"))
+        await asyncio.sleep(0.02)
+        server.engine.go_on.set()
+        assert (await swap).status_code == 503
+        answer = await health
+        assert answer.status_code == 503
+        assert "OSError: no room" in answer.text
+
+
+async def test_the_flags_that_a_run_depends_on_are_told() -> None:
+    async with serving() as server:
+        facts = ServerFacts.said((await server.get("/slipstream/facts")).json())
+    assert facts == ServerFacts(None, "policy", "raw_logprobs", "float32", 64, "gloo", scale_out=True)
 
 
 async def test_i6_a_swap_ends_though_its_client_went_away() -> None:

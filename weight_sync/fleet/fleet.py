@@ -24,6 +24,7 @@ from weight_sync.fleet.member import Member
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.server_control import ServerControl
+from weight_sync.server_facts import Wanted
 from weight_sync.server_sync import ServerSync
 from weight_sync.transports.base import Transport
 
@@ -54,6 +55,7 @@ class Fleet:
         self.trouble: QueueError | None = None
         self.changed = asyncio.Event()
         self._config = config
+        self._wanted = Wanted.of(config)
         self._client = client
         self._make_transport = make_transport
         self._session = session
@@ -143,7 +145,7 @@ class Fleet:
             return None
         other = self._boots.get(boot, name)
         if other != name and other in self.members:
-            return other
+            return f"it is the same server process as {other}: remove one of the two names"
         self._boots = {of: who for of, who in self._boots.items() if who != name and who in self.members}
         self._boots[boot] = name
         return None
@@ -200,7 +202,9 @@ class Fleet:
         sync = ServerSync(
             control, self._make_transport, config.probe_tolerance, config.served_dtype, config.served_quantised
         )
-        member = Member(server, sync, self._put, self._snapshots, self.publications, self, section.timeout_s)
+        member = Member(
+            server, sync, self._put, self._snapshots, self.publications, self, section.timeout_s, self._wanted
+        )
         self.members[server.name] = member
         self._tasks[server.name] = asyncio.create_task(
             kept_running(member, self._is_troubled, self._on_failure), name=f"server {server.name}"

@@ -23,9 +23,11 @@ from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.persons_pause import PersonsPause
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
+from weight_sync.fleet.suitability import Suitability
 from weight_sync.fleet.under_way import LOOK_EVERY_S, UnderWay
 from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
+from weight_sync.server_facts import Wanted
 from weight_sync.server_sync import PUBLISH_ERRORS, ServerSync
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports import of_backend
@@ -42,7 +44,7 @@ class Others(Protocol):
     """What a member asks of the fleet."""
 
     def claim(self, boot: str, name: str) -> str | None:
-        """The other name, if any, under which the server process of this `boot` is in the fleet already."""
+        """Why the server process of this `boot` cannot have this name: it is in the fleet under another one."""
 
     def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
         """A server has a version."""
@@ -54,7 +56,7 @@ class Others(Protocol):
 class Member:
     """`version`: what this learner proved on its present process, None before.
 
-    `waits_for`: what keeps it from being up to date, for people; `not_up`: how it shows that it is not up yet;
+    For people: `waits_for`, what keeps it from being up to date; `not_up`, how it shows that it is not up yet.
     `failures`: publications in a row that failed.
     """
 
@@ -67,6 +69,7 @@ class Member:
         publications: Publications,
         others: Others,
         timeout_s: float,
+        wanted: Wanted,
     ) -> None:
         self.at_queue = AtQueue(server, put)
         self.version: int | None = None
@@ -81,6 +84,7 @@ class Member:
         self._publications = publications
         self._others = others
         self._timeout_s = timeout_s
+        self._suitability = Suitability(sync.control, wanted)
         self._boot: str | None = None
         # Those that the server may hold by what was done to it.
         self._labels: set[str] = set()
@@ -153,6 +157,7 @@ class Member:
 
     async def _look(self) -> EngineState | None:
         """How the server is; None where its engine does not answer."""
+        began = time.monotonic()
         if self.waits_for is None and not self.up_to_date:
             self.waits_for = "an answer of its engine"
         try:
@@ -162,24 +167,24 @@ class Member:
             if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
                 await self._is_not_up(f"{self.server.url} does not answer yet ({error.unconnected})")
             else:
-                await self._does_not_answer(str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s")
+                await self._does_not_answer(
+                    str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s", began
+                )
             return None
         if not state.alive:
             # Its front answers alone, and knows neither weights nor boot: it may be in a long step, and go on.
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
-            await self._does_not_answer(why, at_once=state.reason not in (None, NO_ANSWER))
+            await self._does_not_answer(why, began, at_once=state.reason not in (None, NO_ANSWER))
             return None
         self.at_queue.transport = of_backend(state.transport) or state.transport
         if not self.answers:
             self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0
-        other = self._others.claim(state.boot, self.name)
-        self._barred = other is not None
-        if other is not None:
-            reason = f"it is the same server process as {other}: remove one of the two names"
+        reason = self._others.claim(state.boot, self.name) or await self._suitability.fault(state.boot)
+        self._barred = reason is not None
+        if reason is not None:
             self.waits_for = reason
-            if self.server.state is not _S.DOWN:
-                await self.at_queue.try_to_tell(_S.DOWN, None, reason)
+            await self.at_queue.try_to_tell(_S.DOWN, None, reason)
             return None
         ours = self.version is None or state.label in self._labels
         if (self._boot is not None and state.boot != self._boot) or not ours:
@@ -197,17 +202,16 @@ class Member:
         if self.server.reason is None:
             await self.at_queue.try_to_tell(_S.JOINING, None, why)
 
-    async def _does_not_answer(self, why: str, at_once: bool = False) -> None:
-        """at_once: it will not answer again before it is started anew."""
-        now = time.monotonic()
+    async def _does_not_answer(self, why: str, asked: float, at_once: bool = False) -> None:
+        """asked: when, as `time.monotonic` has it; at_once: it will not answer again before it is started anew."""
         self.answers, self.not_up = False, None
-        self._silent_since = now if self._silent_since is None else self._silent_since
+        self._silent_since = asked if self._silent_since is None else self._silent_since
         self.waits_for = f"an answer of its engine ({why})"
         state = self.server.state
         if state in (_S.JOINING, _S.DOWN):
             if state is _S.JOINING and self.server.reason is None:
                 await self.at_queue.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
-        elif now - self._silent_since >= DOWN_AFTER_S or at_once:
+        elif time.monotonic() - self._silent_since >= DOWN_AFTER_S or at_once:
             await self.at_queue.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
 
     async def _paused_by_person(self, state: EngineState) -> bool:
@@ -248,12 +252,12 @@ class Member:
         finally:
             self._snapshots.give_back(self.name, snapshot, whole)
 
-    async def _heard_beside(self, why: str | None) -> None:
-        """Beside a publication: why the engine gives no answer, None where it does."""
+    async def _heard_beside(self, why: str | None, asked: float) -> None:
+        """Beside a publication: why the engine that was `asked` then gives no answer, None where it does."""
         if why is None:
             self._silent_since = None
         else:
-            await self._does_not_answer(why)
+            await self._does_not_answer(why, asked)
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
         # One that was long on its way would hold admission until it has the newest, which is next.

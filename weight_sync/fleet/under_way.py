@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
@@ -13,11 +14,12 @@ LOOK_EVERY_S = 2.0
 
 
 class UnderWay:
-    """At most one publication at a time. `heard`: takes why the engine gives no answer, None where it does;
+    """At most one publication at a time. `heard`: takes why the engine gives no answer, None where it does,
+    and when it was asked;
     `given_up`: whether the last one was, by `let_go`."""
 
     def __init__(
-        self, control: ServerControl, heard: Callable[[str | None], Awaitable[None]], timeout_s: float
+        self, control: ServerControl, heard: Callable[[str | None, float], Awaitable[None]], timeout_s: float
     ) -> None:
         self.given_up = False
         self._control = control
@@ -58,6 +60,7 @@ class UnderWay:
             await asyncio.wait([publishing], timeout=LOOK_EVERY_S)
             if publishing.done():
                 return
+            asked = time.monotonic()
             look = asyncio.ensure_future(self._silence())
             try:
                 await asyncio.wait([publishing, look], return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +68,7 @@ class UnderWay:
                 look.cancel()
             if publishing.done() or not look.done():
                 return
-            await self._heard(look.result())
+            await self._heard(look.result(), asked)
 
     async def _silence(self) -> str | None:
         """Why the engine gives no answer; None where it does, or where the load in place that is under way holds it."""

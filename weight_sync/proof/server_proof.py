@@ -75,7 +75,7 @@ class ServerProof:
         self._scorer = Scorer()
         self._before: _Before | None = None
         self._proven: torch.Tensor | None = None
-        self._layers_unreadable = False
+        self._layers_unreadable = self._unread_told = False
 
     async def look(self, control: Provable, snapshot: Snapshot, known: bool) -> None:
         """Before the swap: what the server gives for the probe of `snapshot`. `known`: whether it holds what was last
@@ -142,8 +142,21 @@ class ServerProof:
                 f"{control.url}: after version {snapshot.version} these layers do not hold what arrived: "
                 f"{', '.join(wrong[:NAMED])}{more}; the fault is the server's: start it again"
             )
+        self._tell_unread(control.url, found.get("unread"))
         checked: int = found["checked"]
         return checked
+
+    def _tell_unread(self, url: str, unread: Any) -> None:
+        """Once a server: it is of its build, not of a version."""
+        if self._unread_told or not isinstance(unread, list) or not unread:
+            return
+        self._unread_told = True
+        more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
+        logger.info(
+            "%s: of these layers it cannot be read what they hold, so their products and log-probs alone prove them: "
+            "%s%s",
+            *(url, ", ".join(str(name) for name in unread[:NAMED]), more),
+        )
 
     def _remedy(self) -> str:
         quantised = " quantised" if self._rounds_more else ""

@@ -36,13 +36,14 @@ class Condition:
     whole again. broken: why this server must not generate any more; None while it may. persons_pause: whether a
     person paused it. adapter: the label of what serves in place of the base's weights, None for those. lease_owner,
     lease_ends: who holds a pause for a publication, and what ends it; None if nobody. swapped: set at the end of the
-    swap that is under way; None where none is."""
+    swap that is under way; None where none is. scale_out: whether it generates tokens from tokens."""
 
     boot: str = field(default_factory=lambda: secrets.token_hex(6))
     whole: bool = True
     broken: str | None = None
     persons_pause: bool = False
     adapter: str | None = None
+    scale_out: bool = False
     swapped: asyncio.Event | None = None
     lease_owner: str | None = None
     lease_ends: asyncio.TimerHandle | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -69,6 +70,17 @@ async def resume(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, 
     await app(scope, receive, send)
 
 
+async def health(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Within a swap it is not known whether the server goes on: that takes milliseconds."""
+    if condition.swapped is not None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SWAP_WITHIN_S):
+                await condition.swapped.wait()
+    if condition.broken is not None:
+        raise RouteError(503, condition.broken)
+    await app(scope, receive, send)
+
+
 async def _end_of_swap(swapped: asyncio.Event) -> None:
     """A swap takes milliseconds, and leaves a pause of before as it was: that is what is to be ended."""
     try:
@@ -114,6 +126,7 @@ async def label(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, r
 
 
 RULES: dict[tuple[str, str], Rule] = {
+    ("GET", "/health"): health,
     ("POST", "/pause"): pause,
     ("POST", "/resume"): resume,
     ("POST", "/start_weight_update"): start_update,

@@ -72,12 +72,15 @@ def exchange(core: Any, label: str, clear_cache: bool, began: float | None = Non
     if clear_cache:
         core._reset_caches()
     try:
-        seconds = core.collective_rpc("slipstream_exchange")
+        answers = core.collective_rpc("slipstream_exchange")
+        failed = [f"worker {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
     except BaseException as error:
+        answers, failed = [], [f"{type(error).__name__}: {error}"]
+    if failed:
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        return _result(began, 0.0, f"{type(error).__name__}: {error}", whole=False)
+        return _result(began, 0.0, "; ".join(failed), whole=False)
     core.set_weight_version(label)
-    return _result(began, max(seconds), None, whole=True)
+    return _result(began, max(answers), None, whole=True)
 
 
 def _result(began: float, exchange_s: float, error: str | None, whole: bool) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Slipstream:
             return
         condition = condition_of(engine)
         if condition.heartbeat is None:
+            condition.scale_out = _generates(scope)
             condition.heartbeat = asyncio.create_task(watch(engine, condition, engine_says))
         if scope["path"].startswith(ranges.PREFIX):
             await serve_chunks(scope, send)
@@ -92,6 +93,12 @@ class Slipstream:
 
 def _engine_of(scope: Scope) -> Any:
     return getattr(scope["app"].state, "engine_client", None) if "app" in scope else None
+
+
+def _generates(scope: Scope) -> bool:
+    """Whether vLLM's routes of tokens are open (vllm 0.32, `register_scale_out_api_routers`)."""
+    arguments = getattr(scope["app"].state, "args", None)
+    return bool(getattr(arguments, "enable_scale_out", False) or getattr(arguments, "tokens_only", False))
 
 
 def _tell_last_words(scope: Scope) -> None:

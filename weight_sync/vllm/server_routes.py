@@ -52,6 +52,22 @@ async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """With which flags the server was started, as far as they decide whether a run can use it. vLLM's own
+    `/server_info` collects what it knows of the machine first."""
+    config = engine.vllm_config
+    model, transfer = config.model_config, config.weight_transfer_config
+    return {
+        "served_name": model.served_model_name,
+        "logprobs_mode": str(model.logprobs_mode),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "transport": transfer.backend if transfer is not None else None,
+        "scale_out": condition_of(engine).scale_out,
+        "quantization": model.quantization,
+    }
+
+
 async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     """How far the slowest worker is; an answer comes when none works any more, at the latest after `wait_s`."""
     ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), LONGEST_WAIT_S)
@@ -71,6 +87,12 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
     stages = {stage for report in reports for stage in report["seconds"]}
     seconds = {stage: max(report["seconds"].get(stage, 0.0) for report in reports) for stage in stages}
     return {"stage": slowest["stage"], "error": slowest["error"], "seconds": seconds}
+
+
+async def drop_update(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Drop the update that is open, if one is; vLLM has no route for it."""
+    dropped = await engine.collective_rpc("slipstream_drop_update")
+    return {"dropped": any(dropped)}
 
 
 async def swap(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +150,9 @@ async def _exchanged(engine: Any, label: str, clear_cache: bool) -> dict[str, An
 
 ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/slipstream/state"): state,
+    ("GET", "/slipstream/facts"): facts,
     ("POST", "/slipstream/staged"): staged,
+    ("POST", "/slipstream/drop_update"): drop_update,
     ("POST", "/slipstream/swap"): swap,
     ("POST", "/slipstream/lease"): lease.renew,
 }

@@ -47,6 +47,7 @@ def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
     loaded under the pause, which is said once.
     """
     check_types(model, vllm_config.model_config.dtype, weights)
+    check_width(model, vllm_config.model_config.model, weights)
     try:
         check_can_be_shadowed(model)
         return Shadow(model, vllm_config, weights)
@@ -61,6 +62,24 @@ def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
     for name, tensor in weights.items():
         if tensor.dtype not in known:
             raise ValueError(f"{name} came as {tensor.dtype}, and this server's model is {dtype}: set model.dtype")
+
+
+def check_width(model: Any, of: str, weights: Weights) -> None:
+    """vLLM's loaders assert shapes, and say nothing. What a table of tokens shows is looked at before anything is
+    loaded: rows and width are a model's own. of: the model that the server was started with."""
+    for name, module in model.named_modules():
+        sent = weights.get(f"{name}.weight")
+        if sent is None or not isinstance(module, VocabParallelEmbedding) or sent.ndim != 2:
+            continue
+        wanted = (module.org_vocab_size, module.embedding_dim)
+        if tuple(sent.shape) != wanted:
+            raise ValueError(f"{name}.weight came as {list(sent.shape)}, and {list(wanted)} is wanted: {_another(of)}")
+
+
+def _another(of: str) -> str:
+    return (
+        f"this server runs {of}, and the learner trains another model: start both with the same model.path and revision"
+    )
 
 
 def check_can_be_shadowed(model: Any) -> None:
@@ -87,7 +106,7 @@ class Shadow:
                 whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
                 layers = [(pair.name, pair.live, pair.twin) for pair in all_pairs]
                 with watching(layers) as watched:
-                    self.pairs = _load(all_pairs, weights, whole)
+                    self.pairs = _load(all_pairs, weights, whole, vllm_config.model_config.model)
                 if whole:
                     check_rows(self.pairs, weights)
         except BaseException:
@@ -116,9 +135,9 @@ class Shadow:
         timer.start()
 
 
-def _load(pairs: list[Pair], weights: Weights, whole: bool) -> list[Pair]:
+def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model") -> list[Pair]:
     """Load `weights` into the twins and pack them; the pairs that were loaded. whole: no part of a tensor belongs to
-    another worker."""
+    another worker. of: the model that the server was started with."""
     twin = pairs[0].twin
     _mark_lookups(pairs)
     initialize_layerwise_reload(twin)
@@ -126,7 +145,11 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool) -> list[Pair]:
         # Else what is processed would be copied into the live tensors.
         pair.info.kernel_tensors = None
     sizes = [pair.info.load_numel_total for pair in pairs]
-    twin.load_weights(iter(weights.items()))
+    reading = Reading(weights)
+    try:
+        twin.load_weights(reading)
+    except (AssertionError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{reading.place(pairs)} could not be loaded ({_words(error)}): {_another(of)}") from error
     placed = sum(
         size if not pair.info.can_load() else pair.info.load_numel for pair, size in zip(pairs, sizes, strict=True)
     )
@@ -139,6 +162,36 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool) -> list[Pair]:
     for pair in loaded:
         _pack_experts(pair.twin)
     return loaded
+
+
+class Reading:
+    """Weights by name, for a loader; knows at which one it is."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._at: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights.items():
+            self._at = name
+            yield name, tensor
+
+    def place(self, pairs: list[Pair]) -> str:
+        """The tensor that was read last, its shape, and that of the model's parameter of this name, if it has one."""
+        if self._at is None:
+            return "the first tensor"
+        shapes = {
+            f"{pair.name}.{name}".lstrip("."): tensor.shape
+            for pair in pairs
+            for name, tensor in pair.info.restore_metadata[0].items()
+        }
+        wanted = shapes.get(self._at)
+        there = f" into {list(wanted)}" if wanted is not None else ""
+        return f"{self._at} {list(self._weights[self._at].shape)}{there}"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _processed(pair: Pair) -> bool:

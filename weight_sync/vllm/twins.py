@@ -71,14 +71,26 @@ def _own_what_vllm_would_share(pair: Pair) -> None:
     live_info = get_layerwise_info(pair.live)
     params, buffers = live_info.restore_metadata
     fresh = (
-        {name: to_meta_tensor(tensor) for name, tensor in params.items()},
-        {name: to_meta_tensor(tensor) for name, tensor in buffers.items()},
+        {name: _fresh(tensor, pair.live) for name, tensor in params.items()},
+        {name: _fresh(tensor, pair.live) for name, tensor in buffers.items()},
     )
     LAYERWISE_INFO[pair.twin] = LayerReloadingInfo(restore_metadata=fresh, restore_device=live_info.restore_device)
     for container in (pair.twin._parameters, pair.twin._buffers):
         for name, tensor in container.items():
             if name in SKIP_TENSORS and tensor is not None:
                 container[name] = _copy(tensor, pair)
+
+
+def _fresh(tensor: torch.Tensor, live: Any) -> torch.Tensor:
+    """As vLLM recorded it at the first load. A reload of the live module leaves its own loader there, which would take
+    what is sent to the twin and load it nowhere."""
+    fresh = to_meta_tensor(tensor)
+    loader = getattr(fresh, "weight_loader", None)
+    if loader is not None:
+        while loader.__name__ == "online_process_loader":
+            loader = loader.__wrapped__
+        fresh.weight_loader = loader
+    return sanitize_layer_refs(fresh, live)  # type: ignore[no-any-return]
 
 
 def _copy(tensor: torch.Tensor, pair: Pair) -> torch.Tensor:

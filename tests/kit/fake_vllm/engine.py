@@ -46,6 +46,7 @@ class FakeEngine:
     weight_version: str = BASE_WEIGHTS
     probe_logprob: Callable[[int, int], float] = logprob_of
     wrong_layers: list[str] = field(default_factory=list)
+    unread_layers: list[str] = field(default_factory=list)
     hooks: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     transfer_ready: bool = False
     updating: bool = False

@@ -81,6 +81,8 @@ class FakeVllm:
                     web.get("/get_world_size", self._world_size),
                     web.get("/server_info", self._server_info),
                     web.get("/slipstream/state", self._state),
+                    web.get("/slipstream/facts", self._facts),
+                    web.post("/slipstream/drop_update", self._drop_update),
                     web.post("/slipstream/staged", self._staged),
                     web.post("/slipstream/swap", self._swap),
                     web.post("/slipstream/lease", self._lease),
@@ -308,15 +310,37 @@ class FakeVllm:
         return web.json_response({"version": self._version})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        model = {
+        model = self._said()
+        config = {"model_config": model, "weight_transfer_config": {"backend": "gloo"}}
+        return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+
+    def _said(self) -> dict[str, Any]:
+        return {
             "dtype": "torch.float32",
             "max_model_len": self.engine.max_model_len,
             "logprobs_mode": "processed_logprobs",
             "served_model_name": "policy",
             **self._says,
         }
-        config = {"model_config": model, "weight_transfer_config": {"backend": "gloo"}}
-        return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+
+    async def _facts(self, request: web.Request) -> web.Response:
+        said = self._said()
+        return web.json_response(
+            {
+                "served_name": said["served_model_name"],
+                "logprobs_mode": said["logprobs_mode"],
+                "dtype": said["dtype"].removeprefix("torch."),
+                "max_model_len": said["max_model_len"],
+                "transport": "gloo",
+                "scale_out": self._scale_out,
+                "quantization": said.get("quantization"),
+            }
+        )
+
+    async def _drop_update(self, request: web.Request) -> web.Response:
+        dropped = self.engine.updating
+        self.engine.drop_update()
+        return web.json_response({"dropped": dropped})
 
     async def _state(self, request: web.Request) -> web.Response:
         state = self.engine.state()
@@ -359,7 +383,7 @@ class FakeVllm:
 
     async def _layers(self, request: web.Request) -> web.Response:
         await self._hook("layers", await request.json())
-        return web.json_response({"checked": 8, "wrong": self.engine.wrong_layers, "unread": []})
+        return web.json_response({"checked": 8, "wrong": self.engine.wrong_layers, "unread": self.engine.unread_layers})
 
     async def _hook(self, name: str, body: Any) -> None:
         if hook := self.engine.hooks.get(name):

@@ -152,25 +152,37 @@ class SharedStaging:
     @contextmanager
     def _lock(self) -> Iterator[bool]:
         """Whether this worker alone fills the buffer, inside."""
-        fd = os.open(_folder() / f"{self._key}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with _locked(_folder() / f"{self._key}.lock") as mine:
+            yield mine
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether the lock is this process's, inside. Who holds it may remove the file: one that was opened before that is
+    no lock any more."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-        finally:
-            os.close(fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(fd).st_nlink > 0
+        except BlockingIOError:
+            mine = False
+        yield mine
+    finally:
+        os.close(fd)
 
 
 def _sweep() -> None:
-    """Remove the records of processes that are gone: a kill leaves them."""
-    for path in _folder().glob("*.json"):
-        record = record_of(path.stem)
-        if record is not None and not Path(f"/proc/{record.pid}").exists():
-            path.unlink(missing_ok=True)
-            path.with_suffix(".lock").unlink(missing_ok=True)
+    """Remove what processes left that are gone, as a kill leaves it: records, and locks that nobody holds."""
+    folder = _folder()
+    for key in {path.stem for suffix in ("json", "lock") for path in folder.glob(f"*.{suffix}")}:
+        record = record_of(key)
+        if record is not None and Path(f"/proc/{record.pid}").exists():
+            continue
+        with _locked(folder / f"{key}.lock") as mine:
+            if mine:
+                for suffix in ("json", "lock"):
+                    (folder / f"{key}.{suffix}").unlink(missing_ok=True)
 
 
 def _folder() -> Path:

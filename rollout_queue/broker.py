@@ -22,6 +22,7 @@ import msgspec
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.evaluations import Evaluation
+from protocol.labels import new_run_id
 from protocol.messages import RunPosition, Server, ServerState
 from protocol.record import FOLDER
 from rollout_queue.ledger import eval_ends, eval_tickets, servers, tickets
@@ -106,6 +107,10 @@ class Broker:
             self.evaluations = Evaluations(self.config, contents, self.now)
             self.fleet = Fleet(contents.servers)
             self.trial.begin(self.ledger.ever_accepted)
+            if not self.ledger.run.id:
+                named = msgspec.structs.replace(self.ledger.run, id=new_run_id(self.config.run.name))
+                async with self.lock:
+                    await self.commit(Decision((), named))
             self.ready = True
             for name, url in self.config.server_names.items():
                 if not self.fleet.has_had(name, url):
@@ -253,6 +258,7 @@ class Broker:
             served_version=self.fleet.served_version,
             finished=run.finished,
             sessions=list(run.sessions),
+            run=run.id,
         )
 
     def evaluation_views(self) -> list[Evaluation]:

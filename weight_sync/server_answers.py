@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def serves_another_run(server: str, run: str, silent_s: float) -> str:
+    """Why a run may not use `server`, an address: it is that of `run`, an id, whose learner called `silent_s` seconds ago."""
+    return (
+        f"{server} serves run {run}, whose learner looked {silent_s:.0f} s ago: one server serves one run; stop that run, "
+        f"or give this one a server of its own"
+    )
+
+
 @dataclass(frozen=True)
 class EngineState:
     """What a server says of itself at `/slipstream/state`.
 
     boot: another after each start. label: of the weights that serve, "" where the engine does not answer. whole: the
     live model is not half loaded. alive: the engine answered, not only the server in front of it. pause_owner: "none",
-    "person" or "publication". reason: why it does not generate any more.
+    "person" or "publication". reason: why it does not generate any more. owner: the id of the run whose learner controls
+    it, "" without one; owner_silent_s: seconds since that one called.
     """
 
     boot: str
@@ -23,6 +32,8 @@ class EngineState:
     workers: int
     transport: str
     reason: str | None = None
+    owner: str = ""
+    owner_silent_s: float = 0.0
 
 
 @dataclass(frozen=True)

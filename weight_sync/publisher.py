@@ -55,9 +55,10 @@ class Publisher:
     """Publishes the newest version that was handed over. Use it as a context manager.
 
     `session`: the learner's at the queue, which alone may say that a server is proven; `run_id`: by which servers and
-    workers tell this run's weights from another's. Both are to be set before the first publication. `records` grows by one as a publication counts. `on_failure` is called, on the publisher's thread, with
-    what ends its work; the next `publish` or `wait` raises it too. `make_transport` makes a transport for each
-    connection to a server; by default the one that `weight_sync.transport` names.
+    workers tell this run's weights from another's. Both are to be set before the first publication. `records` grows by
+    one as a publication counts. `on_failure` is called, on the publisher's thread, with what ends its work; the next
+    `publish` or `wait` raises it too. `make_transport` makes a transport for each connection to a server; by default
+    the one that `weight_sync.transport` names.
     """
 
     def __init__(

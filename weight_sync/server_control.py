@@ -14,13 +14,13 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from protocol import tokens
 from protocol.adapter_names import HEADER
 from protocol.labels import RUN_HEADER
 from weight_sync.adapters.routes import AdapterRoutes
 from weight_sync.server_answers import EngineState as EngineState
 from weight_sync.server_answers import Staged as Staged
 from weight_sync.server_answers import Swap as Swap
+from weight_sync.server_answers import hint
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
@@ -265,7 +265,7 @@ class ServerControl(AdapterRoutes):
                 if response.status >= 400 and response.status not in answered:
                     text = (await response.text())[:500]
                     raise ControlError(
-                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status, text)}",
+                        f"{self.url}{path}: HTTP {response.status}: {text}{hint(path, response.status, text)}",
                         response.status,
                     )
                 return await response.json()
@@ -289,15 +289,3 @@ def _fields(kind: Any, reply: Any) -> dict[str, Any]:
         return {field.name: reply[field.name] for field in fields(kind)}
     except (KeyError, TypeError) as error:
         raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}") from error
-
-
-def _hint(path: str, status: int, text: str) -> str:
-    if status == 403 and tokens.VARIABLE in text:
-        return ""  # the guard's, which says it all
-    if status == 401:
-        return "; set SLIPSTREAM_TOKEN to the server's"
-    if status == 404:
-        return "; the server needs VLLM_SERVER_DEV_MODE=1: start it with slipstream vllm run.toml"
-    if status == 403 and path.startswith("/inference"):
-        return "; the server needs --enable-scale-out: start it with slipstream vllm run.toml"
-    return ""

@@ -51,8 +51,8 @@ class BadSample(Doubtful):
 
 
 class UnknownWeights(Exception):
-    """Tokens of weights whose label is not a version of this run (`run_id`): the server was restarted, never updated, or
-    serves another run."""
+    """Tokens of weights whose label is not a version of this run (`run_id`): the server was restarted, never
+    updated, or serves another run."""
 
     def __init__(self, label: str, server: str, run_id: str = "") -> None:
         super().__init__(f"{server}: {told(label, run_id)}")

@@ -48,7 +48,6 @@ _ONE_CHUNK = 1 << 30
 # The length of a turn is taken to be like that of the last so many; the first ones are guessed.
 _TURNS_REMEMBERED, _FIRST_GUESS = 32, 256.0
 
-
 PendingChoice = asyncio.Future[Sampled]
 
 

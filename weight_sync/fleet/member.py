@@ -1,8 +1,8 @@
 """One server of the fleet and its task: look whether it answers, bring it to the newest version, say how it stands.
 
 No other server, and no learner, waits for it. What it is told is what the queue is told, one line of the log for each
-state. A server that starts or restarts (another `boot`), or holds weights that are not ours, is joining, whatever it was before
-(F16); one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a
+state. A server that starts or restarts (another `boot`), or holds weights that are not ours, is joining, whatever it
+was before (F16); one that another run's learner controls is down while it does; one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a
 while is down. Each of them is tried again with growing pauses, and at once when it answers again.
 """
 
@@ -13,13 +13,13 @@ import logging
 import time
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from protocol.client import Refused
 from protocol.messages import Server, ServerState
 from weight_sync.cancellation import to_its_end
 from weight_sync.fleet.at_queue import AtQueue, Put
 from weight_sync.fleet.decisions import Standing, retry_pause_s
+from weight_sync.fleet.others import Others
 from weight_sync.fleet.persons_pause import PersonsPause
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
@@ -37,19 +37,6 @@ logger = logging.getLogger(__name__)
 DOWN_AFTER_S = 10.0
 
 _S = ServerState
-
-
-class Others(Protocol):
-    """What a member asks of the fleet."""
-
-    def claim(self, boot: str, name: str) -> str | None:
-        """The other name, if any, under which the server process of this `boot` is in the fleet already."""
-
-    def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
-        """A server has a version."""
-
-    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
-        """Whether a server that served this version, which took so long, would be too far and too long behind."""
 
 
 class Member:
@@ -196,10 +183,10 @@ class Member:
         before, self._barred_by = self._barred_by, (other or state.owner) if reason else None
         if reason is None:
             return False
+        self.waits_for = reason
         if self.server.state is not _S.DOWN or before != self._barred_by:
             await self.at_queue.try_to_tell(_S.DOWN, None, reason)
             self._is_new_process()
-            self.waits_for = reason
         return True
 
     async def _is_not_up(self, why: str) -> None:

@@ -48,4 +48,4 @@ def told(label: str, run: str) -> str:
     known = parse(label)
     if known is not None and known.run and known.run != run:
         return f"version {known.version} of run {known.run}"
-    return f"weights {label!r}"
+    return f"weights labelled {label!r}"

@@ -2,8 +2,9 @@
 
 No other server, and no learner, waits for it. What it is told is what the queue is told, one line of the log for each
 state. A server that starts or restarts (another `boot`), or holds weights that are not ours, is joining, whatever it
-was before (F16); one that another run's learner controls is down while it does; one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a
-while is down. Each of them is tried again with growing pauses, and at once when it answers again.
+was before (F16); one that another run's learner controls is down while it does; one whose proof fails is quarantined
+(I5), as is one that is left paused (I6); one that does not answer for a while is down. Each of them is tried again with
+growing pauses, and at once when it answers again.
 """
 
 from __future__ import annotations

@@ -98,6 +98,9 @@ class Broker:
         """Load the store, watch over deadlines, and close the store at the end."""
         try:
             contents = await self.call(self.store.load)
+            if not contents.run.id:
+                contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
+                await self.call(self.store.commit, Decision((), contents.run), {})
             learner = self.config.learner
             if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
                 # It may be resumed with more steps (how many, epochs do not say without the data set): a worker that
@@ -107,10 +110,6 @@ class Broker:
             self.evaluations = Evaluations(self.config, contents, self.now)
             self.fleet = Fleet(contents.servers)
             self.trial.begin(self.ledger.ever_accepted)
-            if not self.ledger.run.id:
-                named = msgspec.structs.replace(self.ledger.run, id=new_run_id(self.config.run.name))
-                async with self.lock:
-                    await self.commit(Decision((), named))
             self.ready = True
             for name, url in self.config.server_names.items():
                 if not self.fleet.has_had(name, url):

@@ -32,6 +32,7 @@ from protocol.messages import (
     Trouble,
     WorkerReport,
 )
+from rollout_queue.broker import Broker, Clock
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal

@@ -181,7 +181,8 @@ class Member:
         other = self._others.claim(state.boot, self.name)
         reason = f"it is the same server process as {other}: remove one of the two names" if other else None
         reason = reason or of_another_run(self.server.url, state, self._sync.control.run_id)
-        before, self._barred_by = self._barred_by, (other or state.owner) if reason else None
+        before = self._barred_by
+        self._barred_by = None if reason is None else other or state.owner
         if reason is None:
             return False
         self.waits_for = reason

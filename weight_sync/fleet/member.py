@@ -167,10 +167,10 @@ class Member:
         if await self._is_barred(state):
             return None
         ours = None if self.version is None else self._labels
-        if (why := what_became(state, self._boot, ours, self._sync.control.run_id)) is not None:
-            logger.warning("%s at %s: %s", self.name, self.server.url, why)
+        if (lost := what_became(state, self._boot, ours, self._sync.control.run_id)) is not None:
+            logger.warning("%s at %s: %s", self.name, self.server.url, lost)
             self._is_new_process()
-            await self.at_queue.try_to_tell(_S.JOINING, None, why)
+            await self.at_queue.try_to_tell(_S.JOINING, None, lost)
         self._boot = state.boot
         if self.up_to_date:
             self.waits_for = None

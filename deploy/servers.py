@@ -18,6 +18,7 @@ from protocol.config.sections import LOOPBACK
 from protocol.messages import Server, ServerState
 from protocol.server_address import normal_url
 from protocol.status import ServerStatus
+from weight_sync.fleet.whose import of_another_run
 from weight_sync.server_control import ControlError, ServerControl
 from weight_sync.server_facts import Wanted, judge, told
 
@@ -86,6 +87,7 @@ async def add(client: QueueClient, url: str, name: str | None, token: str | None
     chosen = checked_name(name) if name is not None else default_name(url)
     async with client:
         await check_free(client, chosen, url)
+        await _check_owner(client, url, token)
         return await client.put_server(Server(chosen, url))
 
 
@@ -121,6 +123,18 @@ async def until_gone(client: QueueClient, name: str, left: list[Server], timeout
             )
         await asyncio.sleep(POLL_S)
         left = await client.servers()
+
+
+async def _check_owner(client: QueueClient, url: str, token: str | None) -> None:
+    """Raises `ConfigError` where the learner of another run controls the server."""
+    run_id = (await client.position()).run
+    async with ServerControl(url, LOOK_TIMEOUT_S, token) as control:
+        try:
+            state = await control.state()
+        except ControlError:
+            return  # the learner looks too, and says what it finds
+    if (why := of_another_run(url, state, run_id)) is not None:
+        raise ConfigError(why)
 
 
 async def _check_answers(url: str, token: str | None) -> None:

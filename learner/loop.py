@@ -78,7 +78,7 @@ class Loop:
         begin = start.session(config, checkpoint, resume, self._trainer.policy.vocabulary_size)
         with progress.phase("waiting for the queue"):
             self._position = client.call(lambda queue: queue.begin_session(begin))
-        self._publisher.session = self._position.session
+        self._publisher.session, self._publisher.run_id = self._position.session, self._position.run
         self._trainer.team.on_silent(self._rank_is_silent)
         checkpoints.set_aside(config.run_dir, begin.step)
         self._reports = Reports(config, begin.step, progress)
@@ -221,7 +221,7 @@ class Loop:
             return self._trainer.weights()
         if self._alone is None:
             on_gpu = self._trainer.device.type == "cuda"
-            self._alone = publishing.alone(self._config, adapter, probe, on_gpu, self._progress.say)
+            self._alone = publishing.alone(self._config, adapter, probe, on_gpu, self._progress.say, self._position.run)
         return adapter.alone() if self._alone else self._trainer.weights()
 
     def _publish(self) -> float:

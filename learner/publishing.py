@@ -13,7 +13,9 @@ from weight_sync.proof.probe import Probe
 from weight_sync.snapshot import Snapshot
 
 
-def alone(config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None]) -> bool:
+def alone(
+    config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None], run_id: str
+) -> bool:
     """on_gpu: whether the learner is. With `weight_sync.adapter_only = "auto"` a server is asked to load it, and what
     keeps vLLM from it is said; with true the publication itself finds out. Blocks."""
     wanted = config.weight_sync.adapter_only
@@ -24,7 +26,7 @@ def alone(config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: 
     if wanted is True:
         return True
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    reason = trial.refusal(config, Snapshot(0, adapter.alone(), probe, dtype))
+    reason = trial.refusal(config, Snapshot(0, adapter.alone(), probe, dtype, run_id=run_id))
     if reason is not None:
         say(f"the merged weights are published, since {reason}")
     return reason is None

@@ -233,8 +233,11 @@ class TicketRequest(msgspec.Struct):
 
 
 class TicketReply(msgspec.Struct):
+    """`run`: the run's id, which the labels of its weights begin with."""
+
     tickets: list[Ticket]
     servers: list[Server]
+    run: str = ""
 
 
 class TicketFailure(msgspec.Struct):
@@ -293,12 +296,13 @@ class WorkerReport(msgspec.Struct):
 
 class WorkerReply(msgspec.Struct):
     """Answer to a heartbeat. `lost_tickets` expired or were superseded: their episodes must be cancelled. `warnings`:
-    what differs from the run, but does no harm."""
+    what differs from the run, but does no harm. `run`: as in `TicketReply`."""
 
     lost_tickets: list[str]
     servers: list[Server]
     finished: bool
     warnings: list[str] = []
+    run: str = ""
 
 
 class LeaseRequest(msgspec.Struct):
@@ -411,7 +415,8 @@ class SessionStart(msgspec.Struct, frozen=True):
 class RunPosition(msgspec.Struct):
     """Where the run stands. `version`: the learner's; `step`: optimiser steps on the surviving time line, version =
     step + offset; `served_version`: lowest version proven on a serving server, None if none serves; `sessions`: those
-    that the surviving time line is made of, oldest first, where the queue knows them."""
+    that the surviving time line is made of, oldest first, where the queue knows them. `run`: the run's id, the same in
+    all of its sessions and no other run's."""
 
     version: int
     step: int
@@ -421,6 +426,7 @@ class RunPosition(msgspec.Struct):
     served_version: int | None
     finished: bool
     sessions: list[SessionStart] = []
+    run: str = ""
 
 
 class FinishRun(msgspec.Struct):

@@ -22,6 +22,7 @@ import msgspec
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.evaluations import Evaluation
+from protocol.labels import new_run_id
 from protocol.messages import RunPosition, Server, ServerState
 from protocol.record import FOLDER
 from protocol.server_address import normal_url
@@ -98,6 +99,9 @@ class Broker:
         """Load the store, watch over deadlines, and close the store at the end."""
         try:
             contents = await self.call(self.store.load)
+            if not contents.run.id:
+                contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
+                await self.call(self.store.commit, Decision((), contents.run), {})
             learner = self.config.learner
             if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
                 # It may be resumed with more steps (how many, epochs do not say without the data set): a worker that
@@ -255,6 +259,7 @@ class Broker:
             served_version=self.fleet.served_version,
             finished=run.finished,
             sessions=list(run.sessions),
+            run=run.id,
         )
 
     def evaluation_views(self) -> list[Evaluation]:

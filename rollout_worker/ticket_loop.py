@@ -195,7 +195,7 @@ class Worker:
                 except RunFinished:
                     return
             if reply.servers:  # an answer that nothing came names none
-                self._pool.update(reply.servers)
+                self._pool.update(reply.servers, reply.run)
             for ticket in reply.tickets:
                 self._begin(ticket, tasks)
 
@@ -262,7 +262,7 @@ class Worker:
         await self._heartbeat.run()
 
     def _heard(self, reply: WorkerReply) -> float:
-        self._pool.update(reply.servers)
+        self._pool.update(reply.servers, reply.run)
         for ticket_id in reply.lost_tickets:
             task = self._running.get(ticket_id)
             if task is not None and not task.cancelling():

@@ -54,16 +54,18 @@ class PublishError(RuntimeError):
 class Publisher:
     """Publishes the newest version that was handed over. Use it as a context manager.
 
-    `session`: the learner's at the queue, which alone may say that a server is proven; to be set before the first
-    publication. `records` grows by one as a publication counts. `on_failure` is called, on the publisher's thread, with
-    what ends its work; the next `publish` or `wait` raises it too. `make_transport` makes a transport for each
-    connection to a server; by default the one that `weight_sync.transport` names.
+    `session`: the learner's at the queue, which alone may say that a server is proven; `run_id`: by which servers and
+    workers tell this run's weights from another's. Both are to be set before the first publication. `records` grows by
+    one as a publication counts. `on_failure` is called, on the publisher's thread, with what ends its work; the next
+    `publish` or `wait` raises it too. `make_transport` makes a transport for each connection to a server; by default
+    the one that `weight_sync.transport` names.
     """
 
     def __init__(
         self, config: RunConfig, queue_url: str, make_transport: Callable[[], Transport] | None = None
     ) -> None:
         self.session: int | None = None
+        self.run_id = ""
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._failure: BaseException | None = None
         self._config = config
@@ -109,7 +111,7 @@ class Publisher:
         began = time.monotonic()
         self._raise_failure()
         dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        self._snapshots.fill(version, weights, probe, dtype)
+        self._snapshots.fill(version, weights, probe, dtype, self.run_id)
         blocked_s = time.monotonic() - began
         self._handed = version
         self._loop.call_soon_threadsafe(self._fleet.handed, version, blocked_s)
@@ -144,7 +146,15 @@ class Publisher:
             QueueClient(self._queue_url, self._config.token_for("learner"))
         )
         self._client = client
-        fleet = Fleet(self._config, client, self._make_transport, lambda: self.session, self._snapshots, self._ended_by)
+        fleet = Fleet(
+            self._config,
+            client,
+            self._make_transport,
+            lambda: self.session,
+            self._snapshots,
+            self._ended_by,
+            lambda: self.run_id,
+        )
         return await self._resources.enter_async_context(fleet)
 
     async def _until_counted(self, version: int) -> None:

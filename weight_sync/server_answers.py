@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol import tokens
+
+
+def serves_another_run(server: str, run: str, silent_s: float) -> str:
+    """Why a run may not use `server`: it is that of `run`, an id, whose learner called `silent_s` seconds ago."""
+    return (
+        f"{server} serves run {run}, whose learner looked {silent_s:.0f} s ago: one server serves one run; stop that "
+        f"run, or give this one a server of its own"
+    )
+
 
 @dataclass(frozen=True)
 class EngineState:
@@ -11,7 +21,8 @@ class EngineState:
 
     boot: another after each start. label: of the weights that serve, "" where the engine does not answer. whole: the
     live model is not half loaded. alive: the engine answered, not only the server in front of it. pause_owner: "none",
-    "person" or "publication". reason: why it does not generate any more.
+    "person" or "publication". reason: why it does not generate any more. owner: the id of the run whose learner
+    controls it, "" without one; owner_silent_s: seconds since that one called.
     """
 
     boot: str
@@ -23,6 +34,8 @@ class EngineState:
     workers: int
     transport: str
     reason: str | None = None
+    owner: str = ""
+    owner_silent_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,3 +53,16 @@ class Swap:
 
     pause_s: float
     exchange_s: float
+
+
+def hint(path: str, status: int, text: str) -> str:
+    """What to do about a refusal, after its text; "" where that says it all."""
+    if status == 403 and tokens.VARIABLE in text:
+        return ""  # the guard's
+    if status == 401:
+        return "; set SLIPSTREAM_TOKEN to the server's"
+    if status == 404:
+        return "; the server needs VLLM_SERVER_DEV_MODE=1: start it with slipstream vllm run.toml"
+    if status == 403 and path.startswith("/inference"):
+        return "; the server needs --enable-scale-out: start it with slipstream vllm run.toml"
+    return ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
@@ -12,12 +14,13 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from protocol import tokens
 from protocol.adapter_names import HEADER
+from protocol.labels import RUN_HEADER
 from weight_sync.adapters.routes import AdapterRoutes
 from weight_sync.server_answers import EngineState as EngineState
 from weight_sync.server_answers import Staged as Staged
 from weight_sync.server_answers import Swap as Swap
+from weight_sync.server_answers import hint
 from weight_sync.server_facts import ServerFacts
 
 RESUME_ATTEMPTS = 3
@@ -25,6 +28,8 @@ RESUME_TIMEOUT_S = 10.0
 # A server that does not answer within this time counts as still starting.
 LOOK_TIMEOUT_S = 5.0
 RESUME_PAUSE_S = 0.5
+# The learner ends: it does not wait for a server that hangs.
+GOODBYE_TIMEOUT_S = 2.0
 # The answer to a resume where a person paused the server: that pause stands.
 PERSONS_PAUSE = 423
 
@@ -49,13 +54,21 @@ class ServerControl(AdapterRoutes):
     """The routes of one vLLM server, as methods. Use it as a context manager. Every call raises `ControlError`.
 
     `timeout_s` bounds each call. `token` is the one that the server's `weight_sync.vllm.guard` asks for, if it runs.
+    `run_id`: tells the run that calls, by which the server belongs to it; "" while it is not known.
     """
 
-    def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
+    def __init__(
+        self, url: str, timeout_s: float, token: str | None = None, run_id: Callable[[], str] = lambda: ""
+    ) -> None:
         self.url = url
+        self._run_id = run_id
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id()
 
     async def __aenter__(self) -> Self:
         # vLLM closes idle connections, and those that had a 500, without saying so: none is used twice.
@@ -134,6 +147,12 @@ class ServerControl(AdapterRoutes):
     async def state(self) -> EngineState:
         """What the server says of itself, also where it refuses to generate."""
         return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
+
+    async def goodbye(self) -> None:
+        """Leave the server to whichever run comes next. One that does not answer finds out by itself."""
+        if self.run_id:
+            with contextlib.suppress(ControlError):
+                await self._call("POST", "/slipstream/goodbye", {"run": self.run_id}, timeout_s=GOODBYE_TIMEOUT_S)
 
     async def staged(self, wait_s: float) -> Staged:
         """How far the workers are; answers when none works any more, at the latest after `wait_s`."""
@@ -233,6 +252,8 @@ class ServerControl(AdapterRoutes):
         if self._session is None:
             raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if run_id := self.run_id:
+            headers = {**(headers or {}), RUN_HEADER: run_id}
         try:
             async with self._session.request(
                 method,
@@ -245,7 +266,7 @@ class ServerControl(AdapterRoutes):
                 if response.status >= 400 and response.status not in answered:
                     text = (await response.text())[:500]
                     raise ControlError(
-                        f"{self.url}{path}: HTTP {response.status}: {text}{_hint(path, response.status, text)}",
+                        f"{self.url}{path}: HTTP {response.status}: {text}{hint(path, response.status, text)}",
                         response.status,
                     )
                 return await response.json()
@@ -269,15 +290,3 @@ def _fields(kind: Any, reply: Any) -> dict[str, Any]:
         return {field.name: reply[field.name] for field in fields(kind)}
     except (KeyError, TypeError) as error:
         raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}") from error
-
-
-def _hint(path: str, status: int, text: str) -> str:
-    if status == 403 and tokens.VARIABLE in text:
-        return ""  # the guard's, which says it all
-    if status == 401:
-        return "; set SLIPSTREAM_TOKEN to the server's"
-    if status == 404:
-        return "; the server needs VLLM_SERVER_DEV_MODE=1: start it with slipstream vllm run.toml"
-    if status == 403 and path.startswith("/inference"):
-        return "; the server needs --enable-scale-out: start it with slipstream vllm run.toml"
-    return ""

@@ -16,6 +16,7 @@ from weight_sync.adapters.publication import publish_adapter
 from weight_sync.cancellation import both
 from weight_sync.pause import Pause
 from weight_sync.proof.server_proof import ProofFailed, ProofFigures, ServerProof
+from weight_sync.server_answers import serves_another_run
 from weight_sync.server_control import ControlError, EngineState, ServerControl
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import Sent, TransferError, Transport
@@ -123,10 +124,13 @@ class ServerSync:
         return transport
 
     async def _alive(self) -> EngineState:
-        """What the server says of itself. Raises `ControlError` where its engine does not answer."""
+        """What the server says of itself. Raises `ControlError` where its engine does not answer, or it serves another
+        run."""
         state = await self.control.state()
         if not state.alive:
             raise ControlError(f"{self.control.url}: {state.reason or 'the engine does not answer'}")
+        if state.owner and state.owner != self.control.run_id:
+            raise ControlError(serves_another_run(self.control.url, state.owner, state.owner_silent_s))
         return state
 
 

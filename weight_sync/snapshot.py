@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from xxhash import xxh3_128_digest
 
+from protocol.labels import label_of
 from weight_sync.adapters.payload import AdapterPayload
 from weight_sync.manifest import Manifest
 from weight_sync.memory import HUGE, Reserve
@@ -53,10 +54,12 @@ class Snapshot:
         probe: Probe,
         dtype: torch.dtype | None = None,
         buffer: torch.Tensor | None = None,
+        run_id: str = "",
     ) -> None:
         """weights: names and tensors as in a checkpoint, but for what wraps the module, on any device; those that are
         `MadeOneByOne` are held one at a time. dtype: the servers', for floating-point tensors; without it each has its
-        own. buffer: an earlier snapshot's `flat`, overwritten if it has the size."""
+        own. buffer: an earlier snapshot's `flat`, overwritten if it has the size. run_id: of the run whose version
+        it is."""
         self.adapter_config = weights.adapter_config if isinstance(weights, AdapterWeights) else None
         if isinstance(weights, MadeOneByOne):
             layout = weights.layout()
@@ -67,6 +70,7 @@ class Snapshot:
             check_distinct(layout)
         layout = {self._name(name): tensor for name, tensor in layout.items()}
         self.version = version
+        self.run_id = run_id
         self.probe = probe
         self.manifest = Manifest.of(layout, dtype)
         size = self.manifest.total_bytes()
@@ -84,15 +88,15 @@ class Snapshot:
 
     @property
     def label(self) -> str:
-        """The version as vLLM reports it with each sampled token."""
-        return str(self.version)
+        """The run and the version, as vLLM reports them with each sampled token."""
+        return label_of(self.run_id, self.version)
 
     @cached_property
     def adapter(self) -> AdapterPayload | None:
         """The adapter as it travels; None where the weights are the model's."""
         if self.adapter_config is None:
             return None
-        return AdapterPayload.of(self.version, self.manifest.views(self.flat), self.adapter_config)
+        return AdapterPayload.of(self.version, self.manifest.views(self.flat), self.adapter_config, self.run_id)
 
     @cached_property
     def digest(self) -> bytes:

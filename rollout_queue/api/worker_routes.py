@@ -110,7 +110,8 @@ async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
             lost.append(ticket_id)
         else:
             broker.ledger.renew_ticket(ticket_id, broker.now)
-    return reply_json(WorkerReply(lost, broker.fleet.servers, broker.ledger.run.finished, list(warnings)))
+    run = broker.ledger.run
+    return reply_json(WorkerReply(lost, broker.fleet.servers, run.finished, list(warnings), run.id))
 
 
 @router.delete(routes.WORKER_OF)
@@ -285,4 +286,4 @@ def _note_failure(broker: Broker, ended: TicketRecord, reason: str, detail: str)
 def _reply(broker: Broker, records: Sequence[TicketRecord], rows: Sequence[EvalRow]) -> Response:
     messages = [eval_tickets.message(broker.evaluations, broker.ledger.run, row) for row in rows]
     messages += [tickets.message(broker.ledger, record) for record in records]
-    return reply_json(TicketReply(messages, broker.fleet.servers))
+    return reply_json(TicketReply(messages, broker.fleet.servers, broker.ledger.run.id))

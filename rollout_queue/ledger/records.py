@@ -100,7 +100,8 @@ class RunState(msgspec.Struct, frozen=True):
     the first worker that was let in named, in `data_session`, and later ones where it named nothing.
     `evaluations`: how many were ever asked for, the number of the next one. `sessions`: where those began whose steps
     survive, oldest first, as many as are kept. `given_up`: versions from the first up to the second, of steps that the
-    last resume gave up, which are more than queue.max_staleness steps ahead of the weights that it went on with.
+    last resume gave up, which are more than queue.max_staleness steps ahead of the weights that it went on with. `id`:
+    of this run and of no other, kept from the queue's first start on.
     """
 
     version: int = 0
@@ -120,6 +121,7 @@ class RunState(msgspec.Struct, frozen=True):
     evaluations: int = 0
     sessions: tuple[SessionStart, ...] = ()
     given_up: tuple[int, int] = (0, 0)
+    id: str = ""
 
     @property
     def all_steps_made(self) -> bool:

@@ -59,6 +59,10 @@ class InferenceClient:
         """What to ask this server for: the newest adapter that it named, or the model itself."""
         return self._adapters.get(url, SERVED_MODEL_NAME)
 
+    def forget(self, url: str) -> None:
+        """What this server named last is none of ours: ask it anew."""
+        self._adapters.pop(url, None)
+
     async def generate(
         self, url: str, request: GenerateRequest, server: str | None = None
     ) -> AsyncGenerator[Choice, None]:

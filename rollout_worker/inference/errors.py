@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from protocol.labels import told
 from protocol.messages import Server
 
 # Too busy, or too slow to take the request in: it is not the request that is wrong.
@@ -50,10 +51,11 @@ class BadSample(Doubtful):
 
 
 class UnknownWeights(Exception):
-    """Tokens of weights whose label is not a version of ours: the server was restarted, or never updated."""
+    """Tokens of weights whose label is not a version of this run (`run_id`): the server was restarted, never
+    updated, or serves another run."""
 
-    def __init__(self, label: str, server: str) -> None:
-        super().__init__(f"{server}: weights labelled {label!r}")
+    def __init__(self, label: str, server: str, run_id: str = "") -> None:
+        super().__init__(f"{server}: {told(label, run_id)}")
         self.label = label
         self.server = server
 

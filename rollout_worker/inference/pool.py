@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from protocol import reasons
+from protocol.labels import told
 from protocol.messages import Server, ServerState
 from rollout_worker.inference.breaker import Breaker
 from rollout_worker.inference.errors import (
@@ -53,7 +54,7 @@ class ServerPool:
     """`report` tells the queue of a server's new state; `abort` asks the server at a URL to abort requests by id;
     `trouble` takes a server's name and a text for people; `ask` has the registry asked for soon; `later` calls back
     after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile. `waiting`: episodes that wait for a
-    server now.
+    server now; `run_id`: of this run, which the labels of its weights begin with.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ServerPool:
         abort_grace_s: float = ABORT_GRACE_S,
     ) -> None:
         self.waiting = 0
+        self.run_id = ""
         self._router = Router()
         self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
         self._requests: defaultdict[str, set[Request]] = defaultdict(set)
@@ -116,8 +118,9 @@ class ServerPool:
                 url, ids = await self._to_abort.get()
                 tasks.create_task(self._aborted(url, ids))
 
-    def update(self, servers: Iterable[Server]) -> None:
+    def update(self, servers: Iterable[Server], run_id: str = "") -> None:
         """Take the registry over, as it came with an answer of the queue."""
+        self.run_id = run_id
         told = self._router.draining
         for left in self._router.update(servers):
             if left.how is not Leave.FINISH:
@@ -197,12 +200,12 @@ class ServerPool:
             raise EpisodeFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
 
     async def distrust(self, name: str, label: str) -> None:
-        """The server samples from weights labelled `label`, which is not a version of ours: stop using it, and tell
+        """The server samples from weights labelled `label`, which is not a version of this run: stop using it, and tell
         the queue."""
         server = self._router.distrust(name)
         if server is None:
             return
-        reason = f"sampled from weights labelled {label!r}"
+        reason = f"sampled from {told(label, self.run_id)}"
         self._end_requests(Left(server, Leave.CUT, f"it {reason}"))
         self._tell_waiting()
         logger.warning("%s %s: it is not used until it is proven again", name, reason)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol import reasons
-from protocol.adapter_names import SERVED_MODEL_NAME, version_of
+from protocol.adapter_names import SERVED_MODEL_NAME, label_in
 from protocol.config import RunConfig
 from protocol.messages import Server
 from rollout_worker.backoff import pause_s
@@ -47,7 +47,6 @@ from rollout_worker.inference.wire import (
 _ONE_CHUNK = 1 << 30
 # The length of a turn is taken to be like that of the last so many; the first ones are guessed.
 _TURNS_REMEMBERED, _FIRST_GUESS = 32, 256.0
-
 
 PendingChoice = asyncio.Future[Sampled]
 
@@ -248,11 +247,15 @@ class Sampler:
                 raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
 
     def _checked(self, choice: Choice, server: Server, request: GenerateRequest) -> Sampled:
-        most, adapter = request.sampling_params.max_tokens, version_of(request.model)
+        most, adapter, pool = request.sampling_params.max_tokens, label_in(request.model), self.pool
         try:
-            return sampled_of(choice, server.name, Asked(most, self._stop_token_ids, self.pool.newest_version, adapter))
+            asked = Asked(most, self._stop_token_ids, pool.newest_version, adapter, pool.run_id)
+            return sampled_of(choice, server.name, asked)
         except BadSample as error:
             error.server = server
+            raise
+        except UnknownWeights:
+            self._client.forget(server.url)
             raise
 
     def _given_up(self, first: Doubtful | None, last: Doubtful) -> EpisodeFailed:
@@ -283,7 +286,7 @@ class Sampler:
             sampling_params=sampling_params(
                 self._config, self._stop_token_ids, max_tokens, n, _ONE_CHUNK if stream else None, own
             ),
-            cache_salt=f"{self._config.run.name}:{weights}",
+            cache_salt=f"{self.pool.run_id or self._config.run.name}:{weights}",
             stream=stream,
         )
 

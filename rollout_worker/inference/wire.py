@@ -12,6 +12,7 @@ import msgspec
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.config.sampling import NEUTRAL, GenerationKwargs, typed
+from protocol.labels import Label, parse
 from rollout_worker.inference.errors import BadSample, UnknownWeights
 
 # vLLM puts this in place of a log-prob that is missing, NaN or minus infinity.
@@ -22,8 +23,6 @@ _FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "
 _ROUNDING = 1e-4
 # Segments hold ids as int32.
 _LARGEST_ID = 2**31 - 1
-# Labels of more digits are none of ours, and would not fit where versions are kept.
-_LABEL_DIGITS = 18
 # Samples show a publication before the registry tells of it, which it does every 10 s or sooner: no run publishes
 # three versions a second.
 _VERSIONS_AHEAD = 32
@@ -155,13 +154,14 @@ class Reply(msgspec.Struct):
 
 class Asked(NamedTuple):
     """What an answer is held against: `max_tokens` and the ids that end a turn, as they were asked for, and the newest
-    version that the registry has named for any server. adapter: the version that was asked for by the name of an
-    adapter; the labels of an answer are those of the base under it."""
+    version that the registry has named for any server. adapter: whose version was asked for by the name of an adapter;
+    the labels of an answer are those of the base under it. run_id: of this run; no other's tokens are taken."""
 
     max_tokens: int
     stop_token_ids: Container[int]
     newest_version: int
-    adapter: int | None = None
+    adapter: Label | None = None
+    run_id: str = ""
 
 
 class SampledSpan(NamedTuple):
@@ -217,7 +217,7 @@ def join(part: Choice, more: Choice) -> Choice:
 def sampled_of(choice: Choice, server: str, asked: Asked) -> Sampled:
     """What a finished choice of the server of this name holds. An abort that came after the end of the turn is none.
 
-    Raises `BadSample`, or `UnknownWeights` for a label that is not a version of ours.
+    Raises `BadSample`, or `UnknownWeights` for a label that is not a version of this run.
     """
     token_ids = choice.token_ids or []
     finish_reason = _FINISH_REASONS.get(choice.finish_reason or "")
@@ -232,7 +232,7 @@ def sampled_of(choice: Choice, server: str, asked: Asked) -> Sampled:
         finish_reason = "stop"
     return Sampled(
         token_ids=token_ids,
-        spans=_spans(_versions(choice, len(token_ids), asked), len(token_ids), server, asked.newest_version),
+        spans=_spans(_versions(choice, len(token_ids), asked), len(token_ids), server, asked),
         logprobs=_logprobs(choice.logprobs, len(token_ids)),
         finish_reason=finish_reason,
     )
@@ -264,20 +264,22 @@ def _logprobs(logprobs: Logprobs | None, size: int) -> list[float]:
     return [min(value, 0.0) for value in values if value is not None]
 
 
-def _spans(versions: list[WeightVersion] | None, size: int, server: str, newest: int) -> list[SampledSpan]:
+def _spans(versions: list[WeightVersion] | None, size: int, server: str, asked: Asked) -> list[SampledSpan]:
     if not versions:
         raise BadSample(reasons.MISSING_VERSIONS, f"no weight_versions for {size} tokens")
-    position = 0
+    position, newest, spans = 0, asked.newest_version, []
     for span in versions:
-        label = span.version
-        if not (label.isascii() and label.isdigit() and len(label) <= _LABEL_DIGITS):
-            raise UnknownWeights(label[:80], server)
-        if int(label) > newest + _VERSIONS_AHEAD:
-            detail = f"tokens of version {label}, while the registry knows of none above {newest}"
+        label = parse(span.version)
+        if label is None or label.run != asked.run_id:
+            raise UnknownWeights(span.version[:80], server, asked.run_id)
+        if label.version > newest + _VERSIONS_AHEAD:
+            detail = f"tokens of version {label.version}, while the registry knows of none above {newest}"
             raise BadSample(reasons.BAD_VERSIONS, detail)
         if span.start != position or span.end < span.start:
             raise BadSample(reasons.BAD_VERSIONS, f"weight_versions do not cover the {size} tokens: {versions}")
         position = span.end
+        if span.end > span.start:
+            spans.append(SampledSpan(label.version, span.start, span.end, server))
     if position != size:
         raise BadSample(reasons.BAD_VERSIONS, f"weight_versions end at {position} of {size} tokens")
-    return [SampledSpan(int(span.version), span.start, span.end, server) for span in versions if span.end > span.start]
+    return spans

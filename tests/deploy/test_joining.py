@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ async def test_a_name_or_a_server_that_is_there_already_is_refused_with_the_reme
         await servers.check_free(client, "a", "http://a:1")  # it was started again
         await client.put_server(Server("a", "http://a:1", ServerState.DOWN))
         await servers.check_free(client, "a", "http://b:1")
+
+
+async def test_i5_a_server_of_another_run_is_not_added_and_that_run_is_named() -> None:
+    fake = FakeVllm()
+    async with serving(config()) as queue, fake_serving(fake) as url:
+        fake.owner.admits("other-1", time.monotonic())
+        with pytest.raises(ConfigError, match=rf"{url} serves run other-1, whose learner looked 0 s ago"):
+            await servers.add(QueueClient(queue.url, "t", patience_s=1.0), url, "mine", "t")
+        fake.owner.leaves("other-1")
+        await servers.add(QueueClient(queue.url, "t", patience_s=1.0), url, "mine", "t")
 
 
 async def test_add_list_and_remove() -> None:

@@ -29,8 +29,8 @@ PROBE_IDS = probe_token_ids(512)
 VOCABULARY = 512
 # The senders' prompts together are more than one step of the server takes, 4096 tokens.
 SENDERS, PROMPT_TOKENS, TURN_TOKENS = 24, 300, 6
-# Log-probs in float32, by two implementations.
-CLOSE = 1e-5
+# Log-probs in float32, by two implementations; old keys and values are off by whole nats.
+CLOSE = 1e-4
 
 
 @dataclass(frozen=True)

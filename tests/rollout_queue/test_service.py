@@ -32,6 +32,7 @@ from protocol.messages import (
     Trouble,
     WorkerReport,
 )
+from rollout_queue.broker import Broker, Clock
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
@@ -333,6 +334,27 @@ async def test_f6_a_new_session_takes_over_and_fences_the_old_one() -> None:
             refused = await refusal(call)
             assert (refused.status, refused.reason) == (409, "session_superseded")
         assert len((await lease(client, session=2)).groups) == 1
+
+
+async def test_i5_the_runs_id_is_the_same_in_all_its_sessions_and_restarts_and_no_other_runs(tmp_path: Path) -> None:
+    seen = []
+    for name in ("one", "one", "two"):
+        async with Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock()).running():
+            pass
+        broker = Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock())
+        async with broker.running():
+            seen.append(broker.position().run)
+    assert seen[0] == seen[1] != seen[2]
+    assert all(seen)
+
+
+async def test_i5_workers_and_learner_hear_the_runs_id() -> None:
+    async with running() as (_, client):
+        run = (await client.begin_session(BeginSession(0, 0, 100, resume=True))).run
+        assert run
+        assert (await client.position()).run == run
+        assert (await client.tickets(TicketRequest("w", 1, 0.0))).run in (run, "")
+        assert (await client.heartbeat(WorkerReport("w", []))).run == run
 
 
 async def test_a_second_fresh_start_is_told_to_resume() -> None:

@@ -13,6 +13,7 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.wire import SampledSpan
 from tests.kit.fake_vllm import serving
 from tests.kit.fake_vllm.adapters import FakeAdapters
+from tests.kit.stand_in_queue import serving_at
 from tests.kit.worker import fake
 from tests.rollout_worker.test_sampler import TURN, Setup, counting
 
@@ -144,6 +145,24 @@ async def test_a_version_that_the_registry_cannot_know_yet_is_still_refused():
     async with against(served(far), served(SEVEN)) as s:
         turns = await asyncio.gather(*(s.turn() for _ in range(4)))
         assert {turn.spans[0].version for turn in turns} == {7}
+
+
+async def test_i5_another_runs_adapter_does_not_pass_as_ours():
+    """The server of another run names that run's version 7; once it names ours, it is asked for that one."""
+    theirs, ours = (name_of(7, "7" * 64, run) for run in ("other-2", "ours-1"))
+    async with against(served(theirs), served(ours)) as s:
+        names = s.pool._router.serving
+        s.pool.update(serving_at(*s.urls, version=7), "ours-1")
+        turns = await asyncio.gather(*(s.turn() for _ in range(4)))
+        assert {span.server for turn in turns for span in turn.spans} == {names[1]}
+        [report] = s.stale
+        assert (report.name, report.reason) == (names[0], "sampled from version 7 of run other-2")
+        serve(s.fakes[0], theirs, ours)
+        proven = serving_at(*s.urls, version=7)
+        proven[0].changed_at = proven[1].changed_at = 2.0
+        s.pool.update(proven, "ours-1")
+        await asyncio.gather(*(s.turn() for _ in range(4)))
+        assert (len(s.stale), models(s.fakes[0])[-1]) == (1, ours)
 
 
 @pytest.mark.parametrize("name", ["policy", "policy-v7", "policy-v.0123456789abcdef", "policy-v7.0123456789abcdeg", ""])

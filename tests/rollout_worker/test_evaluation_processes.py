@@ -12,6 +12,7 @@ from protocol import codec, fingerprint
 from protocol.client import QueueClient
 from protocol.config import RunConfig, to_toml
 from protocol.evaluations import Evaluation, EvaluationRequest
+from protocol.labels import label_of
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import FakeVllm
@@ -82,7 +83,7 @@ class Learner:
         await self.publish()
 
     async def publish(self) -> None:
-        self.vllm.engine.weight_version = str(self.version)
+        self.vllm.engine.weight_version = label_of((await self.client.position()).run, self.version)
         for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
             version = self.version if state is ServerState.SERVING else None
             await self.client.put_server(Server("vllm-0", self.url, state, version), self.session)

@@ -79,6 +79,32 @@ def test_f16_a_label_that_is_no_version_is_told_apart(label):
         sampled_of(choice(versions=[(label, 0, 3)]), "a", ASKED)
 
 
+@pytest.mark.parametrize(
+    ("run_id", "label", "told"),
+    [
+        ("ours-1", "other-2:4", "a: version 4 of run other-2"),
+        ("ours-1", "4", "a: weights labelled '4'"),
+        ("", "other-2:4", "a: version 4 of run other-2"),
+        ("ours-1", "ours-1:", "a: weights labelled 'ours-1:'"),
+    ],
+)
+def test_i5_tokens_of_another_runs_weights_are_refused_and_that_run_is_named(run_id, label, told):
+    """Both runs have a version 4."""
+    with pytest.raises(UnknownWeights) as caught:
+        sampled_of(choice(versions=[(label, 0, 3)]), "a", ASKED._replace(run_id=run_id))
+    assert str(caught.value) == told
+
+
+def test_i5_a_foreign_span_among_ours_spoils_the_sample():
+    with pytest.raises(UnknownWeights, match="version 4 of run other-2"):
+        sampled_of(choice(versions=[("ours-1:4", 0, 2), ("other-2:4", 2, 3)]), "a", ASKED._replace(run_id="ours-1"))
+
+
+def test_tokens_of_our_own_run_have_their_version():
+    spans = sampled_of(choice(versions=[("ours-1:4", 0, 3)]), "a", ASKED._replace(run_id="ours-1")).spans
+    assert spans == [SampledSpan(4, 0, 3, "a")]
+
+
 def test_f16_samples_may_be_some_versions_ahead_of_the_registry():
     assert sampled_of(choice(versions=[("9", 0, 3)]), "a", ASKED).spans == [SampledSpan(9, 0, 3, "a")]
 

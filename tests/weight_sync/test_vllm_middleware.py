@@ -136,6 +136,8 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
             "workers": 2,
             "transport": "gloo",
             "reason": None,
+            "owner": "",
+            "owner_silent_s": 0.0,
         }
 
 

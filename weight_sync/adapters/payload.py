@@ -25,11 +25,13 @@ class AdapterPayload:
     digest: str
 
     @classmethod
-    def of(cls, version: int, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> AdapterPayload:
+    def of(
+        cls, version: int, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], run_id: str = ""
+    ) -> AdapterPayload:
         """tensors: by peft's names, contiguous, on the host."""
         file, text = save(dict(tensors)), json.dumps(config, sort_keys=True)
         digest = digest_of(file, text)
-        return cls(name_of(version, digest), file, text, digest)
+        return cls(name_of(version, digest, run_id), file, text, digest)
 
 
 def digest_of(file: bytes, config: str) -> str:

@@ -38,7 +38,9 @@ async def _refusal(config: RunConfig, snapshot: Snapshot) -> str | None:
 
 
 async def _asked(config: RunConfig, url: str, snapshot: Snapshot) -> None:
-    async with ServerControl(url, config.weight_sync.timeout_s, config.token_for("learner")) as control:
+    async with ServerControl(
+        url, config.weight_sync.timeout_s, config.token_for("learner"), lambda: snapshot.run_id
+    ) as control:
         await control.wait_until_up(config.vllm.start_timeout_s)
         payload = await on_thread(lambda: snapshot.adapter)
         assert payload is not None, "the snapshot is not an adapter's"

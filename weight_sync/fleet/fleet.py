@@ -38,8 +38,8 @@ LET_GO_S = 5.0
 
 
 class Fleet:
-    """Use it as an async context manager around `run`. `session` tells the learner's session at the queue; `on_failure`
-    is called with what ends the fleet's work."""
+    """Use it as an async context manager around `run`. `session` tells the learner's session at the queue, `run_id` the
+    run's id, "" before they are known; `on_failure` is called with what ends the fleet's work."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class Fleet:
         session: Callable[[], int | None],
         snapshots: Snapshots,
         on_failure: Callable[[BaseException], None],
+        run_id: Callable[[], str] = lambda: "",
     ) -> None:
         self.members: dict[str, Member] = {}
         self.publications = Publications(config.weight_sync.quorum)
@@ -59,6 +60,7 @@ class Fleet:
         self._client = client
         self._make_transport = make_transport
         self._session = session
+        self._run_id = run_id
         self._snapshots = snapshots
         snapshots.freed = self._wake_all
         self._on_failure = on_failure
@@ -197,7 +199,7 @@ class Fleet:
         config = self._config
         stack = self._controls[server.name] = AsyncExitStack()
         control = await stack.enter_async_context(
-            ServerControl(server.url, section.timeout_s, config.token_for("learner"))
+            ServerControl(server.url, section.timeout_s, config.token_for("learner"), self._run_id)
         )
         sync = ServerSync(
             control, self._make_transport, config.probe_tolerance, config.served_dtype, config.served_quantised

@@ -1,9 +1,10 @@
 """One server of the fleet and its task: look whether it answers, bring it to the newest version, say how it stands.
 
 No other server, and no learner, waits for it. What it is told is what the queue is told, one line of the log for each
-state. A server that starts or restarts (another `boot`, or a label that is not ours) is joining, whatever it was before
-(F16); one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a
-while is down. Each of them is tried again with growing pauses, and at once when it answers again.
+state. A server that starts or restarts (another `boot`), or holds weights that are not ours, is joining, whatever it
+was before (F16); one that another run's learner controls is down while it does; one whose proof fails is quarantined
+(I5), as is one that is left paused (I6); one that does not answer for a while is down. Each of them is tried again with
+growing pauses, and at once when it answers again.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import logging
 import time
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from protocol.client import Refused
 from protocol.messages import Server, ServerState
 from weight_sync.cancellation import to_its_end
 from weight_sync.fleet.at_queue import AtQueue, Put
 from weight_sync.fleet.decisions import Standing, retry_pause_s
+from weight_sync.fleet.others import Others
 from weight_sync.fleet.persons_pause import PersonsPause
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.fleet.suitability import Suitability
 from weight_sync.fleet.under_way import LOOK_EVERY_S, UnderWay
+from weight_sync.fleet.whose import of_another_run, what_became
 from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
 from weight_sync.server_facts import Wanted
@@ -38,19 +40,6 @@ logger = logging.getLogger(__name__)
 DOWN_AFTER_S = 10.0
 
 _S = ServerState
-
-
-class Others(Protocol):
-    """What a member asks of the fleet."""
-
-    def claim(self, boot: str, name: str) -> str | None:
-        """Why the server process of this `boot` cannot have this name: it is in the fleet under another one."""
-
-    def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
-        """A server has a version."""
-
-    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
-        """Whether a server that served this version, which took so long, would be too far and too long behind."""
 
 
 class Member:
@@ -88,7 +77,8 @@ class Member:
         self._boot: str | None = None
         # Those that the server may hold by what was done to it.
         self._labels: set[str] = set()
-        self._barred = self._no_room = False
+        self._barred_by: str | None = None
+        self._no_room = False
         self._took_s = 0.0
         self._silent_since: float | None = None
         self._next_try = 0.0
@@ -152,8 +142,9 @@ class Member:
             await self._pause()
 
     async def leave(self) -> None:
-        """Let go of the connection."""
+        """Let go of the connection, and of the server."""
         await self._sync.disconnect()
+        await self._sync.control.goodbye()
 
     async def _look(self) -> EngineState | None:
         """How the server is; None where its engine does not answer."""
@@ -180,21 +171,33 @@ class Member:
         if not self.answers:
             self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0
-        reason = self._others.claim(state.boot, self.name) or await self._suitability.fault(state.boot)
-        self._barred = reason is not None
-        if reason is not None:
-            self.waits_for = reason
-            await self.at_queue.try_to_tell(_S.DOWN, None, reason)
+        if await self._is_barred(state):
             return None
-        ours = self.version is None or state.label in self._labels
-        if (self._boot is not None and state.boot != self._boot) or not ours:
-            logger.warning("%s at %s restarted: it holds weights %r", self.name, self.server.url, state.label)
+        ours = None if self.version is None else self._labels
+        if (lost := what_became(state, self._boot, ours, self._sync.control.run_id)) is not None:
+            logger.warning("%s at %s: %s", self.name, self.server.url, lost)
             self._is_new_process()
-            await self.at_queue.try_to_tell(_S.JOINING, None, "it restarted")
+            await self.at_queue.try_to_tell(_S.JOINING, None, lost)
         self._boot = state.boot
         if self.up_to_date:
             self.waits_for = None
         return state
+
+    async def _is_barred(self, state: EngineState) -> bool:
+        """Whether the server is another name's or another run's, or was started so that this run cannot use it: down to
+        us while it is, as the queue is told once."""
+        foreign = of_another_run(self.server.url, state, self._sync.control.run_id)
+        reason = self._others.claim(state.boot, self.name) or foreign or await self._suitability.fault(state.boot)
+        before = self._barred_by
+        # The text on another run says how long ago its learner looked.
+        self._barred_by = state.owner if reason is not None and reason is foreign else reason
+        if reason is None:
+            return False
+        self.waits_for = reason
+        if self.server.state is not _S.DOWN or before != self._barred_by:
+            await self.at_queue.try_to_tell(_S.DOWN, None, reason)
+            self._is_new_process()
+        return True
 
     async def _is_not_up(self, why: str) -> None:
         """Nobody listens there yet."""
@@ -300,5 +303,5 @@ class Member:
                 await self._wake.wait()
 
     def _can_try(self) -> bool:
-        barred = self._barred or self.persons_pause.stands or self._no_room
+        barred = self._barred_by is not None or self.persons_pause.stands or self._no_room
         return self.answers and not barred and not self.up_to_date and self._snapshots.newest is not None

@@ -46,7 +46,12 @@ class Snapshots:
             return len(self._held) + self._waits()
 
     def fill(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe, dtype: torch.dtype | None
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe,
+        dtype: torch.dtype | None,
+        run_id: str = "",
     ) -> Snapshot:
         """Copy the weights; the result is the newest from now on."""
         with self._lock:
@@ -54,7 +59,7 @@ class Snapshots:
                 self._keep(self._newest)
                 self._newest = None
             buffer = self._free.pop() if self._free else None
-        snapshot = Snapshot(version, weights, probe, dtype, buffer)
+        snapshot = Snapshot(version, weights, probe, dtype, buffer, run_id)
         with self._lock:
             before, self._newest = self._newest, snapshot
             if before is not None and before.version not in self._held:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
-from protocol.adapter_names import version_of
+from protocol.adapter_names import label_in
 from weight_sync.vllm.adapter_store import AdapterStore
 from weight_sync.vllm.condition import condition_of
 from weight_sync.vllm.route import RouteError
@@ -95,11 +95,11 @@ class Shelf:
     def _name(self, served: str | None) -> None:
         """To workers, and as the label of what this server holds."""
         self.served = served
-        condition_of(self.engine).adapter = None if served is None else str(version_of(served))
+        condition_of(self.engine).adapter = None if served is None else str(label_in(served))
 
     def _loaded(self) -> list[str]:
         """Of ours; a person may have loaded others."""
-        return [name for name in self._models.lora_requests if version_of(name) is not None]
+        return [name for name in self._models.lora_requests if label_in(name) is not None]
 
     def _in_use(self) -> set[str]:
         """Adapters of the requests that are in flight."""

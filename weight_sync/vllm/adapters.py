@@ -25,9 +25,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.adapter_names import HEADER
+from weight_sync.vllm import owner
 from weight_sync.vllm.adapter_score import layers, score
 from weight_sync.vllm.adapter_shelf import Shelf
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from weight_sync.vllm.condition import condition_of
 from weight_sync.vllm.middleware import body_of, bytes_of, problem
 from weight_sync.vllm.route import RouteError
 
@@ -51,6 +53,8 @@ class Adapters:
         engine = getattr(state, "engine_client", None)
         if engine is None:
             await self._app(scope, receive, send)
+        elif (refusal := _refusal(engine, scope)) is not None:
+            await refusal(scope, receive, send)
         elif scope["path"] == ROOT or scope["path"].startswith(f"{ROOT}/"):
             await self._answer(self._shelf_of(engine, state), scope, receive, send)
         elif scope["path"] == GENERATE and self._shelf is not None and self._shelf.served is not None:
@@ -93,6 +97,15 @@ class Adapters:
             await problem(500, f"{type(error).__name__}: {error}")(scope, receive, send)
         else:
             await JSONResponse(answer)(scope, receive, send)
+
+
+def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
+    """Of another run's learner: what it asks must change nothing here either."""
+    try:
+        owner.check(condition_of(engine).owner, scope)
+    except RouteError as error:
+        return problem(error.status, error.message)
+    return None
 
 
 async def _answered(shelf: Shelf, scope: Scope, receive: Receive) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from weight_sync.vllm.owner import Owner
+
 logger = logging.getLogger(__name__)
 
 # Between the first refusal and the end of the process, so that whoever asks is told why.
@@ -36,7 +38,8 @@ class Condition:
     whole again. broken: why this server must not generate any more; None while it may. persons_pause: whether a
     person paused it. adapter: the label of what serves in place of the base's weights, None for those. lease_owner,
     lease_ends: who holds a pause for a publication, and what ends it; None if nobody. swapped: set at the end of the
-    swap that is under way; None where none is. scale_out: whether it generates tokens from tokens."""
+    swap that is under way; None where none is. scale_out: whether it generates tokens from tokens. owner: the run
+    that it serves."""
 
     boot: str = field(default_factory=lambda: secrets.token_hex(6))
     whole: bool = True
@@ -45,6 +48,7 @@ class Condition:
     adapter: str | None = None
     scale_out: bool = False
     swapped: asyncio.Event | None = None
+    owner: Owner = field(default_factory=Owner)
     lease_owner: str | None = None
     lease_ends: asyncio.TimerHandle | None = None
     ending: asyncio.Task[None] | None = None

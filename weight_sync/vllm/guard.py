@@ -44,7 +44,7 @@ class RequireToken:
         self._ring = tokens.Ring(secret) if secret else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._ring is None or scope["type"] == "lifespan" or (path := _route(scope)) == HEALTH:
+        if self._ring is None or scope["type"] == "lifespan" or (path := route_of(scope)) == HEALTH:
             await self._app(scope, receive, send)
             return
         if path.startswith(ranges.PREFIX):
@@ -64,7 +64,7 @@ class RequireToken:
             await JSONResponse({"error": error}, denied.status)(scope, receive, send)
 
 
-def _route(scope: Scope) -> str:
+def route_of(scope: Scope) -> str:
     """The path that the application routes by: what follows `--root-path`."""
     path, root = str(scope["path"]), str(scope.get("root_path") or "")
     return path[len(root) :] if root and (path == root or path.startswith(f"{root}/")) else path

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weight_sync.transports.http import ranges
 from weight_sync.transports.http.peer import serve_chunks
+from weight_sync.vllm import owner
 from weight_sync.vllm.condition import Condition, condition_of
 from weight_sync.vllm.control_rules import RULES
 from weight_sync.vllm.heartbeat import how_it_died, watch
@@ -48,6 +49,11 @@ class Slipstream:
         if condition.heartbeat is None:
             condition.scale_out = _generates(scope)
             condition.heartbeat = asyncio.create_task(watch(engine, condition, engine_says))
+        try:
+            owner.check(condition.owner, scope)
+        except RouteError as error:
+            await problem(error.status, error.message)(scope, receive, send)
+            return
         if scope["path"].startswith(ranges.PREFIX):
             await serve_chunks(scope, send)
         elif scope["path"].startswith(PREFIX):

@@ -39,6 +39,7 @@ async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     reason = condition.broken or (None if said else NO_ANSWER)
     parallel = engine.vllm_config.parallel_config
     transfer = engine.vllm_config.weight_transfer_config
+    owner, now = condition.owner, time.monotonic()
     return {
         "boot": f"{condition.boot}-{said['boot']}" if said else condition.boot,
         "label": (condition.adapter or said["label"]) if said else "",
@@ -49,6 +50,8 @@ async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
         "workers": parallel.world_size_across_dp,
         "transport": transfer.backend if transfer is not None else "none",
         "reason": reason,
+        "owner": owner.live(now),
+        "owner_silent_s": owner.silent_s(now),
     }
 
 
@@ -66,6 +69,15 @@ async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
         "scale_out": condition_of(engine).scale_out,
         "quantization": model.quantization,
     }
+
+
+async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """`{"run": id}`: its learner has ended in order, and another run may have this server."""
+    run = body.get("run")
+    if not isinstance(run, str):
+        raise RouteError(400, 'a goodbye wants {"run": text}')
+    condition_of(engine).owner.leaves(run)
+    return {}
 
 
 async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -155,4 +167,5 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/slipstream/drop_update"): drop_update,
     ("POST", "/slipstream/swap"): swap,
     ("POST", "/slipstream/lease"): lease.renew,
+    ("POST", "/slipstream/goodbye"): goodbye,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -12,12 +13,14 @@ from typing import Any
 from aiohttp import web
 
 from protocol import tokens
-from protocol.adapter_names import HEADER, version_of
+from protocol.adapter_names import HEADER, label_in
 from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
+from weight_sync.vllm import owner
 from weight_sync.vllm.guard import roles_for
+from weight_sync.vllm.route import RouteError
 
 FAULT = web.RequestKey("fault", Fault)
 
@@ -46,6 +49,7 @@ class FakeVllm:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.adapters = adapters
+        self.owner = owner.Owner()
         self._scale_out = scale_out
         self._ring = tokens.Ring(token) if token else None
         self._aborts: dict[str, asyncio.Event] = {}
@@ -85,6 +89,7 @@ class FakeVllm:
                     web.post("/slipstream/drop_update", self._drop_update),
                     web.post("/slipstream/staged", self._staged),
                     web.post("/slipstream/swap", self._swap),
+                    web.post("/slipstream/goodbye", self._goodbye),
                     web.post("/slipstream/lease", self._lease),
                     web.post("/slipstream/score", self._score),
                     web.post("/slipstream/layers", self._layers),
@@ -105,6 +110,10 @@ class FakeVllm:
             self._connections.add(request.transport)
         if self._ring is not None and (denied := self._denied(self._ring, request)):
             return _refusal(denied.status, f"Unauthorized: {denied.message}", "Unauthorized")
+        try:
+            owner.check(self.owner, {"path": request.path, "headers": _raw(request)})
+        except RouteError as error:
+            return _refusal(error.status, error.message, "Conflict")
         fault = self.faults.take(request.path)
         if fault is not None:
             request[FAULT] = fault
@@ -345,8 +354,14 @@ class FakeVllm:
     async def _state(self, request: web.Request) -> web.Response:
         state = self.engine.state()
         if self.adapters is not None and self.adapters.served:
-            state["label"] = str(version_of(self.adapters.served))
+            state["label"] = str(label_in(self.adapters.served))
+        now = time.monotonic()
+        state |= {"owner": self.owner.live(now), "owner_silent_s": self.owner.silent_s(now)}
         return web.json_response(state, status=503 if state["reason"] else 200)
+
+    async def _goodbye(self, request: web.Request) -> web.Response:
+        self.owner.leaves((await request.json())["run"])
+        return web.json_response({})
 
     async def _staged(self, request: web.Request) -> web.Response:
         await self._hook("staged", await request.json())
@@ -430,3 +445,8 @@ def _cut(request: web.Request) -> web.Response:
     if request.transport is not None:
         request.transport.abort()
     return web.Response()
+
+
+def _raw(request: web.Request) -> list[tuple[bytes, bytes]]:
+    """Headers as ASGI has them."""
+    return [(name.lower().encode(), value.encode()) for name, value in request.headers.items()]

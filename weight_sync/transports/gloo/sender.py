@@ -108,7 +108,7 @@ class GlooTransport(StagedTransport):
                 for rank in group.receivers:
                     group.tell(rank, int(not fits))
                 if not fits:
-                    logger.warning("version %s: the delta did not fit, everything is sent", snapshot.label)
+                    logger.warning("version %s: the delta did not fit, everything is sent", snapshot.version)
                     self._send_bytes(group, snapshot, snapshot.flat)
                     sent = Sent(way.total_bytes + sent.whole_bytes, sent.whole_bytes)
             statuses = [group.hear(rank)[0] for rank in range(1, group.size)]

@@ -39,12 +39,12 @@ async def standing(
     """A queue with a learner session and a server at version 7."""
     run_config = config(WORKER, **SECTIONS, vllm={"servers": [vllm]})
     async with serving(run_config, store) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+        # The fakes' labels are bare.
+        queue.broker.ledger.run = msgspec.structs.replace(queue.broker.ledger.run, id="")
         if begin:
             declared = fingerprint.of(run_config, TOKENIZER)
             await client.begin_session(BeginSession(0, 0, 100, resume=False, fingerprint=declared))
-            queue.broker.ledger.run = msgspec.structs.replace(
-                queue.broker.ledger.run, version=7, id=""
-            )  # the fakes' labels are bare
+            queue.broker.ledger.run = msgspec.structs.replace(queue.broker.ledger.run, version=7)
             await serve_version(client, 7)
         yield queue, client
 

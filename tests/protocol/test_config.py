@@ -222,10 +222,17 @@ def test_a_host_is_an_address_alone(folder: Path, setting: str, host: str) -> No
     assert f'{setting} = "{host}": must be an address or a host name alone, such as 10.0.0.5; a port has' in message
 
 
-@pytest.mark.parametrize("host", ["localhost", "::1", "gpu-7.example", "10.0.0.5", "::", "fe80::1%eth0"])
+@pytest.mark.parametrize("host", ["localhost", "::1", "gpu-7.example", "10.0.0.5", "::2", "fe80::1%eth0"])
 def test_hosts_of_every_kind_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "a secret that is long enough")
     assert load_text(folder, MINIMAL, ["--weight_sync.host", host]).weight_sync.host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_servers_cannot_dial_a_wildcard(folder: Path, host: str) -> None:
+    (folder / "run.toml").write_text(MINIMAL)
+    message = fault(folder / "run.toml", ["--weight_sync.host", host])
+    assert f'weight_sync.host = "{host}": is an address to listen on, and servers cannot dial it; give the' in message
 
 
 def test_servers_of_the_launcher_that_listen_everywhere_are_reached_at_loopback(

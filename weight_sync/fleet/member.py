@@ -169,7 +169,7 @@ class Member:
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
             await self._does_not_answer(why, at_once=state.reason not in (None, NO_ANSWER))
             return None
-        self.at_queue.transport = of_backend(state.transport) or state.transport
+        self.at_queue.transport = self._way(state)
         if not self.answers:
             self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0
@@ -190,6 +190,13 @@ class Member:
         if self.up_to_date:
             self.waits_for = None
         return state
+
+    def _way(self, state: EngineState) -> str:
+        """How weights travel: an adapter alone by the server's own routes, whatever its transport is."""
+        newest = self._snapshots.newest
+        if newest is not None and newest.adapter_config is not None:
+            return ADAPTER
+        return of_backend(state.transport) or state.transport
 
     async def _is_not_up(self, why: str) -> None:
         """Nobody listens there yet."""

@@ -432,9 +432,10 @@ def test_the_largest_settings_that_fit_together_load(folder: Path) -> None:
 def test_i8_a_listener_beyond_this_machine_needs_a_token(
     folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = f'{setting} = "0.0.0.0"\n{MINIMAL}'
+    host = "10.0.0.5" if setting == "weight_sync.host" else "0.0.0.0"
+    text = f'{setting} = "{host}"\n{MINIMAL}'
     message = fault_of(folder, text)
-    assert f"{setting} = 0.0.0.0 listens beyond this machine, which needs a token: set SLIPSTREAM_TOKEN" in message
+    assert f"{setting} = {host} listens beyond this machine, which needs a token: set SLIPSTREAM_TOKEN" in message
     assert load_text(folder, text, ["--queue.token", "secret"]).token == "secret"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")
     assert load_text(folder, text, ["--queue.token", "secret"]).token == "from-environment"

@@ -18,7 +18,7 @@ from typing import Protocol
 from protocol.client import Refused
 from protocol.messages import Server, ServerState
 from weight_sync.cancellation import to_its_end
-from weight_sync.fleet.at_queue import AtQueue, Put
+from weight_sync.fleet.at_queue import AtQueue, Put, way_to
 from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.persons_pause import PersonsPause
 from weight_sync.fleet.publications import Publications, ServerFigures
@@ -28,7 +28,6 @@ from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
 from weight_sync.server_sync import PUBLISH_ERRORS, ServerSync
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports import of_backend
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ class Member:
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
             await self._does_not_answer(why, at_once=state.reason not in (None, NO_ANSWER))
             return None
-        self.at_queue.transport = self._way(state)
+        self.at_queue.transport = way_to(state, self._snapshots.newest)
         if not self.answers:
             self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0
@@ -190,13 +189,6 @@ class Member:
         if self.up_to_date:
             self.waits_for = None
         return state
-
-    def _way(self, state: EngineState) -> str:
-        """How weights travel: an adapter alone by the server's own routes, whatever its transport is."""
-        newest = self._snapshots.newest
-        if newest is not None and newest.adapter_config is not None:
-            return ADAPTER
-        return of_backend(state.transport) or state.transport
 
     async def _is_not_up(self, why: str) -> None:
         """Nobody listens there yet."""

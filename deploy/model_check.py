@@ -6,10 +6,29 @@ import os
 from pathlib import Path
 from typing import Any
 
+from protocol import checkpoints
 from protocol.config import ConfigError, ModelSection, RunConfig
 
 # A config's names for the greatest context, the first that it has counts.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+# What gives a network's tensors their names and shapes, by transformers' names.
+_SHAPES = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+)
 # Kinds of rotary scaling whose factor is in the length already (vllm 0.32, `_get_and_verify_max_len`).
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
@@ -27,6 +46,30 @@ def check(config: RunConfig) -> None:
             )
     if model.attention != ModelSection.model_fields["attention"].default:
         _check_attention(architecture, model)
+
+
+def check_resumed(config: RunConfig, resume: bool) -> None:
+    """Raises `ConfigError` for a model of another shape than the newest checkpoint, to go on from: the servers would
+    start with `model.path`, and could not take the checkpoint's weights. By the config files alone."""
+    kept = checkpoints.complete(config.run_dir) if resume else {}
+    if not kept:
+        return
+    saved = kept[max(kept)] / checkpoints.MODEL
+    try:
+        was = _architecture(config.model.model_copy(update={"path": str(saved.absolute()), "revision": None}))
+    except ConfigError:
+        return  # damaged: the resume passes over it
+    differs = _differences(was.get_text_config(), _architecture(config.model).get_text_config())
+    if differs:
+        raise ConfigError(
+            f"model.path = {config.model.path} is another model than {saved.parent} was made with: "
+            f"{', '.join(differs)}; go on with the model.path of before, or begin a new run with --run.name"
+        )
+
+
+def _differences(was: Any, now: Any) -> list[str]:
+    pairs = ((name, getattr(was, name, None), getattr(now, name, None)) for name in _SHAPES)
+    return [f"{name} = {new} (was {old})" for name, old, new in pairs if old != new]
 
 
 def context_of(path: str) -> int | None:

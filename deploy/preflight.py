@@ -54,6 +54,7 @@ def check(config: RunConfig, resume: bool) -> int | None:
     if warning := check_evaluation(config, task.eval_dataset):
         warn(warning)
     model_check.check(config)
+    model_check.check_resumed(config, resume)
     learner_check.check_adapter(config, resume)
     if not config.vllm.servers and on_cpu():
         kv_cache.check(config)

@@ -41,7 +41,16 @@ def check(config: RunConfig) -> None:
 def fetch(url: str, token: str | None) -> ServerFacts:
     """Raises `ConfigError` where no vLLM server answers, or one without the routes of weight sync."""
     # A route of weight sync, which a server without VLLM_SERVER_DEV_MODE lacks, and which wants the token.
-    _ask(url, "/weight_info", token)
+    try:
+        _ask(url, "/weight_info", token)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, HTTPError) and cause.code in (404, 405, 501) and not _is_vllm(url, token):
+            raise ConfigError(
+                f"vllm.servers: {url} is not a vLLM server: it answers HTTP {cause.code} to /weight_info, and no "
+                f"version to /version; give the URL of one, or start one with: slipstream vllm run.toml"
+            ) from None
+        raise
     info = _ask(url, "/server_info?config_format=json", token, timeout_s=INFO_TIMEOUT_S)
     version = _ask(url, "/version", token).get("version")
     try:
@@ -52,6 +61,14 @@ def fetch(url: str, token: str | None) -> ServerFacts:
         cause = error.__cause__
         scale_out = isinstance(cause, HTTPError) and cause.code not in (403, 404)
     return ServerFacts.parse(version, info, scale_out)
+
+
+def _is_vllm(url: str, token: str | None) -> bool:
+    """Whether it says its version, as every vLLM server does."""
+    try:
+        return isinstance(_ask(url, "/version", token).get("version"), str)
+    except ConfigError:
+        return False
 
 
 def _ask(

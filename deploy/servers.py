@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from protocol import reasons
+from protocol import reasons, unconnected
 from protocol.client import QueueClient, QueueError, Refused
 from protocol.config import ConfigError
 from protocol.config.sections import LOOPBACK
@@ -148,7 +148,7 @@ async def _check_answers(url: str, token: str | None) -> None:
             status = response.status
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ConfigError(
-            f"no server answers at {url} ({str(error) or type(error).__name__}): start it with `slipstream vllm "
+            f"no server answers at {url} ({unconnected.why(error)}): start it with `slipstream vllm "
             f"run.toml --join URL`, which registers it by itself, or give the address at which it is reached from here"
         ) from None
     if status == 401:

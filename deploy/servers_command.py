@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -10,41 +11,63 @@ import typer
 from deploy import servers
 from protocol import tokens
 from protocol.client import QueueClient
+from protocol.config import ConfigError, load
 
 app = typer.Typer(no_args_is_help=True)
-RequiredQueueUrl = Annotated[str, typer.Option("--queue", help="URL of the queue, as http://host:8200")]
+RunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")]
+QueueUrl = Annotated[str | None, typer.Option("--queue", help="URL of the queue; default: the run file's")]
 
 
-def _queue_of(url: str) -> QueueClient:
-    return QueueClient(url, tokens.of(tokens.given(), "learner"), patience_s=5.0, timeout_s=10.0)
+@dataclass(frozen=True)
+class _Asked:
+    """The queue's URL, and the token of a learner, if there is one."""
+
+    url: str
+    token: str | None
+
+    def client(self) -> QueueClient:
+        return QueueClient(self.url, self.token, patience_s=5.0, timeout_s=10.0)
+
+
+def _asked(run_file: str | None, queue: str | None) -> _Asked:
+    """Raises `ConfigError` where neither says which queue."""
+    if run_file is not None:
+        config = load(run_file, [])
+        return _Asked(queue or config.queue.url, config.token_for("learner"))
+    if queue is None:
+        raise ConfigError("which run? Give its run file, or the queue's URL with --queue http://host:8200")
+    return _Asked(queue, tokens.of(tokens.given(), "learner"))
 
 
 @app.command("list")
-def show(queue: RequiredQueueUrl) -> None:
+def show(run_file: RunFilePath = None, queue: QueueUrl = None) -> None:
     """Each server with its state, version and what it waits for."""
     from deploy.status_view import print_servers
 
-    print_servers(asyncio.run(servers.listed(_queue_of(queue))))
+    print_servers(asyncio.run(servers.listed(_asked(run_file, queue).client())))
 
 
 @app.command("add")
 def join(
     url: Annotated[str, typer.Argument(metavar="URL", help="where workers and learner reach it")],
-    queue: RequiredQueueUrl,
+    run_file: RunFilePath = None,
+    queue: QueueUrl = None,
     name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
 ) -> None:
     """Let a vLLM server that runs join the job. It serves once the learner has brought it up to date."""
-    added = asyncio.run(servers.add(_queue_of(queue), url, name, tokens.of(tokens.given(), "learner")))
+    asked = _asked(run_file, queue)
+    added = asyncio.run(servers.add(asked.client(), url, name, asked.token))
     typer.echo(f"{added.name} at {added.url} is {added.state}")
 
 
 @app.command("remove")
 def leave(
     name: Annotated[str, typer.Argument(metavar="NAME", help="as `slipstream servers list` shows it")],
-    queue: RequiredQueueUrl,
+    run_file: RunFilePath = None,
+    queue: QueueUrl = None,
     now: Annotated[bool, typer.Option("--now", help="without waiting for its requests")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="seconds to wait until it is gone")] = 600.0,
 ) -> None:
     """Let a server leave: no new episodes, then the end of its requests; then it may be stopped."""
-    asyncio.run(servers.remove(_queue_of(queue), name, now, timeout))
+    asyncio.run(servers.remove(_asked(run_file, queue).client(), name, now, timeout))
     typer.echo(f"{name} is gone")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from protocol import codec, reasons, routes
+from protocol import codec, reasons, routes, unconnected
 from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import (
     BeginSession,
@@ -63,6 +62,7 @@ logger = logging.getLogger(__name__)
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 
+_NO_QUEUES = (501, 505)  # a web server that knows no POST; neither a queue nor a proxy before one that restarts
 FULL_PATIENCE_S = 900.0  # while a learner writes a checkpoint or evaluates, nothing leaves the queue
 
 
@@ -315,7 +315,7 @@ class QueueClient:
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as response:
                 body = await response.read()
-                if response.status >= 500:
+                if response.status >= 500 and response.status not in _NO_QUEUES:
                     raise _Transient(f"{asked}: HTTP {response.status}")
                 if response.status >= 400:
                     problem = _problem(response.status, body)
@@ -324,13 +324,7 @@ class QueueClient:
                     raise Refused(response.status, problem, _retry_after(response), asked)
                 return body
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _Transient(f"{asked}: {_why(error)}") from error
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-        return os.strerror(error.os_error.errno)
-    return str(error) or type(error).__name__
+            raise _Transient(f"{asked}: {unconnected.why(error)}") from error
 
 
 def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[str, str]]:
@@ -345,7 +339,7 @@ def _problem(status: int, body: bytes) -> Problem:
     try:
         return codec.decode_json(body, Problem)  # type: ignore[no-any-return]
     except codec.DecodeError:
-        told = body[:200].decode("utf-8", "replace") or f"HTTP {status}"
+        told = " ".join(body.decode("utf-8", "replace").split())[:200] or f"HTTP {status}"
         return Problem(
             reasons.http(status), f"that is not a Slipstream queue, which would not answer {told}: give the queue's URL"
         )

@@ -45,10 +45,10 @@ async def leave(queue: Queue, worker_id: str, ticket_ids: Sequence[str], why: st
         async with asyncio.timeout(_GIVE_BACK_S):
             await asyncio.gather(*(give_back(queue, ticket_id, failure) for ticket_id in ticket_ids))
     except (TimeoutError, QueueError) as error:
-        logger.warning("%d tickets could not be given back: %s", len(ticket_ids), error or "no answer")
+        logger.warning("%d tickets could not be given back: %s", len(ticket_ids), str(error) or "no answer")
         return
     try:
         async with asyncio.timeout(_SIGN_OFF_S):
             await queue.sign_off(worker_id)
     except (TimeoutError, QueueError) as error:
-        logger.info("the worker ends without the queue's word: %s", error or "no answer")
+        logger.info("the worker ends without the queue's word: %s", str(error) or f"no answer within {_SIGN_OFF_S:g} s")

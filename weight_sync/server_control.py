@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -14,6 +13,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from protocol import unconnected
 from protocol.adapter_names import HEADER
 from protocol.labels import RUN_HEADER
 from weight_sync.adapters.routes import AdapterRoutes
@@ -273,7 +273,9 @@ class ServerControl(AdapterRoutes):
         except TimeoutError as error:
             raise ControlError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientConnectorError as error:
-            why = os.strerror(error.os_error.errno).lower() if error.os_error.errno else str(error.os_error)
+            why = unconnected.why(error)
+            if not isinstance(error, aiohttp.ClientConnectorDNSError):
+                why = why.lower()
             raise ControlError(f"{self.url} does not answer ({why})", unconnected=why) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from deploy import joining, servers, vllm_server
+from deploy import joining, servers, servers_command, vllm_server
 from protocol import tokens
 from protocol.client import QueueClient, Refused, Unreachable
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Server, ServerState
+from protocol.status import ServerStatus
 from tests.deploy.stage import is_running, until
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm
@@ -201,3 +203,23 @@ async def test_a_server_that_is_refused_its_leave_for_the_token_is_not_told_the_
         with pytest.raises(Refused, match="needs the token of a learner") as refusal:
             await servers.remove(QueueClient(queue.url, viewer, patience_s=1.0), "a", False, 5.0)
         assert "the run's servers" not in str(refusal.value)
+
+
+def test_the_run_file_names_the_queue_and_the_option_overrides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def listed(client: QueueClient) -> list[ServerStatus]:
+        asked.append(client.url)
+        return []
+
+    monkeypatch.setattr(servers, "listed", listed)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text('model.path = "org/model"\ntask.path = "task.py:task"\nqueue.port = 8391\n', encoding="utf-8")
+    for given in ([str(run_file)], [str(run_file), "--queue", FAR], ["--queue", FAR]):
+        assert CliRunner().invoke(servers_command.app, ["list", *given]).exit_code == 0, given
+    assert asked == ["http://127.0.0.1:8391", FAR, FAR]
+    refused = CliRunner().invoke(servers_command.app, ["list"]).exception
+    assert isinstance(refused, ConfigError)
+    assert "which run? Give its run file" in str(refused)

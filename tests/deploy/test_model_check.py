@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from deploy import model_check
+from deploy import model_check, preflight
+from protocol import checkpoints
 from protocol.config import ConfigError, load
 
 
@@ -102,3 +104,46 @@ def test_a_model_folder_that_is_not_there(run_file: Path, tmp_path: Path, exists
     gone = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
     with pytest.raises(ConfigError, match=f"model.path = {path}: {says}"):
         model_check.check(gone)
+
+
+def folder_of(path: Path, **changed: Any) -> Path:
+    """A model's config alone."""
+    shape = {"model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(shape | changed), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"num_hidden_layers": 3}, r"num_hidden_layers = 3 \(was 2\)"),
+        ({"hidden_size": 256, "vocab_size": 99}, r"hidden_size = 256 \(was 128\), vocab_size = 99 \(was 151936\)"),
+        ({"model_type": "llama"}, r"model_type = llama \(was qwen3\)"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings = True \(was False\)"),
+        ({"max_position_embeddings": 77, "torch_dtype": "bfloat16"}, None),
+    ],
+    ids=str,
+)
+def test_a_model_of_another_shape_is_not_resumed(
+    changed: dict[str, Any], says: str | None, run_file: Path, tmp_path: Path
+) -> None:
+    """vLLM would start with it, and could not take the checkpoint's weights."""
+    config = load(run_file, ["--run.dir", str(tmp_path / "runs"), "--model.path", str(tmp_path / "new")])
+    folder_of(tmp_path / "new", **changed)
+    saved = checkpoints.folder(config.run_dir) / checkpoints.name_of(4)
+    folder_of(saved / checkpoints.MODEL)
+    (saved / checkpoints.STATE).write_text("{}", encoding="utf-8")
+    model_check.check_resumed(config, resume=False)
+    refused = rf"model\.path = .*new is another model than .*step-000004 was made with: {says}.*; go on with"
+    with pytest.raises(ConfigError, match=refused) if says else nullcontext():
+        model_check.check_resumed(config, resume=True)
+
+
+def test_a_preflight_asks_whether_the_checkpoint_is_of_the_same_shape(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(model_check, "check_resumed", lambda config, resume: asked.append(resume))
+    preflight.check(load(run_file, ["--queue.port", "8391", "--vllm.port", "8392"]), resume=False)
+    assert asked == [False]

@@ -6,10 +6,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from deploy import preflight, server_check
 from protocol.config import ConfigError, load
@@ -90,6 +94,21 @@ async def test_a_server_that_weight_sync_could_not_use(run_file: Path, lack: dic
         config = load(run_file, ["--vllm.servers", f'["{url}"]'])
         with pytest.raises(ConfigError, match=f"{url}{says}; start it with: slipstream vllm run.toml"):
             await asyncio.to_thread(preflight.check, config, resume=False)
+
+
+async def test_a_web_server_that_is_no_vllm_is_called_that(run_file: Path) -> None:
+    """It lacks more than VLLM_SERVER_DEV_MODE, which would not help."""
+    async with web_server() as url:
+        config = load(run_file, ["--vllm.servers", f'["{url}"]'])
+        with pytest.raises(ConfigError, match=f"{url} is not a vLLM server: it answers HTTP 404") as error:
+            await asyncio.to_thread(server_check.check, config)
+    assert "VLLM_SERVER_DEV_MODE" not in str(error.value)
+
+
+@asynccontextmanager
+async def web_server() -> AsyncIterator[str]:
+    async with TestServer(web.Application()) as server:
+        yield str(server.make_url("")).rstrip("/")
 
 
 async def test_all_faults_of_a_server_stand_in_one_message(run_file: Path) -> None:

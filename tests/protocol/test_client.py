@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter
@@ -239,6 +240,35 @@ async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes,
         assert error.value.reason == "http_404"
         told = f"that is not a Slipstream queue, which would not answer {message}: give the queue's URL"
         assert str(error.value) == f"{told} (http_404) [GET {queue.url}/v1/policy]"
+
+
+async def test_a_page_of_another_web_server_is_told_in_one_short_line() -> None:
+    page = b"<!DOCTYPE HTML>\n<html>\n" + b"<p>Not Found</p>\n" * 100
+    async with running(says(page, status=404)) as queue, QueueClient(queue.url) as client:
+        with pytest.raises(Refused) as error:
+            await client.servers()
+    told = str(error.value).partition(" answer ")[2].partition(": give the queue's URL")[0]
+    assert told.startswith("<!DOCTYPE HTML> <html> <p>Not")
+    assert len(told) == 200
+
+
+async def test_a_web_server_that_knows_no_post_is_not_waited_for() -> None:
+    """501: what Python's http.server says to a POST; a queue never does."""
+    async with running(says(b"<html>Unsupported method", status=501)) as queue, QueueClient(queue.url) as client:
+        async with asyncio.timeout(LONGEST_S):
+            with pytest.raises(Refused, match=r"not a Slipstream queue.*Unsupported method"):
+                await client.begin_session(BeginSession(0, 0, 1, resume=False))
+        assert len(queue.calls) == 1
+
+
+async def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: Any, **settings: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    async with QueueClient("http://nosuchhost:8200", patience_s=0) as client:
+        with pytest.raises(Unreachable, match="host name nosuchhost is not known"):
+            await client.servers()
 
 
 async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:

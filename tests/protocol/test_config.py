@@ -222,10 +222,17 @@ def test_a_host_is_an_address_alone(folder: Path, setting: str, host: str) -> No
     assert f'{setting} = "{host}": must be an address or a host name alone, such as 10.0.0.5; a port has' in message
 
 
-@pytest.mark.parametrize("host", ["localhost", "::1", "gpu-7.example", "10.0.0.5", "::", "fe80::1%eth0"])
+@pytest.mark.parametrize("host", ["localhost", "::1", "gpu-7.example", "10.0.0.5", "::2", "fe80::1%eth0"])
 def test_hosts_of_every_kind_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "a secret that is long enough")
     assert load_text(folder, MINIMAL, ["--weight_sync.host", host]).weight_sync.host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_servers_cannot_dial_a_wildcard(folder: Path, host: str) -> None:
+    (folder / "run.toml").write_text(MINIMAL)
+    message = fault(folder / "run.toml", ["--weight_sync.host", host])
+    assert f'weight_sync.host = "{host}": is an address to listen on, and servers cannot dial it; give the' in message
 
 
 def test_servers_of_the_launcher_that_listen_everywhere_are_reached_at_loopback(
@@ -425,9 +432,10 @@ def test_the_largest_settings_that_fit_together_load(folder: Path) -> None:
 def test_i8_a_listener_beyond_this_machine_needs_a_token(
     folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = f'{setting} = "0.0.0.0"\n{MINIMAL}'
+    host = "10.0.0.5" if setting == "weight_sync.host" else "0.0.0.0"
+    text = f'{setting} = "{host}"\n{MINIMAL}'
     message = fault_of(folder, text)
-    assert f"{setting} = 0.0.0.0 listens beyond this machine, which needs a token: set SLIPSTREAM_TOKEN" in message
+    assert f"{setting} = {host} listens beyond this machine, which needs a token: set SLIPSTREAM_TOKEN" in message
     assert load_text(folder, text, ["--queue.token", "secret"]).token == "secret"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")
     assert load_text(folder, text, ["--queue.token", "secret"]).token == "from-environment"

@@ -528,7 +528,8 @@ async def test_a_stopped_worker_gives_its_tickets_back():
     assert idle(run.worker)
 
 
-async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs_off(monkeypatch):
+async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs_off(monkeypatch, caplog):
+    caplog.set_level("INFO", "rollout_worker.tickets")
     monkeypatch.setattr("rollout_worker.tickets._SIGN_OFF_S", 0.05)
     queue = StandInQueue(tickets_for(0), keep_open=True)
 
@@ -538,6 +539,7 @@ async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs
     queue.sign_off = hangs
     async with asyncio.timeout(10):
         await roll(task(), fake(), queue=queue, stop_when=lambda worker: bool(queue.reports))
+    assert "the worker ends without the queue's word: no answer within 0.05 s" in caplog.messages
 
 
 async def test_a_lost_tickets_episodes_are_cancelled(monkeypatch):

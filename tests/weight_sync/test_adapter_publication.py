@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import against, probe
 from weight_sync.adapters import publication
+from weight_sync.fleet.at_queue import way_to
 from weight_sync.proof.server_proof import ProofFailed
+from weight_sync.server_answers import EngineState
 from weight_sync.server_control import ControlError
 from weight_sync.snapshot import Snapshot
 from weight_sync.transports.base import TransferError
@@ -150,3 +154,10 @@ def test_the_bytes_are_those_of_the_wire_type() -> None:
     assert narrow is not None
     assert len(wide.file) - len(narrow.file) == pytest.approx(64 * 64 * 2, abs=64)
     assert Snapshot(1, [("a", torch.ones(2))], probe()).adapter is None
+
+
+def test_an_adapter_is_not_said_to_travel_by_the_transport_of_the_weights() -> None:
+    """`servers list` and publications.jsonl: it goes over HTTP, also where the server was started for gloo."""
+    state = EngineState(**(dict.fromkeys(field.name for field in fields(EngineState)) | {"transport": "gloo"}))
+    assert way_to(state, snapshot(1)) == "adapter"
+    assert way_to(state, None) == "gloo"

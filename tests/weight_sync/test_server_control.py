@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import pytest
 
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
@@ -55,6 +58,16 @@ async def test_nobody_at_the_address_is_an_error_with_the_setting_that_bounds_th
             ControlError, match=rf"{url}: not up after vllm\.start_timeout_s = 0\.2 s \(connection refused\)"
         ):
             await control.wait_until_up(0.2)
+
+
+async def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: Any, **settings: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    async with ServerControl("http://NoSuchHost:8100", 5) as control:
+        with pytest.raises(ControlError, match=r"does not answer \(host name nosuchhost is not known\)"):
+            await control.weight_label()
 
 
 async def test_an_answer_of_another_kind_of_server_is_an_error() -> None:

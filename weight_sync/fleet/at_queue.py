@@ -11,14 +11,25 @@ from protocol.client import QueueError, Refused
 from protocol.messages import Server, ServerState
 from weight_sync.server_control import EngineState
 from weight_sync.snapshot import Snapshot
+from weight_sync.transports import of_backend
 
 logger = logging.getLogger(__name__)
 
 # How long a publication that is cancelled tries to take a server out of service.
 QUARANTINE_TIMEOUT_S = 5.0
 
+# In place of a transport's name.
+ADAPTER = "adapter"
+
 _S = ServerState
 Put = Callable[[Server], Awaitable[Server]]
+
+
+def way_to(state: EngineState, newest: Snapshot | None) -> str:
+    """How weights travel to a server: an adapter alone takes the server's own routes, whatever its transport is."""
+    if newest is not None and newest.adapter_config is not None:
+        return ADAPTER
+    return of_backend(state.transport) or state.transport
 
 
 class AtQueue:

@@ -18,7 +18,7 @@ from functools import partial
 from protocol.client import Refused
 from protocol.messages import Server, ServerState
 from weight_sync.cancellation import to_its_end
-from weight_sync.fleet.at_queue import AtQueue, Put
+from weight_sync.fleet.at_queue import AtQueue, Put, way_to
 from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.others import Others
 from weight_sync.fleet.persons_pause import PersonsPause
@@ -32,7 +32,6 @@ from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, 
 from weight_sync.server_facts import Wanted
 from weight_sync.server_sync import PUBLISH_ERRORS, ServerSync
 from weight_sync.snapshot import Snapshot
-from weight_sync.transports import of_backend
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ class Member:
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
             await self._does_not_answer(why, began, at_once=state.reason not in (None, NO_ANSWER))
             return None
-        self.at_queue.transport = of_backend(state.transport) or state.transport
+        self.at_queue.transport = way_to(state, self._snapshots.newest)
         if not self.answers:
             self.answers, self.not_up, self._silent_since = True, None, None
             self._next_try = 0.0

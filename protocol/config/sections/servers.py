@@ -8,6 +8,7 @@ from pydantic import field_validator
 
 from protocol.config.sections.addresses import checked_url
 from protocol.config.sections.base import (
+    WILDCARDS,
     Bytes,
     Count,
     CountOrZero,
@@ -100,6 +101,16 @@ class WeightSyncSection(Section):
         description="with `delta`, send everything to a server at every so many publications",
         why="what a delta cannot see never lasts",
     )
+
+    @field_validator("host")
+    @classmethod
+    def _can_be_dialled(cls, value: str) -> str:
+        if value in WILDCARDS:
+            raise ValueError(
+                "is an address to listen on, and servers cannot dial it; give the address at which they reach the "
+                "learner's machine, such as 10.0.0.5"
+            )
+        return value
 
     @field_validator("probe_tolerance", mode="before")
     @classmethod

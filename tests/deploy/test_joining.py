@@ -188,7 +188,7 @@ async def test_the_last_server_that_serves_is_removed_only_by_force() -> None:
         async with client() as learner:
             await learner.begin_session(BeginSession(0, 0, 100, resume=False))
             await serve_version(learner, 0)
-        with pytest.raises(ConfigError, match="vllm-0 is the last server that serves.*--force"):
+        with pytest.raises(ConfigError, match=r"vllm-0 is the last server that serves.*--force"):
             await servers.remove(client(), "vllm-0", False, 5.0)
         await servers.remove(client(), "vllm-0", False, 5.0, force=True)
 

@@ -256,7 +256,7 @@ class Member:
             await self._does_not_answer(why)
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
-        # One that was long on its way would hold admission until it has the newest, which is next.
+        # One that was long on its way would hold admission until it has the newest. Of one that drains: the proof alone.
         takes = self.server.state in (_S.SERVING, _S.DRAINING)
         if takes or not self._others.would_be_stale(self, snapshot.version, figures.took_s):
             if not takes and self.server.state is not _S.SYNCING:

@@ -1,7 +1,7 @@
 """`slipstream vllm run.toml --join QUEUE`: a vLLM server that joins a running job, and leaves it by draining.
 
 vLLM runs as a child: a SIGTERM or SIGINT lets the queue take the server out first, and ends vLLM when its requests have
-ended. A second signal ends it at once. One that somebody else took out of the run (`slipstream servers remove`) ends too.
+ended. A second signal ends it at once. One that somebody took out of the run (`slipstream servers remove`) ends too.
 """
 
 from __future__ import annotations

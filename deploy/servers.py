@@ -109,8 +109,8 @@ async def _check_not_last(client: QueueClient, name: str) -> None:
 
 async def remove(client: QueueClient, name: str, now: bool, timeout_s: float, force: bool = False) -> None:
     """Let a server leave, and wait until it is gone: no new episodes, and the end of its requests, for at most
-    `timeout_s` seconds; `now`: at once. Raises `ConfigError` for one that is not in the run, and, without `force`, for the last that
-    serves."""
+    `timeout_s` seconds; `now`: at once. Raises `ConfigError` for one that is not in the run and, without
+    `force`, for the last that serves."""
     async with client:
         if not force:
             await _check_not_last(client, name)

@@ -3,7 +3,7 @@
 No other server, and no learner, waits for it. What it is told is what the queue is told, one line of the log for each
 state. A server that starts or restarts (another `boot`, or a label that is not ours) is joining, whatever it was before
 (F16); one whose proof fails is quarantined (I5), as is one that is left paused (I6); one that does not answer for a
-while is down. Each of them is tried again with growing pauses, and at once when it answers again.
+while is down. Each is tried again with growing pauses, and at once when it answers again.
 """
 
 from __future__ import annotations
@@ -256,10 +256,10 @@ class Member:
             await self._does_not_answer(why)
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
-        # One that was long on its way would hold admission until it has the newest. Of one that drains: the proof alone.
-        takes = self.server.state in (_S.SERVING, _S.DRAINING)
-        if takes or not self._others.would_be_stale(self, snapshot.version, figures.took_s):
-            if not takes and self.server.state is not _S.SYNCING:
+        # One that was long on its way would hold admission until it has the newest, which is next.
+        told = self.server.state in (_S.SERVING, _S.DRAINING)
+        if told or not self._others.would_be_stale(self, snapshot.version, figures.took_s):
+            if not told and self.server.state is not _S.SYNCING:
                 await self.at_queue.tell(_S.SYNCING)
             await self.at_queue.tell(_S.SERVING, snapshot.version)
         self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, figures.took_s

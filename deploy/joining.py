@@ -1,7 +1,7 @@
 """`slipstream vllm run.toml --join QUEUE`: a vLLM server that joins a running job, and leaves it by draining.
 
 vLLM runs as a child: a SIGTERM or SIGINT lets the queue take the server out first, and ends vLLM when its requests have
-ended. A second signal ends it at once.
+ended. A second signal ends it at once. One that somebody took out of the run (`slipstream servers remove`) ends too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from protocol.server_address import normal_url
 logger = logging.getLogger(__name__)
 
 QUEUE_PATIENCE_S = 10.0
+# How often the registry is asked whether the server is still in the run.
+LOOK_EVERY_S = 10.0
 # After SIGTERM, what has not ended within this time is killed.
 GRACE_S = 20.0
 
@@ -114,7 +116,10 @@ async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env:
         child = await asyncio.create_subprocess_exec(*command, env=dict(env), start_new_session=True)
         ended = asyncio.create_task(child.wait())
         stop = asyncio.create_task(told.get())
-        await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
+        watch = _Watch(queue, joining)
+        removed = asyncio.create_task(watch.until_removed())
+        await asyncio.wait([ended, stop, removed], return_when=asyncio.FIRST_COMPLETED)
+        removed.cancel()
         if ended.done():
             stop.cancel()
             code = ended.result()
@@ -122,15 +127,58 @@ async def _run(config: RunConfig, joining: Joining, command: Sequence[str], env:
             signal_group(child.pid, signal.SIGKILL)
             await _say_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
             return code if code >= 0 else 128 - code
-        await _drain(config, queue, joining, told, ended)
+        if stop.done():
+            await _drain(config, queue, joining, told, ended, watch.silent)
+        else:
+            stop.cancel()
+            if not removed.cancelled() and (error := removed.exception()) is not None:
+                logger.error("%s is not watched any more and ends: %s", joining.name, error)
         await _end(child, ended)
         return 0
 
 
+class _Watch:
+    """Looks now and then whether the server is still in the run. `silent`: the queue did not answer the last look."""
+
+    def __init__(self, queue: QueueClient, joining: Joining) -> None:
+        self.silent = False
+        self._queue = queue
+        self._joining = joining
+
+    async def until_removed(self) -> None:
+        """Until its name is gone from the registry, which is once it has drained, or is another server's. A queue that
+        does not answer may be starting again: that is said once, and waited for."""
+        name, url = self._joining.name, self._joining.url
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                servers = await self._queue.servers()
+            except QueueError as error:
+                if not self.silent:
+                    logger.warning("%s keeps running, and waits for the queue: %s", name, error)
+                self.silent = True
+                continue
+            if self.silent:
+                logger.info("%s: the queue answers again", name)
+            self.silent = False
+            if not any((server.name, server.url) == (name, url) for server in servers):
+                logger.info("%s was removed from the run: ends", name)
+                return
+
+
 async def _drain(
-    config: RunConfig, queue: QueueClient, joining: Joining, told: asyncio.Queue[int], ended: asyncio.Task[int]
+    config: RunConfig,
+    queue: QueueClient,
+    joining: Joining,
+    told: asyncio.Queue[int],
+    ended: asyncio.Task[int],
+    silent: bool,
 ) -> None:
-    """Until the queue has let it go, vLLM has ended, or somebody is impatient."""
+    """Until the queue has let it go, vLLM has ended, or somebody is impatient. `silent`: the queue did not answer
+    lately, so that it is not waited for again."""
+    if silent:
+        logger.warning("%s ends without the queue's word, which does not answer", joining.name)
+        return
     logger.info("%s leaves: no new episodes; a second signal ends it at once", joining.name)
 
     async def leave() -> None:

@@ -73,6 +73,15 @@ async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "
             )
 
 
+async def _check_not_in(queue: QueueClient, name: str) -> None:
+    """Raises `ConfigError` where the server is in the run: to register it anew would take it out of service."""
+    for server in await queue.servers():
+        if server.name == name and server.state is not ServerState.DOWN:
+            raise ConfigError(
+                f"the server at {server.url} is in the run already, as {name!r} ({server.state}): nothing to add"
+            )
+
+
 async def add(client: QueueClient, url: str, name: str | None, token: str | None) -> Server:
     """Register a server that runs, by the address at which workers and learner reach it."""
     try:
@@ -87,6 +96,7 @@ async def add(client: QueueClient, url: str, name: str | None, token: str | None
     chosen = checked_name(name) if name is not None else default_name(url)
     async with client:
         await check_free(client, chosen, url)
+        await _check_not_in(client, chosen)
         await _check_owner(client, url, token)
         return await client.put_server(Server(chosen, url))
 
@@ -96,10 +106,23 @@ async def listed(client: QueueClient) -> list[ServerStatus]:
         return (await client.status()).servers
 
 
-async def remove(client: QueueClient, name: str, now: bool, timeout_s: float) -> None:
+async def _check_not_last(client: QueueClient, name: str) -> None:
+    """Raises `ConfigError` where the run would be left without a server that serves."""
+    serving = [server.name for server in await client.servers() if server.state is ServerState.SERVING]
+    if serving == [name]:
+        raise ConfigError(
+            f"{name} is the last server that serves: without it the run stands still until another one joins; add "
+            f"one first, or say --force"
+        )
+
+
+async def remove(client: QueueClient, name: str, now: bool, timeout_s: float, force: bool = False) -> None:
     """Let a server leave, and wait until it is gone: no new episodes, and the end of its requests, for at most
-    `timeout_s` seconds; `now`: at once. Raises `ConfigError` for one that is not in the run."""
+    `timeout_s` seconds; `now`: at once. Raises `ConfigError` for one that is not in the run and, without
+    `force`, for the last that serves."""
     async with client:
+        if not force:
+            await _check_not_last(client, name)
         try:
             left = await client.remove_server(name, now)
         except Refused as refusal:

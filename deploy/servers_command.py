@@ -66,8 +66,9 @@ def leave(
     run_file: RunFilePath = None,
     queue: QueueUrl = None,
     now: Annotated[bool, typer.Option("--now", help="without waiting for its requests")] = False,
+    force: Annotated[bool, typer.Option("--force", help="even the last server that serves")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="seconds to wait until it is gone")] = 600.0,
 ) -> None:
     """Let a server leave: no new episodes, then the end of its requests; then it may be stopped."""
-    asyncio.run(servers.remove(_asked(run_file, queue).client(), name, now, timeout))
+    asyncio.run(servers.remove(_asked(run_file, queue).client(), name, now, timeout, force))
     typer.echo(f"{name} is gone")

@@ -30,7 +30,7 @@ from rollout_queue.ledger import eval_ends, eval_tickets, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, Load
 from rollout_queue.ledger.evaluations import Evaluations
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, StoreContents, TicketState
+from rollout_queue.ledger.records import Decision, ServerRecord, StoreContents, TicketState
 from rollout_queue.ledger.refusal import Refusal
 from rollout_queue.ledger.registration import Register
 from rollout_queue.ledger.servers import Fleet
@@ -211,7 +211,8 @@ class Broker:
         return msgspec.structs.replace(decision, evals=judged)
 
     async def remove_drained(self) -> None:
-        """Servers that drain are gone once no worker has a request on them, or their time is over."""
+        """Servers that drain are gone once no worker has a request on them and the learner has judged the version that
+        was on its way to them, or their time is over."""
         if (names := self._drained()) and self.failure is None:
             async with self.lock:
                 await self.commit(self.with_evals(servers.remove(self.fleet, self.ledger, [*self._drained()])))
@@ -219,13 +220,18 @@ class Broker:
                 logger.info("server %s is gone", name)
 
     def _drained(self) -> list[str]:
-        draining = [server for server in self.fleet.servers if server.state is ServerState.DRAINING]
+        draining = [record for record in self.fleet.records if record.server.state is ServerState.DRAINING]
         return [
-            server.name
-            for server in draining
-            if self.clock.wall() - server.changed_at >= self.config.vllm.drain_timeout_s
-            or not self.observations.on_server(server.name, self.now)
+            record.server.name
+            for record in draining
+            if self.clock.wall() - record.server.changed_at >= self.config.vllm.drain_timeout_s
+            or not (self.observations.on_server(record.server.name, self.now) or self._to_be_judged(record))
         ]
+
+    def _to_be_judged(self, record: ServerRecord) -> bool:
+        """Whether a newer version than it has proven may be on its way to a server that drains."""
+        newer = record.proven is not None and record.proven < self.ledger.run.version
+        return record.awaits_verdict and newer and self.learner_lives
 
     def _drain_due(self) -> float:
         """When the first server's time to drain is over."""

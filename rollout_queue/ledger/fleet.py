@@ -92,12 +92,16 @@ class Fleet:
                     reasons.SERVER_UNKNOWN, f"server {wanted.name!r} is not registered: put it as joining first"
                 )
             self._check_room(wanted.name)
+        elif known.awaits_verdict and (wanted.state, wanted.url) == (_S.DRAINING, known.server.url):
+            return msgspec.structs.replace(known, awaits_verdict=False)
         elif (now := known.server) and (now.state, now.url) == (wanted.state, wanted.url):
             if reason is not None and now.state in _SAY_WHY:
                 return msgspec.structs.replace(known, server=msgspec.structs.replace(now, reason=reason))
             repeated = wanted.state is not ServerState.JOINING and wanted.version in (None, now.version)
             if repeated and reason in (None, now.reason):
                 return None  # a repeat, as after a lost answer
+        if known is not None and (verdict := _verdict_of_draining(known, wanted, serial)) is not None:
+            return verdict
         if known is not None:
             _check_allowed(known.server, wanted)
         known = known or self._records.get(wanted.name)  # one that was removed and comes back
@@ -117,7 +121,7 @@ class Fleet:
         server = msgspec.structs.replace(
             known.server, state=ServerState.DRAINING, reason="it was asked to leave", changed_at=wall_time
         )
-        return msgspec.structs.replace(known, server=server)
+        return msgspec.structs.replace(known, server=server, awaits_verdict=known.server.state in AWAITS_PROOF)
 
     def gone(self, name: str) -> ServerRecord | None:
         """What is kept of a server once it has left, None if it has."""
@@ -204,8 +208,19 @@ class Fleet:
 
 def lost(record: ServerRecord, group: GroupFacts) -> bool:
     """Whether the server left service before it proved what it sampled of the group."""
-    waits = record.server.state in AWAITS_PROOF and not record.removed
+    waits = (record.server.state in AWAITS_PROOF or record.awaits_verdict) and not record.removed
     return not waits and Fleet([record]).unproven(group) is not None
+
+
+def _verdict_of_draining(known: ServerRecord, wanted: Server, serial: int) -> ServerRecord | None:
+    """What is kept of the verdict on a version that was on its way when the drain began: the server drains on. None
+    where that is not what is told."""
+    drains = known.server.state is _S.DRAINING and known.server.url == wanted.url
+    if not drains or wanted.version is None or wanted.state not in (_S.SERVING, _S.QUARANTINED):
+        return None
+    judged = _next_record(known, wanted, serial)
+    server = msgspec.structs.replace(known.server, version=wanted.version)
+    return msgspec.structs.replace(judged, server=server)
 
 
 def _check_allowed(now: Server, wanted: Server) -> None:

@@ -144,7 +144,8 @@ class ServerRecord(msgspec.Struct, frozen=True):
     """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once;
     `proven`: the newest version that was, None before. `restarted_at`: the serial of the first ticket issued since it
     joined again; None once it is proven anew. `removed`: it has left the fleet; what is kept is what its groups, which
-    may still come, are judged by."""
+    may still come, are judged by. `awaits_verdict`: it drains, and the learner has not said yet what came of the
+    version that may have been on its way to it."""
 
     server: Server
     served: bool = False
@@ -152,6 +153,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
     restarted_at: int | None = None
     proven: int | None = None
     removed: bool = False
+    awaits_verdict: bool = False
 
 
 class RowResult(msgspec.Struct, frozen=True):

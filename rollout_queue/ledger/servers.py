@@ -9,7 +9,8 @@ that joined again, tickets issued from then on take nothing until it is proven.
 Between a swap and its proof a server samples tokens that nobody vouches for yet: their groups wait in the queue until
 the proof holds. Where it fails, or the server leaves service before it came, they are dropped; and what a learner left
 without a proof when it died is distrusted by the next session. A server that leaves the fleet drains: it takes no new
-episode, and is gone when no worker has a request on it. Its distrust outlives it.
+episode, and is gone when no worker has a request on it and the learner has said what came of the version that was on
+its way. Its distrust outlives it.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from deploy import joining, servers, servers_command, vllm_server
 from protocol import tokens
 from protocol.client import QueueClient, Refused, Unreachable
 from protocol.config import ConfigError, RunConfig
-from protocol.messages import Server, ServerState
+from protocol.messages import BeginSession, Server, ServerState
 from protocol.status import ServerStatus
 from tests.deploy.stage import is_running, until
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fake_vllm import serving as fake_serving
-from tests.kit.queue import serving
+from tests.kit.queue import serve_version, serving
 
 FAR = "http://10.0.0.5:8200"
 
@@ -158,6 +158,78 @@ async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_e
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, 60) == 0
         assert not [server for server in await client.servers() if server.name == "mine"]
+
+
+async def test_a_server_that_somebody_removed_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It printed nothing and kept the memory."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(joining, "LOOK_EVERY_S", 0.05)
+    mark = tmp_path / "up"
+    async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
+        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
+        running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
+        async with asyncio.timeout(60):
+            while not mark.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await client.remove_server("mine")
+        assert await asyncio.wait_for(running, 30) == 0
+    assert "mine was removed from the run: ends" in caplog.text
+
+
+async def test_a_queue_that_went_away_is_said_once_and_not_waited_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(joining, "QUEUE_PATIENCE_S", 0.2)
+    mark = tmp_path / "up"
+    async with serving(config()) as queue:
+        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
+        running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
+        async with asyncio.timeout(60):
+            while not mark.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    async with asyncio.timeout(30):
+        while "waits for the queue" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)
+    assert not running.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 30) == 0
+    assert caplog.text.count("waits for the queue") == 1
+    assert "which does not answer" in caplog.text
+
+
+async def test_adding_a_server_that_is_in_the_run_already_is_refused_unless_it_is_down() -> None:
+    """It took the only serving server out of service."""
+    async with serving(config()) as queue, fake_serving(FakeVllm()) as url:
+
+        def client() -> QueueClient:
+            return QueueClient(queue.url, "t", patience_s=1.0)
+
+        await servers.add(client(), url, "second", "t")
+        with pytest.raises(ConfigError, match="is in the run already, as 'second'"):
+            await servers.add(client(), url, "second", "t")
+        async with client() as other:
+            await other.put_server(Server("second", url, ServerState.DOWN))
+        assert (await servers.add(client(), url, "second", "t")).state is ServerState.JOINING
+
+
+async def test_the_last_server_that_serves_is_removed_only_by_force() -> None:
+    async with serving(config()) as queue:
+
+        def client() -> QueueClient:
+            return QueueClient(queue.url, "t", patience_s=1.0)
+
+        async with client() as learner:
+            await learner.begin_session(BeginSession(0, 0, 100, resume=False))
+            await serve_version(learner, 0)
+        with pytest.raises(ConfigError, match=r"vllm-0 is the last server that serves.*--force"):
+            await servers.remove(client(), "vllm-0", False, 5.0)
+        await servers.remove(client(), "vllm-0", False, 5.0, force=True)
 
 
 async def test_a_queue_that_is_not_there_is_told_by_the_option_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

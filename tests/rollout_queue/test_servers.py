@@ -34,6 +34,8 @@ PERMITTED = {
     *((state, D) for state in (J, ST, Q)),
     *((state, DR) for state in ServerState if state is not DR),
 }
+# The verdict on a version that was on its way when the drain began: it is kept, and the server drains on.
+KEPT = {(DR, SE), (DR, Q)}
 
 
 def move(fleet: Fleet, state: ServerState, version: int | None = None, serial: int = 0, name: str = "a") -> None:
@@ -66,6 +68,9 @@ def test_transitions(before: ServerState, after: ServerState) -> None:
     if (before, after) in PERMITTED:
         move(fleet, after, 4)
         assert fleet.servers[0].state is after
+    elif (before, after) in KEPT:
+        move(fleet, after, 4)
+        assert fleet.servers[0].state is before
     else:
         with pytest.raises(Refusal) as refusal:
             move(fleet, after, 4)
@@ -364,6 +369,34 @@ def test_a_server_that_leaves_drains_then_is_gone_and_its_distrust_outlives_it()
         fleet.leave("a", 0.0)
     move(fleet, J)
     assert fleet.distrusted(sampled(a=(4, 4)), serial=0) == "a"
+
+
+@pytest.mark.parametrize("verdict", [SE, Q])
+def test_a_version_that_was_on_its_way_when_the_drain_began_is_judged_and_the_server_drains_on(
+    verdict: ServerState,
+) -> None:
+    """I5, and I1: what a server sampled by weights that proved good was refused, as it was draining."""
+    fleet, ledger = fleet_in(SE), ledger_with()
+    for record in drain(fleet, ledger, "a", 1.0).servers:
+        fleet.apply(record)
+    assert fleet.records[0].awaits_verdict
+    fleet.check(sampled(a=(3, 4)), serial=0)  # waits for the verdict
+    move(fleet, verdict, 4)
+    assert [(of.state, of.version, of.changed_at) for of in fleet.servers] == [(DR, 4, 1.0)]
+    assert not fleet.records[0].awaits_verdict
+    for record in remove(fleet, ledger, ["a"]).servers:
+        fleet.apply(record)
+    assert fleet.tainted(sampled(a=(3, 4)), serial=0) == (verdict is Q)
+    assert not fleet.tainted(sampled(a=(3, 3)), serial=0)
+
+
+def test_a_draining_server_to_which_nothing_came_any_more_waits_for_no_verdict() -> None:
+    fleet, ledger = fleet_in(SE), ledger_with()
+    for record in drain(fleet, ledger, "a", 1.0).servers:
+        fleet.apply(record)
+    move(fleet, DR)
+    assert not fleet.records[0].awaits_verdict
+    assert fleet.tainted(sampled(a=(3, 4)), serial=0)  # never proven, and will not be
 
 
 def test_the_reason_of_a_state_may_change_and_its_beginning_does_not() -> None:

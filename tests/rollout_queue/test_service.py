@@ -976,6 +976,21 @@ async def test_a_server_may_be_removed_at_once_and_what_it_sampled_stays_good() 
         assert len((await lease(client)).groups) == 1
 
 
+async def test_a_server_that_leaves_is_gone_only_once_the_version_on_its_way_is_judged() -> None:
+    """It was gone, and what it had sampled by a version that was proven a moment later was refused."""
+    async with running() as (queue, client):
+        await says(client, "w")
+        await lease(client)
+        queue.broker.ledger.run = msgspec.structs.replace(queue.broker.ledger.run, version=1)
+        assert [server.state for server in await client.remove_server(SERVER)] == [ServerState.DRAINING]
+        await says(client, "w", draining={SERVER: 0})
+        assert [server.state for server in await client.servers()] == [ServerState.DRAINING]
+        told = await client.put_server(Server(SERVER, "http://127.0.0.1:8100", ServerState.SERVING, 1), 1)
+        assert told.state is ServerState.DRAINING
+        await queue.broker.remove_drained()
+        assert await client.servers() == []
+
+
 async def test_a_run_file_s_server_that_was_removed_stays_away_when_the_queue_restarts_until_it_is_started_again(
     tmp_path: Path,
 ) -> None:

@@ -40,6 +40,7 @@ class AtQueue:
         self.server = server
         self.told = 0
         self.transport: str | None = None
+        self._settled_at: float | None = None
         self._put = put
 
     async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
@@ -63,11 +64,19 @@ class AtQueue:
         with suppress(Refused):
             await self.tell(state, version, reason)
 
+    async def settled(self) -> None:
+        """Tell the queue, once a drain, that no version is on its way to a server that drains: it may leave."""
+        began = self.server.changed_at
+        if self._settled_at != began:
+            with suppress(Refused):
+                await self._put(Server(self.server.name, self.server.url, _S.DRAINING))
+            self._settled_at = began
+
     async def quarantine(self, version: int, reason: str) -> None:
         """One that is quarantined stays so: it is distrusted from the first version that failed on."""
         if self.server.state is _S.QUARANTINED:
             return
-        if self.server.state not in (_S.SYNCING, _S.SERVING):
+        if self.server.state not in (_S.SYNCING, _S.SERVING, _S.DRAINING):
             await self.try_to_tell(_S.SYNCING)
         await self.try_to_tell(_S.QUARANTINED, version, reason)
 
@@ -85,7 +94,7 @@ class AtQueue:
         elif self.server.state is _S.SERVING:
             # It serves on with what was proven; if it falls too far behind, it is stale.
             logger.warning("%s keeps version %s: %s", self.server.name, self.server.version, reason)
-        elif self.server.state is not _S.QUARANTINED:
+        elif self.server.state not in (_S.QUARANTINED, _S.DRAINING):
             if self.server.state is _S.DOWN:
                 await self.try_to_tell(_S.SYNCING)
             await self.try_to_tell(_S.STALE, None, reason)

@@ -129,7 +129,7 @@ class Member:
         while True:
             self._wake.clear()
             self._no_room = False
-            state = await self._look() if self.server.state is not _S.DRAINING else None
+            state = await (self.at_queue.settled() if self.server.state is _S.DRAINING else self._look())
             newest, due = self._snapshots.newest, time.monotonic() >= self._next_try
             if state is not None and newest is not None and not await self._paused_by_person(state):
                 if self.version == newest.version and self.persons_pause.was_all(state, newest.label):
@@ -263,8 +263,9 @@ class Member:
 
     async def _holds(self, snapshot: Snapshot, figures: ServerFigures) -> None:
         # One that was long on its way would hold admission until it has the newest, which is next.
-        if self.server.state is _S.SERVING or not self._others.would_be_stale(self, snapshot.version, figures.took_s):
-            if self.server.state not in (_S.SYNCING, _S.SERVING):
+        told = self.server.state in (_S.SERVING, _S.DRAINING)
+        if told or not self._others.would_be_stale(self, snapshot.version, figures.took_s):
+            if not told and self.server.state is not _S.SYNCING:
                 await self.at_queue.tell(_S.SYNCING)
             await self.at_queue.tell(_S.SERVING, snapshot.version)
         self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, figures.took_s

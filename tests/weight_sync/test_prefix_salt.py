@@ -125,8 +125,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen3Config(vocab_size=128, num_key_value_heads=1, head_dim=32, max_position_embeddings=256, **sizes)
     config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(tmp_path_factory.mktemp("model"))
-    return Path(tmp_path_factory.getbasetemp() / "model0")
+    saved = tmp_path_factory.mktemp("model")
+    config.save_pretrained(saved)
+    return saved
 
 
 @pytest.fixture(params=[False, True], ids=["in step", "asynchronous"])

@@ -3,8 +3,7 @@
 No other server, and no learner, waits for it. What it is told is what the queue is told, one line of the log for each
 state. A server that starts or restarts (another `boot`), or holds weights that are not ours, is joining, whatever it
 was before (F16); one that another run's learner controls is down while it does; one whose proof fails is quarantined
-(I5), as is one that is left paused (I6); one that does not answer for a while is down. Each of them is tried again with
-growing pauses, and at once when it answers again.
+(I5), as is one that is left paused (I6); one that does not answer for a while is down. Each is tried again.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from protocol.client import Refused
 from protocol.messages import Server, ServerState
 from weight_sync.cancellation import to_its_end
 from weight_sync.fleet.at_queue import AtQueue, Put, way_to
+from weight_sync.fleet.barred import Barred
 from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.others import Others
 from weight_sync.fleet.persons_pause import PersonsPause
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.fleet.suitability import Suitability
 from weight_sync.fleet.under_way import LOOK_EVERY_S, UnderWay
-from weight_sync.fleet.whose import of_another_run, what_became
+from weight_sync.fleet.whose import what_became
 from weight_sync.proof.server_proof import ProofFailed
 from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
 from weight_sync.server_facts import Wanted
@@ -72,11 +71,10 @@ class Member:
         self._publications = publications
         self._others = others
         self._timeout_s = timeout_s
-        self._suitability = Suitability(sync.control, wanted)
+        self._barred = Barred(sync.control, wanted)
         self._boot: str | None = None
         # Those that the server may hold by what was done to it.
         self._labels: set[str] = set()
-        self._barred_by: str | None = None
         self._no_room = False
         self._took_s = 0.0
         self._silent_since: float | None = None
@@ -183,17 +181,12 @@ class Member:
         return state
 
     async def _is_barred(self, state: EngineState) -> bool:
-        """Whether the server is another name's or another run's, or was started so that this run cannot use it: down to
-        us while it is, as the queue is told once."""
-        foreign = of_another_run(self.server.url, state, self._sync.control.run_id)
-        reason = self._others.claim(state.boot, self.name) or foreign or await self._suitability.fault(state.boot)
-        before = self._barred_by
-        # The text on another run says how long ago its learner looked.
-        self._barred_by = state.owner if reason is not None and reason is foreign else reason
+        """Whether the run may not use the server: down to us while that is so, as the queue is told once."""
+        reason = await self._barred.look(state, self._others.claim(state.boot, self.name))
         if reason is None:
             return False
         self.waits_for = reason
-        if self.server.state is not _S.DOWN or before != self._barred_by:
+        if self.server.state is not _S.DOWN or self._barred.is_news:
             await self.at_queue.try_to_tell(_S.DOWN, None, reason)
             self._is_new_process()
         return True
@@ -303,5 +296,5 @@ class Member:
                 await self._wake.wait()
 
     def _can_try(self) -> bool:
-        barred = self._barred_by is not None or self.persons_pause.stands or self._no_room
+        barred = self._barred.reason is not None or self.persons_pause.stands or self._no_room
         return self.answers and not barred and not self.up_to_date and self._snapshots.newest is not None

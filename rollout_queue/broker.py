@@ -225,10 +225,10 @@ class Broker:
             record.server.name
             for record in draining
             if self.clock.wall() - record.server.changed_at >= self.config.vllm.drain_timeout_s
-            or not (self.observations.on_server(record.server.name, self.now) or self._to_be_judged(record))
+            or not (self.observations.on_server(record.server.name, self.now) or self.to_be_judged(record))
         ]
 
-    def _to_be_judged(self, record: ServerRecord) -> bool:
+    def to_be_judged(self, record: ServerRecord) -> bool:
         """Whether a newer version than it has proven may be on its way to a server that drains."""
         newer = record.proven is not None and record.proven < self.ledger.run.version
         return record.awaits_verdict and newer and self.learner_lives

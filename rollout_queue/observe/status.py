@@ -80,6 +80,10 @@ def _awaited(broker: Broker, server: Server) -> str | None:
         return None
     if server.state is ServerState.DRAINING:
         workers = broker.observations.on_server(server.name, broker.now)
+        if not workers and any(
+            of.server.name == server.name and broker.to_be_judged(of) for of in broker.fleet.records
+        ):
+            return "the learner's verdict on the version that is on its way to it"
         return f"{_AWAITED[server.state]} of {', '.join(workers[:8])}" if workers else _AWAITED[server.state]
     return _AWAITED[server.state]
 

@@ -14,7 +14,9 @@ from protocol.client import QueueClient
 from protocol.config import ConfigError, load
 
 app = typer.Typer(no_args_is_help=True)
-RunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")]
+OptionalRunFilePath = Annotated[
+    str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")
+]
 QueueUrl = Annotated[str | None, typer.Option("--queue", help="URL of the queue; default: the run file's")]
 
 
@@ -40,7 +42,7 @@ def _asked(run_file: str | None, queue: str | None) -> _Asked:
 
 
 @app.command("list")
-def show(run_file: RunFilePath = None, queue: QueueUrl = None) -> None:
+def show(run_file: OptionalRunFilePath = None, queue: QueueUrl = None) -> None:
     """Each server with its state, version and what it waits for."""
     from deploy.status_view import print_servers
 
@@ -50,7 +52,7 @@ def show(run_file: RunFilePath = None, queue: QueueUrl = None) -> None:
 @app.command("add")
 def join(
     url: Annotated[str, typer.Argument(metavar="URL", help="where workers and learner reach it")],
-    run_file: RunFilePath = None,
+    run_file: OptionalRunFilePath = None,
     queue: QueueUrl = None,
     name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
 ) -> None:
@@ -63,7 +65,7 @@ def join(
 @app.command("remove")
 def leave(
     name: Annotated[str, typer.Argument(metavar="NAME", help="as `slipstream servers list` shows it")],
-    run_file: RunFilePath = None,
+    run_file: OptionalRunFilePath = None,
     queue: QueueUrl = None,
     now: Annotated[bool, typer.Option("--now", help="without waiting for its requests")] = False,
     force: Annotated[bool, typer.Option("--force", help="even the last server that serves")] = False,

@@ -41,7 +41,7 @@ class RowLayout:
         return trie_layout.layout(*self._nodes)
 
     @cached_property
-    def flash(self) -> flash_trie.FlashLayout:
+    def flash_row(self) -> flash_trie.FlashLayout:
         return flash_trie.layout(*self._nodes, self._device)
 
     @cached_property
@@ -91,7 +91,7 @@ def varlen_sdpa(
     elif q.device.type == "cpu":
         out = trie_attention.trie_attention(q, k, v, row_layout.trie, scaling)
     elif flash_trie.supports(q):
-        out = flash_trie.flash_trie(q, k, v, row_layout.flash, scaling)
+        out = flash_trie.flash_trie(q, k, v, row_layout.flash_row, scaling)
     else:
         out = paths.along_paths(q, k, v, row_layout.paths, scaling)
     return out[None, ..., :value_width], None

@@ -26,8 +26,8 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
     app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None)
     app.state.broker = broker
     problems.answer_in_problems(app)
-    for side in (worker_routes, learner_routes, observer_routes):
-        app.include_router(side.router)
+    for routes in (worker_routes.router, learner_routes.router, observer_routes.router):
+        app.include_router(routes)
     app.add_middleware(NoWebPages, hosts=None if config.token else names_of_this_machine(config.queue.host))
     if config.token:
         app.add_middleware(RoleTokens, secret=config.token)

@@ -9,7 +9,7 @@ import jinja2
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
-from jinja2.parser import Parser
+from jinja2.parser import Parser as JinjaParser
 
 from protocol.config import ConfigError
 from protocol.config.chat import RESERVED
@@ -48,6 +48,6 @@ class _GenerationBlock(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> Node | list[Node]:
+    def parse(self, parser: JinjaParser) -> Node | list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -52,8 +52,8 @@ malformed call.
   values, other alphabets) is read back; and what is appended after a turn is what the whole conversation has there.
   A value that comes back as text counts if it reads as the original, because the tools' schemas say what is meant.
   A family that fails is refused at the start of a run with tools, with what to set. It works without tools.
-- **thinking**: whether it is on in that row, and whether reasoning is separated from content ("told from content").
-  If a template drops reasoning once a user speaks again, a new segment opens there.
+- **thinking**: whether it is on in that row ("as it comes": the template decides), and "separated" if reasoning is
+  separated from content. If a template drops reasoning once a user speaks again, a new segment opens there.
 - **parallel**: two calls in one turn. **rounds**: a second turn of calls and results.
 - **tokenizer**: a **stand-in** is a byte-level tokenizer with the family's special tokens. It shows everything in
   the table but the merges of the real vocabulary. No real tokenizer or checkpoint was at hand unless a row says
@@ -97,9 +97,9 @@ def _row(case: Case) -> Sequence[str]:
     except ConfigError as error:
         refusal = str(error).partition("with tools: ")[2]
     tools = "yes" if proof.fit_for_tools else f"refused: {_short(refusal)}"
-    told = {None: "", True: ", told from content", False: ", not told from content"}[proof.reasoning]
+    apart = {None: "", True: ", separated", False: ", not separated"}[proof.reasoning]
     answers = (_yes(proof.parallel_calls), _yes(proof.several_rounds)) if proof.fit_for_tools else ("", "")
-    return (case.family, how, tools, case.thinking + told, *answers, case.tokenizer)
+    return (case.family, how, tools, case.thinking + apart, *answers, case.tokenizer)
 
 
 def _yes(found: bool | None) -> str:

@@ -25,7 +25,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="ut
 
 @pytest.fixture
 def of_the_page(tmp_path: Path) -> Task:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     (tmp_path / "task.py").write_text(code, encoding="utf-8")
     return load_task(TaskSection(path=f"{tmp_path}/task.py:task"))
 

@@ -1,4 +1,4 @@
-"""`docs/your_own_task.md` shows the files that `slipstream init` writes, as they are."""
+"""`docs/your_task.md` shows the files that `slipstream init` writes, as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import kit
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.worker import TOKENIZER, fake, roll
 
-PAGE = (Path(__file__).parents[2] / "docs" / "your_own_task.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "your_task.md").read_text(encoding="utf-8")
 
 
 def block(language: str, number: int = 0) -> str:

@@ -51,8 +51,10 @@ class TorchLinear:
 
 
 def install() -> None:
-    """From now on torch packs every layer that vLLM would pack by oneDNN, where it can; the others keep their weight and
-    are multiplied by torch's plain `linear`. May be called again."""
+    """Has torch pack every layer that vLLM would pack by oneDNN. May be called again.
+
+    Where torch cannot pack a type, the layer keeps its weight and computes with the plain `linear`.
+    """
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm

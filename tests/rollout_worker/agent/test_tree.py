@@ -19,8 +19,8 @@ from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.worker import TOKENIZER, fake, roll
 
-# A request without an answer in time is sampled again, and the first sample trains nowhere. The tests' usual time-out of
-# 5 s passes when the machine stands still for so long; here every sampled turn is counted, so it is a run's.
+# A request without an answer in time is sampled again, and its first sample trains nowhere. The tests' usual time-out
+# of 5 s passes when the machine stands still for so long; here every sampled turn is counted, so it is a run's.
 ROOMY = kit.config(
     kit.WORKER,
     rollout={"max_turns": 0, "max_episode_tokens": 100_000},

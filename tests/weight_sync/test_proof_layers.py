@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -11,35 +14,42 @@ from torch import nn
 
 from weight_sync.vllm import proof_layers
 from weight_sync.vllm.proof_layers import ModelReading, compare, fingerprint, held
-from weight_sync.vllm.torch_packing import TorchLinear
+from weight_sync.vllm.torch_packing import PackingError, TorchLinear, can_pack
+
+TYPES = [torch.float32, torch.bfloat16]
 
 
 class Model(nn.Module):
-    """As vLLM holds one on a CPU: linear layers compute with a packed copy, and their own weight is empty."""
+    """As vLLM holds one on a CPU: a linear layer computes with a packed copy, and its own weight is empty; where the
+    CPU cannot pack this type, it computes with its own weight."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, packed: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(32, 16, dtype=dtype)
         self.norm = nn.LayerNorm(16, dtype=dtype)
         self.up = nn.Linear(16, 24, bias=False, dtype=dtype)
         self.register_buffer("places", torch.arange(4))
+        self.packed = packed
         self.pack(self.up.weight.detach())
 
     def pack(self, weight: torch.Tensor) -> None:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.clone(), 8)
-        self.up.cpu_linear = partial(_linear, packed)  # type: ignore[assignment]
-        self.up.weight = nn.Parameter(torch.empty(0))
+        if self.packed:
+            self.up.cpu_linear = TorchLinear(weight.clone())  # type: ignore[assignment]
+            self.up.weight = nn.Parameter(torch.empty(0))
+        else:
+            self.up.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+            self.up.weight = nn.Parameter(weight.clone())
 
     @property
     def dense(self) -> torch.Tensor:
-        packed = self.up.cpu_linear.args[0]  # type: ignore[union-attr]
-        dense: torch.Tensor = packed.to_dense()
-        return dense.clone()
+        linear: object = self.up.cpu_linear
+        return linear.dense().clone() if isinstance(linear, TorchLinear) else self.up.weight.detach().clone()
 
-
-def _linear(packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError
+    @property
+    def name(self) -> str:
+        """Of the tensor that the linear layer computes with."""
+        return "up.packed0" if self.packed else "up.weight"
 
 
 def exchange_rows(model: Model) -> None:
@@ -65,21 +75,26 @@ def leave_out(model: Model) -> None:
     model.pack(torch.randn(24, 16, dtype=model.norm.weight.dtype))
 
 
-FAULTS: list[tuple[Callable[[Model], None], str]] = [
-    (exchange_rows, "embedding.weight"),
-    (change_element, "embedding.weight"),
-    (change_packed_element, "up.packed0"),
-    (leave_out, "up.packed0"),
+# Whether a fault is the linear layer's.
+FAULTS: list[tuple[Callable[[Model], None], bool]] = [
+    (exchange_rows, False),
+    (change_element, False),
+    (change_packed_element, True),
+    (leave_out, True),
 ]
+# What is packed on a CPU with AVX-512, and what is not without: the second on every machine.
+WAYS = [(dtype, packed) for dtype in TYPES for packed in (True, False) if can_pack(dtype) or not packed]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("fault", "name"), FAULTS)
-def test_f2_each_fault_is_found_in_its_layer(fault: Callable[[Model], None], name: str, dtype: torch.dtype) -> None:
-    proven, live = Model(dtype), Model(dtype)
+@pytest.mark.parametrize(("dtype", "packed"), WAYS)
+@pytest.mark.parametrize(("fault", "linear"), FAULTS)
+def test_f2_each_fault_is_found_in_its_layer(
+    fault: Callable[[Model], None], linear: bool, dtype: torch.dtype, packed: bool
+) -> None:
+    proven, live = Model(dtype, packed), Model(dtype, packed)
     assert compare(held(proven), held(live)).wrong == []
     fault(live)
-    assert compare(held(proven), held(live)).wrong == [name]
+    assert compare(held(proven), held(live)).wrong == [live.name if linear else "embedding.weight"]
 
 
 def test_f2_a_layer_that_is_off_by_very_little_is_found() -> None:
@@ -150,3 +165,42 @@ def test_a_packed_weight_is_read_where_it_lies() -> None:
     prints = [fingerprint(of) for of in packed]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
+
+
+WITHOUT_BFLOAT16 = """
+import torch
+from weight_sync.vllm.torch_packing import TorchLinear, can_pack
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    try:
+        TorchLinear(torch.ones(24, 16, dtype=dtype))
+    except Exception as error:
+        print(dtype, can_pack(dtype), type(error).__name__)
+    else:
+        print(dtype, can_pack(dtype), "packed")
+"""
+
+
+def test_torch_says_what_it_cannot_pack_on_a_cpu_with_avx2_alone() -> None:
+    """Of an x86 machine with more, oneDNN shows no more than AVX2 to a process that asks for it by this variable."""
+    only_avx2 = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_BFLOAT16], capture_output=True, text=True, timeout=110, env=only_avx2
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, *_ in said] == ["torch.float32", "torch.bfloat16", "torch.float16"]
+    assert said[0][1:] == ["True", "packed"]
+    assert all(can == "False" or became == "packed" for _, can, became in said)
+    if platform.machine() == "x86_64":
+        assert said[1][1:] == ["False", "PackingError"]
+
+
+def test_a_weight_that_cannot_be_packed_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuses, raising=False)
+    remedy = r'weight \[24, 16\] of torch\.bfloat16 .*\(bf16 path needs .*\).* set model\.dtype = "float32"'
+    with pytest.raises(PackingError, match=remedy):
+        TorchLinear(torch.ones(24, 16, dtype=torch.bfloat16))

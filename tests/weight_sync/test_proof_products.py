@@ -1,4 +1,8 @@
-"""What linear layers compute whose weights cannot be read back: vLLM's own layers on a CPU, packed by oneDNN."""
+"""What linear layers compute whose weights cannot be read back: vLLM's own layers on a CPU, packed by oneDNN.
+
+vLLM packs a layer behind a handle where the CPU can, and multiplies plainly where it cannot: bfloat16 with AVX2 alone.
+A stand-in for oneDNN has a handle for every type, so that both ways are tested on every machine.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,18 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from weight_sync.vllm import proof_products
-from weight_sync.vllm.proof_layers import Held, ModelReading, cannot_be_read, held
+from weight_sync.vllm.proof_layers import Held, ModelReading, cannot_be_read, compare, held
 from weight_sync.vllm.proof_products import HALF, of_weight, vectors, watching
+from weight_sync.vllm.torch_packing import can_pack
 
 ROWS, COLUMNS = 96, 64
 TYPES = [torch.float32, torch.bfloat16]
+# Who makes the handles: vLLM, of the types that this CPU packs, or the stand-in, of any.
+HANDLES = [("vllm", dtype) for dtype in TYPES if can_pack(dtype)] + [("stand-in", dtype) for dtype in TYPES]
 
 
 @pytest.fixture(autouse=True)
-def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def worker_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM's own packing, whatever other tests of this process have installed."""
     utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
     config: Any = importlib.import_module("vllm.config")
@@ -36,6 +43,34 @@ def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
     with config.set_current_vllm_config(config.VllmConfig()):
         yield
+
+
+class Handle:
+    """Holds a weight where nothing reads it."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: torch.Tensor, _primitives: int) -> None:
+        self._weight = weight.t().clone()
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return nn.functional.linear(x, self._weight, bias)
+
+
+def no_handle(weight: torch.Tensor, _primitives: int) -> None:
+    raise RuntimeError(f"no primitive for {weight.dtype} on this CPU")
+
+
+@pytest.fixture
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who packs: "vllm", "stand-in", or "nobody", as on a CPU that cannot."""
+    who: str = request.param
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    if who != "vllm":
+        monkeypatch.setattr(ops, "_supports_onednn", True)
+        monkeypatch.setattr(ops, "create_onednn_mm", Handle if who == "stand-in" else no_handle)
+        monkeypatch.setattr(ops, "onednn_mm", Handle.times)
+    return who
 
 
 def layer(dtype: torch.dtype) -> Any:
@@ -72,8 +107,8 @@ class Model(nn.Module):
         return proof_products.probe(self, self.proven).wrong
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_layer_behind_a_handle_is_probed_and_what_is_right_passes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("by", "dtype"), HANDLES, indirect=["by"])
+def test_a_layer_behind_a_handle_is_probed_and_what_is_right_passes(by: str, dtype: torch.dtype) -> None:
     model = Model(dtype)
     assert cannot_be_read(model.up)
     assert held(model).unread == ["up.packed0"]
@@ -102,13 +137,18 @@ def rows(of: torch.Tensor) -> None:
     of[[7, 9]] = of[[9, 7]]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(
-    ("fault", "where"),
-    [(element, "row 11"), (row, "row 7"), (columns, f"{ROWS} rows"), (rows, "2 rows, among them row 7")],
-)
+FAULTS: list[tuple[Callable[[torch.Tensor], None], str]] = [
+    (element, "row 11"),
+    (row, "row 7"),
+    (columns, f"{ROWS} rows"),
+    (rows, "2 rows, among them row 7"),
+]
+
+
+@pytest.mark.parametrize(("by", "dtype"), HANDLES, indirect=["by"])
+@pytest.mark.parametrize(("fault", "where"), FAULTS)
 def test_f2_each_fault_in_a_layer_that_cannot_be_read_is_found(
-    fault: Callable[[torch.Tensor], None], where: str, dtype: torch.dtype
+    fault: Callable[[torch.Tensor], None], where: str, by: str, dtype: torch.dtype
 ) -> None:
     model = Model(dtype)
     changed = weight(dtype)
@@ -119,11 +159,28 @@ def test_f2_each_fault_in_a_layer_that_cannot_be_read_is_found(
     assert where in wrong or (fault is columns and "rows, among them" in wrong)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_f2_a_layer_that_was_left_out_is_found(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("by", "dtype"), HANDLES, indirect=["by"])
+def test_f2_a_layer_that_was_left_out_is_found(by: str, dtype: torch.dtype) -> None:
     model = Model(dtype)
     pack(model.up, weight(dtype, seed=9))
     assert len(model.wrong) == 1
+
+
+@pytest.mark.parametrize(("by", "dtype"), [("nobody", dtype) for dtype in TYPES], indirect=["by"])
+@pytest.mark.parametrize("fault", [fault for fault, _ in FAULTS])
+def test_f2_a_layer_that_the_cpu_cannot_pack_is_read_back_and_each_fault_is_found(
+    fault: Callable[[torch.Tensor], None], by: str, dtype: torch.dtype
+) -> None:
+    proven, live = Model(dtype), Model(dtype)
+    assert not cannot_be_read(live.up)
+    assert proven.proven.products == {}
+    assert live.up.quant_method.apply(live.up, torch.ones(1, COLUMNS, dtype=dtype), None).shape == (1, ROWS)
+    found = compare(held(proven), held(live))
+    assert (found.checked, found.wrong, found.unread) == (1, [], [])
+    changed = weight(dtype)
+    fault(changed)
+    pack(live.up, changed)
+    assert compare(held(proven), held(live)).wrong == ["up.weight"]
 
 
 def test_f2_an_element_that_is_off_by_less_than_rounding_is_found_when_its_column_is_read_alone() -> None:

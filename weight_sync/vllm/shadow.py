@@ -25,7 +25,7 @@ from weight_sync.vllm.proof_layers import held
 from weight_sync.vllm.proof_products import watching
 from weight_sync.vllm.reload import Reload
 from weight_sync.vllm.staging import Weights
-from weight_sync.vllm.torch_packing import LOOKUP_ONLY
+from weight_sync.vllm.torch_packing import LOOKUP_ONLY, PackingError
 from weight_sync.vllm.twins import CONTAINERS, Pair, bind_to_live, let_go, twins_of
 
 logger = logging.getLogger(__name__)
@@ -150,6 +150,8 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model
         twin.load_weights(reading)
     except (AssertionError, KeyError, RuntimeError) as error:
         raise ValueError(f"{reading.place(pairs)} could not be loaded ({_words(error)}): {_another(of)}") from error
+    except PackingError as error:  # the model is the right one
+        raise PackingError(f"{reading.place(pairs)} was loaded, but not packed: {error}") from error
     placed = sum(
         size if not pair.info.can_load() else pair.info.load_numel for pair, size in zip(pairs, sizes, strict=True)
     )

@@ -10,16 +10,35 @@ from typing import Any
 
 import torch
 
-PACKED_TYPES = (torch.float32, torch.bfloat16)
 LOOKUP_ONLY = "_slipstream_lookup_only"
 
 
+class PackingError(Exception):
+    """A linear layer's weight could not be packed for this CPU, though it arrived as it should."""
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Asks torch whether it packs weights of this type on this CPU.
+
+    bfloat16 needs AVX-512 or AVX-NE-CONVERT: with AVX2 alone oneDNN refuses to pack it, and torch multiplies without.
+    """
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
 class TorchLinear:
-    """`layer.cpu_linear`: x @ W^T + bias, W [out, in] packed once."""
+    """`layer.cpu_linear`: x @ W^T + bias, W [out, in] packed once. Raises `PackingError`."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         weight = weight.detach()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        try:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        except RuntimeError as error:
+            raise PackingError(
+                f"torch could not pack a weight {list(weight.shape)} of {weight.dtype} on this server's CPU ({error}): "
+                f'give the server more memory if that was short; else set model.dtype = "float32"'
+            ) from error
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
@@ -32,7 +51,10 @@ class TorchLinear:
 
 
 def install() -> None:
-    """From now on every layer that vLLM would pack by oneDNN is packed by torch. May be called again."""
+    """Has torch pack every layer that vLLM would pack by oneDNN. May be called again.
+
+    Where torch cannot pack a type, the layer keeps its weight and computes with the plain `linear`.
+    """
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm
@@ -44,7 +66,7 @@ def install() -> None:
         if weight.is_meta or weight.ndim != 2 or _has_a_kernel_of_its_own(utils, weight):
             original(layer, remove_weight)
             return
-        if weight.dtype not in PACKED_TYPES or getattr(layer, LOOKUP_ONLY, False):
+        if not can_pack(weight.dtype) or getattr(layer, LOOKUP_ONLY, False):
             layer.cpu_linear = torch.nn.functional.linear
             return
         layer.cpu_linear = TorchLinear(weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -80,8 +81,11 @@ from weight_sync.vllm import proof_layers, proof_products, reload, shadow, torch
 from weight_sync.vllm.proof_worker import ProofMixin
 
 torch_packing.install()
+utils.check_cpu_sgl_kernel = lambda *_: False  # a CPU with AMX would take another kernel for so small a model
 torch.manual_seed(0)
 folder, dtype = sys.argv[1:]
+packs = torch_packing.can_pack(getattr(torch, dtype))
+held_as = "packed0" if packs else "weight"
 sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.1)
 model = Qwen3ForCausalLM(Qwen3Config(**sizes))
@@ -155,18 +159,18 @@ async def unread():
         new = shadow.build(live, config, views)
         new.exchange()
     assert found(new.proven)["wrong"] == [], found(new.proven)
-    assert len(new.proven.products) == 9, new.proven.products.keys()
+    assert len(new.proven.products) == (9 if packs else 0), new.proven.products.keys()
     down, name = live.model.layers[1].mlp.down_proj, "model.layers.1.mlp.down_proj"
     for change in (element, rows):
         handle(down, views[name + ".weight"], change)
         wrong = found(new.proven)["wrong"]
-        if len(wrong) != 1 or not wrong[0].startswith(name + " (products of "):
+        if len(wrong) != 1 or not wrong[0].startswith(name + (" (products of " if packs else ".weight")):
             print("NOT FOUND: behind a handle:", change.__name__, wrong)
     for _ in range(2):
         loading = reload.Reload(live, config.model_config, views)
         loading.exchange()
         assert found(loading.proven)["wrong"] == [], found(loading.proven)
-    assert len(loading.proven.products) == 9, loading.proven.products.keys()
+    assert len(loading.proven.products) == (9 if packs else 0), loading.proven.products.keys()
     assert found(loading.proven)["checked"] >= 9 + 5
     live.model.norm.weight.data[3] += 0.02
     if found(loading.proven)["wrong"] != ["model.norm.weight"]:
@@ -174,13 +178,18 @@ async def unread():
 
 
 def embedding(change):
-    weight = live.model.embed_tokens.weight.data
+    return in_place(live.model.embed_tokens.weight.data, change)
+
+
+def in_place(weight, change):
     old = weight.clone()
     change(weight)
     return lambda: weight.copy_(old)
 
 
 def linear(layer, change):
+    if not packs:
+        return in_place(layer.weight.data, change)
     old, weight = layer.cpu_linear, layer.cpu_linear.dense().clone()
     change(weight)
     layer.cpu_linear = torch_packing.TorchLinear(weight)
@@ -216,9 +225,9 @@ async def main():
     up, head = live.model.layers[1].mlp.gate_up_proj, live.lm_head
     faults = [("rows of the embedding", "model.embed_tokens.weight", lambda: embedding(rows)),
         ("element of the embedding", "model.embed_tokens.weight", lambda: embedding(element)),
-        ("rows of the head", "lm_head.packed0", lambda: linear(head, rows)),
-        ("element of a layer", "model.layers.1.mlp.gate_up_proj.packed0", lambda: linear(up, element)),
-        ("layer slightly off", "model.layers.1.mlp.gate_up_proj.packed0", lambda: linear(up, slightly))]
+        ("rows of the head", "lm_head." + held_as, lambda: linear(head, rows)),
+        ("element of a layer", "model.layers.1.mlp.gate_up_proj." + held_as, lambda: linear(up, element)),
+        ("layer slightly off", "model.layers.1.mlp.gate_up_proj." + held_as, lambda: linear(up, slightly))]
     for name, where, fault in faults:
         undo = fault()
         found = (await server.layers({}))["wrong"]
@@ -234,12 +243,22 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_f2_each_fault_that_is_put_into_a_server_is_found_and_nothing_else(dtype: str, tmp_path: Path) -> None:
+# A machine with AVX2 alone packs no bfloat16; of one with more, oneDNN shows only that to a process with this variable.
+AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+@pytest.mark.parametrize(("dtype", "cpu"), [("float32", {}), ("bfloat16", {}), ("bfloat16", AVX2_ALONE)])
+def test_f2_each_fault_that_is_put_into_a_server_is_found_and_nothing_else(
+    dtype: str, cpu: dict[str, str], tmp_path: Path
+) -> None:
     """With log-probs alone: swaps left out at learning rates of 1e-6 and 1e-7, and 24 publications without an alarm.
     With the layers: rows exchanged, one element changed, a layer slightly off; in layers that cannot be read, too."""
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, str(tmp_path / "model"), dtype], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", FAULTS, str(tmp_path / "model"), dtype],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, **cpu},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "NOT FOUND" not in done.stdout

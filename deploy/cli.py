@@ -142,11 +142,12 @@ def worker(
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     extras.require("slipstream learner", extras.LEARNER)
+    # Before torch is imported, which takes seconds: a wrong setting is told at once.
+    config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
     from learner.failures import LearnerFailed
     from learner.run import run
     from weight_sync.publisher import PublishError
 
-    config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
     tokens.hide()  # from the callbacks, and from what they start
     if config.learner.epochs is not None:
         config = _in_steps(load(run_file, context.args, needs=EVERYTHING))

@@ -1,20 +1,28 @@
 #!/usr/bin/env bash
-# Set-up, style, types and all tests, one real vLLM among them: `deploy/test.sh [pytest arguments]`.
+# Set-up, style, types and tests, one real vLLM among them: `deploy/test.sh [--all] [pytest arguments]`.
+# Without --all the tests take about ten minutes and say what they left out: see tests/conftest.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SLIPSTREAM_EXTRAS=test
 source deploy/setup.sh
 slipstream_setup
 
+all=()
+if [[ ${1:-} == --all ]]; then
+    all=(--all)
+    shift
+fi
+# Some machines switch this off for all programs; the tests start several hundred Pythons, which would compile anew.
+unset PYTHONDONTWRITEBYTECODE
 ruff format --check .
 ruff check .
 mypy
 python examples/multiply/build_model.py --out examples/multiply/models/seed-0
 if [[ $# -gt 0 ]]; then
-    exec pytest "$@"
+    exec pytest "${all[@]}" "$@"
 fi
 # One thread each, or they would wait for one another. Long files begin first: tests/conftest.py.
 export OMP_NUM_THREADS=1
-pytest -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
+pytest "${all[@]}" -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
 # Mostly waits for servers that start: two at a time. Each of the two has its own shared server.
-exec pytest -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5
+exec pytest "${all[@]}" -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5

@@ -1,16 +1,20 @@
-"""For all tests: examples of properties are bounded in number, never in time, so that a busy machine fails none; and
-signals are as a terminal's foreground has them, even if the tests were started by nohup or in the background, whose
-children ignore SIGHUP and SIGINT."""
+"""For all tests: what belongs to the ten minutes, and what only `--all` runs; the order; examples of properties, which
+are bounded in number, never in time, so that a busy machine fails none; and signals as a terminal's foreground has
+them, even if the tests were started by nohup or in the background, whose children ignore SIGHUP and SIGINT."""
 
 from __future__ import annotations
 
+import re
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+from tests.kit.chosen import chosen_families, commit, family_of
+
+FAMILIES = 5
 
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -21,10 +25,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # alone. One that is not here is only later than it could be.
 LONG_FILES = (
     "e2e/test_run.py",
-    "learner/test_rank_checkpoints.py",
     "deploy/test_supervisor.py",
+    "learner/test_rank_checkpoints.py",
+    "learner/test_rank_processes.py",
     "rollout_worker/test_isolation.py",
-    "learner/test_rank_memory.py",
     "deploy/test_launch.py",
     "learner/test_adapter.py",
     "rollout_queue/test_kill.py",
@@ -35,8 +39,74 @@ LONG_FILES = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run what is wider than ten minutes allow, too: every family, more examples"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("short", deadline=None, max_examples=50)
+    settings.register_profile("all", deadline=None, max_examples=300)
+    settings.load_profile("all" if config.getoption("all") else "short")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order within a file stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort long files to the front, the order within a file stays; leave out what is for `--all`."""
     first = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: first.get("/".join(item.path.parts[-2:]), len(first)))
+    if config.getoption("all"):
+        return
+    wide = {item for item in items if item.get_closest_marker("wide")}
+    if wrong := [item.nodeid for item in wide if names_an_invariant(item)]:
+        raise pytest.UsageError(f"tests of an invariant are not left to --all: {wrong}; take the mark `wide` away")
+    left = wide | _of_other_families(items)
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
+    told = {"left_to_all": len(left)}
+    if hasattr(config, "workeroutput"):
+        config.workeroutput.update(told)
+    else:
+        config.stash[LEFT] = len(left)
+
+
+LEFT = pytest.StashKey[int]()
+
+
+def names_an_invariant(item: pytest.Item) -> bool:
+    """Such a test is never left out."""
+    return re.search(r"_i[1-9]_", item.name) is not None
+
+
+def _of_other_families(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items of a table over model families whose family is not among those of this commit."""
+    tables: dict[tuple[Path, str], dict[pytest.Item, str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("families")
+        if marker is None or names_an_invariant(item):
+            continue
+        parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+        for name in parameters.keys() & set(marker.args):
+            tables.setdefault((item.path, name), {})[item] = family_of(parameters[name])
+    left = set()
+    for table in tables.values():
+        chosen = chosen_families(set(table.values()), FAMILIES)
+        left |= {item for item, family in table.items() if family not in chosen}
+    return left
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """All of xdist's processes collect the same."""
+    if (left := getattr(node, "workeroutput", {}).get("left_to_all")) is not None:
+        node.config.stash[LEFT] = left
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was not run."""
+    if left := config.stash.get(LEFT, 0):
+        terminalreporter.write_line(
+            f"{left} tests are left to --all: those marked wide, and families of models beyond the {FAMILIES} of each "
+            f"table that commit {commit()[:10]} chooses; properties had fewer examples"
+        )

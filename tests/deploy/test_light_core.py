@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deploy import extras
+from protocol.config import load
 from tests.deploy.conftest import free_port, run_directory
 from tests.deploy.stage import LIMIT_S, until
 
@@ -73,11 +75,18 @@ def queue_and_worker(run_file: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 def test_queue_and_worker_find_each_other_and_are_shown(
     run_file: Path, queue_and_worker: list[subprocess.Popen[bytes]]
 ) -> None:
-    def shown() -> str:
-        assert [process.poll() for process in queue_and_worker] == [None, None], (run_file.parent / "log").read_text()
-        return slipstream("status", run_file).stdout
+    worker = f"-{queue_and_worker[1].pid}-"
 
-    until(lambda: f"-{queue_and_worker[1].pid}-" in shown())
+    def registered() -> bool:
+        assert [process.poll() for process in queue_and_worker] == [None, None], (run_file.parent / "log").read_text()
+        try:
+            with urllib.request.urlopen(f"{load(run_file).queue.url}/v1/status", timeout=5) as answer:
+                return worker in answer.read().decode()
+        except OSError:
+            return False
+
+    until(registered)
+    assert worker in slipstream("status", run_file).stdout
     ledger = slipstream("ledger", run_file)
     assert ledger.returncode == 0, ledger.stderr
     assert (run_directory(run_file) / "queue.db").exists()

@@ -1,15 +1,23 @@
-"""A rank 0 in a process of its own, with real followers: the process of the tests keeps its one rank.
+"""A rank 0 in a process of its own, with followers: the process of the tests keeps its one rank.
 
 with Ranks(config) as ranks:
     state = ranks.call(some_function, argument)   # some_function(trainer, argument), in the process of rank 0
+
+All of them are copies of a process that has imported the learner, once for all tests: importing torch takes seconds.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import subprocess
+import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
@@ -18,19 +26,37 @@ from protocol.config import RunConfig
 
 # For all ranks to load torch, on a busy machine.
 ANSWERS_WITHIN_S = 240.0
+STDERR = 2
+# Processes that start as copies of one which has imported the learner, and has no thread yet.
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["learner.run", "learner.ranks.follower"])
 
 
 class Ranks:
-    """As many ranks as the run file says; a context manager. `call` runs a function of a module, in turn. resume: from
-    the run's newest checkpoint."""
+    """As many ranks as the run file says; a context manager. `call` runs a function of a module, in turn.
 
-    def __init__(self, config: RunConfig, resume: bool = False) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_lead, args=(config.model_dump_json(), resume, theirs))
+    Args:
+        config: The run file.
+        resume: From the run's newest checkpoint.
+        first: Is called in each process with its rank, before the rank begins; not with `fresh`.
+        fresh: Start each process as the learner itself does, and import all there.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resume: bool = False,
+        first: Callable[[int], object] | None = None,
+        fresh: bool = False,
+    ) -> None:
+        context = multiprocessing.get_context("spawn") if fresh else WARM
+        self._ours, self._theirs = context.Pipe()
+        run_file = config.model_dump_json()
+        self._process = context.Process(target=_lead, args=(run_file, resume, self._theirs, first, fresh))
 
     def __enter__(self) -> Self:
         self._process.start()
+        self._theirs.close()
         return self
 
     def __exit__(
@@ -51,12 +77,22 @@ class Ranks:
         return answer
 
 
-def _lead(run_file: str, resume: bool, pipe: Connection) -> None:
+def _lead(run_file: str, resume: bool, pipe: Connection, first: Callable[[int], object] | None, fresh: bool) -> None:
+    config = RunConfig.model_validate_json(run_file)
+    if not fresh:
+        # Before this process has a thread.
+        waiting: list[WaitingFollower] = []
+        for rank in range(1, config.learner.ranks):
+            waiting.append(WaitingFollower(rank, first, [pipe, *(of.stdin for of in waiting)]))
+        from learner.ranks import children
+
+        children._start = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
+        if first is not None:
+            first(0)
     from learner.ranks import joining
     from learner.run import build_trainer
     from learner.start import starting_point
 
-    config = RunConfig.model_validate_json(run_file)
     with joining.leading(config, joining.here(config)) as team:
         trainer = build_trainer(config, starting_point(config, resume), team)
         while (work := pipe.recv()) is not None:
@@ -65,3 +101,60 @@ def _lead(run_file: str, resume: bool, pipe: Connection) -> None:
                 pipe.send((True, function(trainer, *arguments)))
             except Exception:
                 pipe.send((False, traceback.format_exc()))
+
+
+class WaitingFollower:
+    """A copy of this process that becomes a follower when it is told its environment, with the face of a `Popen`.
+
+    Args:
+        rank: Its rank.
+        first: Is called there with the rank, before it begins.
+        not_there: What is closed there: pipes of others, whose ends they are to notice.
+    """
+
+    def __init__(self, rank: int, first: Callable[[int], object] | None, not_there: list[Any]) -> None:
+        reads, writes = os.pipe()
+        self.stdin = os.fdopen(writes, "wb")
+        self._reaping = threading.Lock()
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(
+            target=_follow, args=(rank, first, reads, [self.stdin, *not_there]), daemon=True
+        )
+        self._process.start()
+        os.close(reads)
+
+    def begin(self, environment: Mapping[str, str]) -> Self:
+        self.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
+        self.stdin.flush()
+        return self
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not connection.wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired("a follower", timeout or 0.0)
+        with self._reaping:  # several threads wait, and only one of them is told
+            self._process.join()
+            assert self._process.exitcode is not None
+            return self._process.exitcode
+
+
+def _follow(rank: int, first: Callable[[int], object] | None, reads: int, not_here: list[Any]) -> None:
+    from learner.ranks import follower
+
+    for pipe in not_here:
+        pipe.close()
+    sys.stdin = os.fdopen(reads)
+    told = sys.stdin.readline()
+    if not told:  # rank 0 has gone, or never began
+        return
+    os.environ.update(json.loads(told) | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    os.dup2(STDERR, 1)
+    if first is not None:
+        first(rank)
+    sys.exit(follower.main())

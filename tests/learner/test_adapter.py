@@ -166,7 +166,9 @@ def test_weights_are_merged_one_at_a_time(model_path: Path, monkeypatch: pytest.
         assert torch.equal(held_bytes[name], weight.bfloat16()), name
 
 
-@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"gradient_checkpointing": True}, pytest.param({"compile": True}, marks=pytest.mark.wide)], ids=str
+)
 def test_layers_that_are_run_otherwise_give_the_same_step(model_path: Path, settings: dict[str, Any]) -> None:
     """By plain gradients: AdamW would make whole steps of what rounding leaves of the first matrix's, which is 0 at
     first."""

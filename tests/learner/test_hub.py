@@ -20,9 +20,10 @@ from learner.hub.papers import PAPERS, bibtex, sources
 from learner.hub.sending import Request, SendError
 from learner.hub.uploads import Uploads, require
 from learner.report.progress import Progress
-from protocol.config import ConfigError, HubSection, LearnerSection, RunConfig
+from protocol.config import ConfigError, HubSection, LearnerSection
 from protocol.config.sections.presets import ABOUT, PRESETS
 from tests.kit import LEARNER, config
+from tests.kit.hub import config_in, model_of
 from tests.kit.learner import FakeQueue, endless
 from tests.learner.test_learner_loop import config_for, train
 
@@ -53,10 +54,6 @@ class FakeHub:
         self.answers.set()
 
 
-def config_in(folder: Path, **hub: Any) -> RunConfig:
-    return config(LEARNER, run={"dir": str(folder), "name": "sums"}, hub={"push_to_hub": True, **hub})
-
-
 @pytest.fixture
 def hub() -> FakeHub:
     return FakeHub()
@@ -71,13 +68,6 @@ def told() -> list[str]:
 def sender(hub: FakeHub, told: list[str], tmp_path: Path) -> Uploads:
     settings = config_in(tmp_path, hub_private_repo=True)
     return Uploads(settings, told.append, told.append, hub)
-
-
-def model_of(folder: Path, step: int) -> Path:
-    model = folder / f"step-{step}" / "model"
-    model.mkdir(parents=True)
-    (model / "weights").write_bytes(b"of %d" % step)
-    return model
 
 
 def test_a_model_goes_to_the_hub_whole(sender: Uploads, hub: FakeHub, told: list[str], tmp_path: Path) -> None:

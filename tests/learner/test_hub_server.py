@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from tests.learner.test_hub import model_of
+from tests.kit.hub import model_of
 
 # Ends as a learner does: it waits for the upload, and returns.
 LEARNER = """
 import sys
 from pathlib import Path
 from learner.hub.uploads import Uploads
-from tests.learner.test_hub import config_in
+from tests.kit.hub import config_in
 def say(text): print(text, flush=True)
 uploads = Uploads(config_in(Path(sys.argv[1])), say, say)
 uploads.push(Path(sys.argv[2]), 1)

@@ -81,6 +81,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
         layers.compile_layers(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.wide  # a minute of compiling
 @pytest.mark.timeout(900)  # the first time that a machine compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile takes a C++ compiler, and there is no g++")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,17 +27,11 @@ from tests.learner.test_learner_loop import FakePublisher
 from tests.learner.test_rank_checkpoints import run_file
 from weight_sync.publisher import Publisher
 
-# What a follower's Python reads first.
-FOLLOWERS = """
-import os
-if os.environ.get("RANK") == "1":
-    from tests.learner.test_rank_memory import run_out_at
-    run_out_at(3)
-"""
 
-
-def run_out_at(step: int) -> None:
-    """In this process the memory does not hold that step."""
+def run_out_at(step: int, here: int, rank: int) -> None:
+    """In the process of rank `here` the memory does not hold that step."""
+    if rank != here:
+        return
     count, forward = 0, Trainer._step
 
     def failing(self: Trainer, share: Share) -> Any:
@@ -50,10 +44,8 @@ def run_out_at(step: int) -> None:
     Trainer._step = failing  # type: ignore[method-assign]
 
 
-def train(trainer: Trainer, config: RunConfig, rank: int) -> tuple[str | None, list[str], dict[str, str]]:
+def train(trainer: Trainer, config: RunConfig) -> tuple[str | None, list[str], dict[str, str]]:
     """What ended the run, the groups that were trained, and those that were dropped."""
-    if rank == 0:
-        run_out_at(3)
     queue = FakeQueue(endless())
     publisher = FakePublisher(queue)
     progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
@@ -69,13 +61,11 @@ def train(trainer: Trainer, config: RunConfig, rank: int) -> tuple[str | None, l
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("most", [3, 0])
 def test_a_rank_that_runs_out_of_memory_ends_the_run_and_leaves_the_batch_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, most: int
+    tmp_path: Path, rank: int, most: int
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FOLLOWERS if rank else "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     here = run_file(tmp_path, "test", ranks=2, skip_bad_batches=most)
-    with Ranks(here) as ranks:
-        said, trained, dropped = ranks.call(train, here, rank)
+    with Ranks(here, first=partial(run_out_at, 3, rank)) as ranks:
+        said, trained, dropped = ranks.call(train, here)
     assert said is not None
     assert said.startswith("step 3: the device's memory does not hold the step, whose largest row has")
     assert f"({'rank 1: ' if rank else ''}CUDA out of memory. Tried to allocate 2.00 GiB.): lower" in said

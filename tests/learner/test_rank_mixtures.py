@@ -37,7 +37,7 @@ def test_two_ranks_make_the_gradient_of_one_without_a_warning(
     one = several.model_copy(update={"learner": several.learner.model_copy(update={"ranks": 1})})
     samples = samples_of([6, 7, 8, 9], 1, seed=1)
     rollouts = step_rollouts(samples)
-    with Ranks(several) as ranks:
+    with Ranks(several, fresh=True) as ranks:
         _, gradient = ranks.call(step, pack(samples, 16, ranks=2), rollouts)
     _, right = step(build_trainer(one, None), pack(samples, 16), rollouts)
     for ours, theirs in zip(gradient, right, strict=True):

@@ -54,7 +54,7 @@ def ranks(run_file: RunConfig) -> Iterator[Ranks]:
 
 
 def followers(_: Trainer) -> list[int]:
-    return [child.pid for child in psutil.Process().children() if "learner.ranks.follower" in child.cmdline()]
+    return [child.pid for child in psutil.Process().children()]
 
 
 def own_pid(_: Trainer) -> int:

@@ -3,7 +3,6 @@ of them: two processes, gloo, gradients that are given."""
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from typing import Any
 
@@ -17,6 +16,7 @@ from learner.ranks import wrapping
 from protocol.config import LearnerSection
 from protocol.config.sections.optimiser import SHARDED
 from tests.kit.model import tiny_model
+from tests.kit.ranks import WARM
 
 dist: Any = torch.distributed
 
@@ -110,10 +110,9 @@ def rank(number: int, store: str, answers: Any) -> None:
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = WARM.Pipe()
     store = str(tmp_path_factory.mktemp("store") / "store")
-    processes = [context.Process(target=rank, args=(number, store, theirs), daemon=True) for number in (0, 1)]
+    processes = [WARM.Process(target=rank, args=(number, store, theirs), daemon=True) for number in (0, 1)]
     for process in processes:
         process.start()
     found = {}

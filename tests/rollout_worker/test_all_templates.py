@@ -13,6 +13,7 @@ from tests.kit.template_cases import CASES, TEMPLATES, shipped
 from tests.kit.worker import multiply
 
 SCHEMAS = ToolBox([multiply]).schemas
+pytestmark = pytest.mark.families("template", "case")
 USER = {"role": "user", "content": "Multiply 2 by 3."}
 FIT = [template for template in TEMPLATES if template.refused is None]
 BY_STEM = {template.stem: template for template in TEMPLATES}

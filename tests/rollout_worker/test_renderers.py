@@ -18,6 +18,8 @@ from rollout_worker.chat.base import MalformedCall, PromptError, ToolCall
 from rollout_worker.task.tools import ToolBox
 from tests.kit.renderer_cases import CASES, SPECIAL_TOKENS, build
 
+pytestmark = pytest.mark.families("case")
+
 
 def search(query: str, count: int, filters: dict) -> str:
     """Search the library.

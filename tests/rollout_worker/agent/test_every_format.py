@@ -24,6 +24,7 @@ from tests.kit import renderer_cases, template_cases
 from tests.kit.agent import MULTIPLY, results_of
 from tests.kit.worker import multiply
 
+pytestmark = pytest.mark.families("case")
 CASES = [*renderer_cases.CASES, *template_cases.CASES]
 TOOLS = ToolBox([multiply])
 QUESTION = {"role": "user", "content": "Multiply 100 by 107."}

@@ -25,7 +25,7 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.errors import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.scene import Scene
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode

@@ -264,7 +264,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
 def _in_steps(config: RunConfig) -> RunConfig:
     """With the steps of `learner.epochs`, for which the task is loaded."""
     from deploy import epochs
-    from rollout_worker.task import load_task
+    from rollout_worker.task.task import load_task
 
     rows = load_task(config.task).rows.size
     counted = epochs.in_steps(config, rows)

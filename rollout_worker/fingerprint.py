@@ -20,9 +20,9 @@ from protocol import fingerprint
 from protocol.config import RunConfig
 from protocol.messages import Fingerprint
 from rollout_worker import user_code
-from rollout_worker.task import Task
 from rollout_worker.task.evaluation import count_eval_rows
 from rollout_worker.task.rows import Rows
+from rollout_worker.task.task import Task
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,10 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.row_reader import RowReader
-from rollout_worker.task import Task
 from rollout_worker.task.agent import most_open
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
+from rollout_worker.task.task import Task
 from rollout_worker.task.tools import ToolBox
 from rollout_worker.tickets import Queue, give_back, leave
 from rollout_worker.troubles import Troubles

@@ -16,9 +16,9 @@ from rollout_worker.drivers.base import Driver
 from rollout_worker.drivers.conversation import Conversations
 from rollout_worker.drivers.environment import InEnvironments
 from rollout_worker.episode import EpisodeRunner
-from rollout_worker.task import Task
 from rollout_worker.task.agent import Agent
 from rollout_worker.task.environment import Environments
+from rollout_worker.task.task import Task
 from rollout_worker.task.tools import ToolBox
 
 

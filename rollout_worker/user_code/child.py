@@ -75,7 +75,7 @@ async def _awaited(result: Any) -> Any:
 
 def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
     """The task's functions by the names that the policy knows them by. Raises `ConfigError`."""
-    from rollout_worker.task import load_task
+    from rollout_worker.task.task import load_task
     from rollout_worker.task.tools.function import callables
 
     return callables(load_task(TaskSection(path=task_path)).tools)

@@ -10,7 +10,7 @@ from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.ports import free_port
 
 TASK = '''
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 
 print("a task file may print")
 

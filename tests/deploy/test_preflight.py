@@ -103,7 +103,7 @@ def test_where_the_weights_leave_from_is_looked_at_before_anything_starts(
 
 
 AGENT = """
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 
 async def agent(endpoint, prompt):
     return 1.0

@@ -11,7 +11,7 @@ import pytest
 from protocol.config import TaskSection
 from protocol.messages import Group
 from rollout_worker.agent import parameters
-from rollout_worker.task import Task, load_task
+from rollout_worker.task.task import Task, load_task
 from slipstream import Endpoint
 from tests.kit import WORKER, config
 from tests.kit.agent import agent_task

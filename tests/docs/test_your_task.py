@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy import init
 from protocol.config import TaskSection
-from rollout_worker.task import load_task
+from rollout_worker.task.task import load_task
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.worker import TOKENIZER, fake, roll

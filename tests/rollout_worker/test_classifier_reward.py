@@ -7,9 +7,9 @@ import json
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.task import Task
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, build_rewards
 from rollout_worker.task.rewards.classifier import TEXTS
+from rollout_worker.task.task import Task
 from tests.kit import config
 from tests.kit.fake_pooling import FakePooling
 from tests.kit.worker import accuracy

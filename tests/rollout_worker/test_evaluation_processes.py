@@ -28,7 +28,7 @@ B, STEPS, ROWS = 2, 4, 3
 TASK = f"""
 import asyncio
 from pathlib import Path
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 
 OPEN = Path(__file__).with_name("open")
 

@@ -18,7 +18,7 @@ from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession
 from rollout_queue.store.sqlite import SqliteStore
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 from rollout_worker.task.tools import open_tools
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode

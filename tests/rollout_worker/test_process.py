@@ -19,7 +19,7 @@ from tests.kit.worker import fake, until
 
 ROOT = Path(__file__).parents[2]
 TASK = """
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 
 def reward(completions, **columns):
     return [0.0] * len(completions)
@@ -167,7 +167,7 @@ async def test_sigterm_ends_a_worker_cleanly(tmp_path):
 SLOWLY_MADE = """
 import time
 from pathlib import Path
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 
 def count(name):
     path = Path(name)
@@ -213,7 +213,7 @@ async def test_i9_sigterm_closes_an_environment_that_is_still_being_made(tmp_pat
 HOSTILE = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 
 pool, calls = ThreadPoolExecutor(1), []
 

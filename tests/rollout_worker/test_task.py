@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ConfigError, TaskSection
-from rollout_worker.task import Task, load_task
+from rollout_worker.task.task import Task, load_task
 from tests.kit.worker import row, task
 
 GOOD = """
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 
 def good(completions, **kwargs):
     return [0.0] * len(completions)

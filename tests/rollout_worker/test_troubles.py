@@ -9,7 +9,7 @@ import pytest
 from protocol.client import Refused
 from protocol.config import TaskSection
 from protocol.messages import Problem
-from rollout_worker.task import load_task
+from rollout_worker.task.task import load_task
 from rollout_worker.troubles import MAX_CHARACTERS, MOST, Troubles
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault

@@ -10,7 +10,7 @@ from protocol.client import Refused, Unreachable
 from protocol.messages import Problem, Server, ServerState, TicketReply
 from rollout_worker.chat.system_prompt import WithSystemPrompt
 from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 from rollout_worker.worker import work
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault, serving

@@ -13,7 +13,7 @@ from deploy.keeper import RunFailed
 from protocol import fingerprint
 from protocol.client import QueueClient
 from protocol.config import ConfigError
-from rollout_worker.task import Task
+from rollout_worker.task.task import Task
 from slipstream.script import train
 
 

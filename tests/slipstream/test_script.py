@@ -15,7 +15,7 @@ import pytest
 
 from deploy.keeper import RunFailed
 from protocol.config import ConfigError, RunConfig, TaskSection
-from rollout_worker.task import Task, load_task
+from rollout_worker.task.task import Task, load_task
 from slipstream import script as script_module
 from slipstream import train
 from slipstream.words import TRAIN, of_a_trainer

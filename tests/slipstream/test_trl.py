@@ -19,7 +19,7 @@ from deploy import run_directory
 from protocol import checkpoints
 from protocol.checkpoints import Best
 from protocol.config import ConfigError, RunConfig, TaskSection, resolve
-from rollout_worker.task import Task, load_task
+from rollout_worker.task.task import Task, load_task
 from rollout_worker.task.tools import ToolBox
 from slipstream import script as script_module
 from slipstream.script import overrides

@@ -25,8 +25,7 @@ slipstream_setup() {
   if [ -f "$done_for" ] && grep -qxF "$stamp" "$done_for"; then return 0; fi
 
   local what="$root${extras:+[$extras]}" log="$root/.venv/setup.log" code=0
-  echo "setup: installing slipstream-rl${extras:+[$extras]} into .venv, once: about two minutes with uv and packages" \
-    "at hand, five with pip" >&2
+  echo "setup: installing slipstream-rl${extras:+[$extras]} into .venv, once: by uv one to two minutes, by pip about five" >&2
   exec 9> >(slipstream_clock installing)
   slipstream_install "$what" "$extras" "$log" || code=$?
   exec 9>&-

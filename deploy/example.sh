@@ -36,16 +36,19 @@ source deploy/setup.sh
 slipstream_setup
 
 model=$example/models/seed-$seed
-if [ ! -e "$model" ]; then
-  echo "example: building the policy in $model: done once, in a few minutes, many where the machine is busy" >&2
-fi
-python "$example/build_model.py" --out "$model" --seed "$seed"
-if slipstream status "$example/run.toml" --model.path "$model" ${settings[@]+"${settings[@]}"} >/dev/null 2>&1; then
-  echo "example: a run is going on already; stop it first, or wait for its end" >&2
-  exit 2
+# Asked here as well: the builder imports torch before it can look.
+if [ ! -e "$model/config.json" ]; then
+  echo "example: building the policy in $model: done once, in about a minute, more where the machine is busy" >&2
+  python "$example/build_model.py" --out "$model" --seed "$seed"
 fi
 run=runs/$(sed -n '/^\[run\]/,/^\[/s/^name = "\(.*\)"/\1/p' "$example/run.toml")
 if [ ${#resume[@]} -eq 0 ] && [ -e "$run" ]; then
+  echo "example: looking whether the earlier run in $run has ended" >&2
+  if slipstream status "$example/run.toml" --model.path "$model" ${settings[@]+"${settings[@]}"} >/dev/null 2>&1; then
+    echo "example: a run is going on already; stop it first, or wait for its end" >&2
+    exit 2
+  fi
   mv "$run" "$run-$(date +%Y%m%d-%H%M%S)"
 fi
+echo "example: checking run file, task and model, then starting vLLM, queue, worker and learner" >&2
 exec deploy/launch.sh "$example/run.toml" ${resume[@]+"${resume[@]}"} --model.path "$model" --run.seed "$seed" ${settings[@]+"${settings[@]}"}

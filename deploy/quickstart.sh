@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole loop on this machine: set-up, a tiny policy, and 60 steps of RL on a real vLLM.
+# The whole loop on this machine: set-up, a tiny policy, and 40 steps of RL on a real vLLM.
 #
 #   deploy/quickstart.sh [--seed N] [--resume] [--section.key value ...]
 #

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 MOST_ADAPTERS = 8
 # How long to try to reach the queue, which may be starting beside the server: that takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
+THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+# By its path: vLLM replaces the short name, "uni", with "mp" on a CPU.
+IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def on_cpu() -> bool:
@@ -78,6 +81,10 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
     if on_cpu():
         # A compiled CPU graph would keep using the packed weights that it was compiled with.
         flags.append("--enforce-eager")
+        if devices.gpus_of_server(vllm.args) == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
+            # The engine computes by itself. vLLM's own choice, a worker process beside it, is there to bind threads to
+            # cores; it starts as long as the engine, and each step waits for both.
+            flags += ["--distributed-executor-backend", IN_ENGINE]
     # -P: nothing is imported from the working directory.
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
 
@@ -124,7 +131,7 @@ def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
     model = config.model
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
-        wanted |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **KEPT_PAGES}
+        wanted |= {"TORCH_COMPILE_DISABLE": "1", THREADS_BIND: NO_BIND, **KEPT_PAGES}
     if seat is not None and seat.entries:
         wanted |= {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries)}
     wanted |= devices.nccl_environment(config)

@@ -1,8 +1,8 @@
 """Build and warm-start the tiny policy of this example: `python build_model.py --out FOLDER [--seed N]`.
 
 A two-layer Qwen3 of 0.4 M parameters learns the format from correct conversations until it would solve 90 % of
-the prompts, then a mix with flawed ones gives it bad habits (no tool, wrong arguments, malformed calls,
-misquotes), which leave it at about 40 %. RL has to remove them. A folder that is complete is left as it is.
+the prompts, then a mix with flawed ones gives it bad habits (no tool, wrong arguments, malformed
+calls, misquotes), which leave it at about 40 %. RL has to remove them. A folder that is complete is left as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from task import multiply  # noqa: E402
 from tiny_policy.build import main  # noqa: E402
 from tiny_policy.recipe import Recipe  # noqa: E402
 
-RECIPE = Recipe(tools=[multiply], correct=correct, mixed=mixed)
+RECIPE = Recipe(tools=[multiply], correct=correct, mixed=mixed, batch=32, clean_steps=400, muon=True)
 
 if __name__ == "__main__":
     main(RECIPE, __doc__)

@@ -20,6 +20,8 @@ class Recipe:
     whole: what stays a token of its own, beside single digits, such as the names in the prompts; the policy copies it
     in one piece. Text between may become one token, however long, which makes turns short. None: tokens end at words.
     solves: the share of prompts at which the correct demonstrations have taught enough; `clean_steps` end them too.
+    muon: train the layers' matrices on correct demonstrations with Muon, whose learning rate falls to a tenth over the
+    second half of `clean_steps`.
     """
 
     tools: Sequence[Callable[..., Any] | dict[str, Any]]
@@ -34,6 +36,7 @@ class Recipe:
     solves: float = 0.9
     clean_steps: int = 600
     flawed_steps: int = 50
+    muon: bool = False
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

@@ -48,18 +48,32 @@ def train(
     steps: int,
     learning_rate: Callable[[int], float],
     after_step: Callable[[int], bool],
+    muon: bool = False,
 ) -> None:
-    """AdamW on the assistant's tokens; ends after `steps`, or earlier when `after_step` returns true."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
+    """Train on the assistant's tokens; end after `steps`, or earlier when `after_step` returns true.
+
+    Args:
+        learning_rate: AdamW's, by step.
+        muon: Give the layers' matrices to Muon, at twice that rate.
+    """
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2] if muon else []
+    by_muon = {id(weight) for weight in matrices}
+    others = [weight for weight in model.parameters() if id(weight) not in by_muon]
+    optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01)]
+    if matrices:
+        # Its update is scaled to the size of AdamW's (arXiv 2502.16982), so that one rate serves both.
+        optimisers.append(torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     for step in range(steps):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step)
+        for factor, optimiser in enumerate(optimisers, 1):
+            for group in optimiser.param_groups:
+                group["lr"] = factor * learning_rate(step)
         losses, written = token_losses(model, draw())
         loss = losses.sum() / written.sum()
-        optimiser.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        for optimiser in optimisers:
+            optimiser.step()
         if after_step(step):
             return
 
@@ -90,12 +104,17 @@ def warm_start(recipe: Recipe, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedT
             told.update(80 + 20 * done, "flawed demonstrations")
             return False
 
+        def clean_rate(step: int) -> float:
+            left = 1 - step / recipe.clean_steps
+            return 2e-3 * min(1.0, (step + 1) / 20, max(0.1, 2 * left) if recipe.muon else 1.0)
+
         train(
             model,
             lambda: batch(recipe.correct, rng, recipe.batch),
             recipe.clean_steps,
-            lambda step: 2e-3 * min(1.0, (step + 1) / 20),
+            clean_rate,
             good_enough,
+            muon=recipe.muon,
         )
         steps = recipe.flawed_steps
         flat = int(steps * 0.6)

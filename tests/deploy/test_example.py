@@ -101,8 +101,12 @@ def test_a_run_that_is_going_on_is_left_alone(checkout: Path) -> None:
     assert (checkout / "runs" / "shop-run").is_dir()
 
 
-def test_a_policy_that_is_not_there_yet_is_told_before_it_is_built(checkout: Path) -> None:
+def test_a_policy_that_is_not_there_yet_is_told_before_it_is_built_once(checkout: Path) -> None:
     told = "example: building the policy in examples/multiply/models/seed-0"
     assert told in started(checkout, "example.sh", "multiply").stderr
-    (checkout / "examples" / "multiply" / "models" / "seed-0").mkdir(parents=True)
-    assert told not in started(checkout, "example.sh", "multiply").stderr
+    model = checkout / "examples" / "multiply" / "models" / "seed-0"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
+    done = started(checkout, "example.sh", "multiply")
+    assert told not in done.stderr
+    assert "python" not in done.stdout

@@ -133,7 +133,7 @@ async def test_a_server_whose_flags_suit_no_run_is_not_added(fake: dict[str, Any
 
 
 def test_a_server_whose_flags_do_not_suit_the_run_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server.extras, "require", lambda *_: None)
+    monkeypatch.setattr("deploy.extras.require", lambda *_: None)
     monkeypatch.setattr(joining, "run", lambda *_: pytest.fail("it would have registered"))
     wrong = config(vllm={"args": ["--logprobs-mode", "raw_logprobs"]})
     with pytest.raises(ConfigError, match=r"vllm\.args: .*its log-probs are raw_logprobs"):

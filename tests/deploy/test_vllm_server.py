@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,23 @@ def test_p3_p9_p10_what_rl_needs_is_on_the_command_line(run_file: Path, cpu: boo
     assert "--enable-scale-out" in command
     assert ("--enforce-eager" in command) == cpu
     assert Path(value_of(command, "--model")) == (run_file.parent / "model").resolve()
+
+
+def test_the_cpu_engine_computes_by_itself_unless_it_has_several_workers_or_threads_to_bind(
+    run_file: Path, cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = "--distributed-executor-backend"
+    monkeypatch.delenv(vllm_server.THREADS_BIND, raising=False)
+    assert (flag in vllm_server.command(config(run_file), 0)) == cpu
+    assert flag not in vllm_server.command(config(run_file, "--vllm.args", '["-tp", "2"]'), 0)
+    monkeypatch.setenv(vllm_server.THREADS_BIND, "0-3")
+    assert flag not in vllm_server.command(config(run_file), 0)
+
+
+def test_vllm_has_the_executor_inside_its_engine() -> None:
+    pytest.importorskip("vllm")
+    module, _, name = vllm_server.IN_ENGINE.rpartition(".")
+    assert hasattr(import_module(module), name)
 
 
 def test_a_hub_name_stays_as_it_is(run_file: Path, cpu: bool) -> None:

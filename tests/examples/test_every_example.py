@@ -143,6 +143,27 @@ def test_correct_demonstrations_earn_everything_and_flawed_ones_nothing(example:
     assert 1 - sum(mixed) / len(mixed) == pytest.approx(flawed, abs=4 * deviation)
 
 
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
+    with modules_of("multiply") as load:
+        recipe, policy, warm_start = (
+            load("build_model").RECIPE,
+            load("tiny_policy.policy"),
+            load("tiny_policy.warm_start"),
+        )
+        tokenizer, rng = policy.build_tokenizer(recipe, seed=0), random.Random(0)
+        batch = [policy.encode(recipe.correct(rng), tokenizer, recipe.schemas) for _ in range(8)]
+        changed = {}
+        for muon in (False, True):
+            model = policy.build_model(recipe, seed=0)
+            before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            warm_start.train(model, lambda: batch, 1, lambda _: 1e-3, lambda _: False, muon=muon)
+            changed[muon] = {name: weight.detach() - before[name] for name, weight in model.named_parameters()}
+    for name, adamws in changed[False].items():
+        assert adamws.abs().max() > 0, name
+        same = bool((adamws == changed[True][name]).all())
+        assert same == (".layers." not in name or adamws.ndim == 1), name
+
+
 def test_without_a_terminal_a_warm_start_says_in_lines_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from weight_sync.transports.nccl_staged import reception as nccl_staged
 from weight_sync.vllm.staging import Staging
 
 
-class NcclReceiver(Receiver):
+class NcclReceiverEnd(Receiver):
     """What vLLM's NCCL engine does, in as many `workers`: packed, with calls that block as NCCL's do.
 
     `test_nccl_engine.py` drives that engine itself.
@@ -169,7 +169,7 @@ class NcclStagedReceiver(StagedReceiver):
         ]
 
 
-class IpcReceiver(StagedReceiver):
+class IpcReceiverEnd(StagedReceiver):
     """With `SharedMemory` in the place of CUDA's handles."""
 
     own_uuid = "GPU-0"

@@ -55,7 +55,7 @@ class Receiver:
         """Let go of what a peer that is gone would be waited for."""
 
 
-class GlooReceiver(Receiver):
+class GlooReceiverEnd(Receiver):
     """What `GlooEngine` does, in as many `workers`."""
 
     runs_here = True
@@ -103,7 +103,7 @@ class GlooReceiver(Receiver):
         self.loaded += [staging.shadow for staging in self.stagings]
 
 
-class HttpReceiver(Receiver):
+class HttpReceiverEnd(Receiver):
     """What `HttpEngine` does, in as many `workers`."""
 
     runs_here = True

@@ -12,7 +12,7 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
-from tests.weight_sync.receivers import GlooReceiver
+from tests.weight_sync.receivers import GlooReceiverEnd
 from weight_sync.memory import Staging
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
@@ -25,7 +25,7 @@ from weight_sync.transports.gloo.sender import GlooTransport
 class Rig:
     fake: FakeVllm
     control: ServerControl
-    receiver: GlooReceiver
+    receiver: GlooReceiverEnd
     transport: GlooTransport
 
     async def publish(self, sent: Snapshot) -> None:
@@ -35,7 +35,7 @@ class Rig:
 @asynccontextmanager
 async def connected(workers: int = 1, timeout_s: float = 20) -> AsyncIterator[Rig]:
     fake = FakeVllm()
-    receiver = GlooReceiver(fake.engine, workers)
+    receiver = GlooReceiverEnd(fake.engine, workers)
     transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=timeout_s))
     async with serving(fake) as url, ServerControl(url, 20) as control:
         await transport.connect(control, workers)

@@ -16,7 +16,7 @@ from learner.report.record import published
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
-from tests.weight_sync.receivers import GlooReceiver
+from tests.weight_sync.receivers import GlooReceiverEnd
 from tests.weight_sync.test_delta import changed, flat_of
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.manifest import Manifest
@@ -33,7 +33,7 @@ SIZE = 4000
 @dataclass
 class Rig:
     control: ServerControl
-    receiver: GlooReceiver
+    receiver: GlooReceiverEnd
     transport: GlooTransport
 
     async def publish(self, sent: Snapshot) -> Sent:
@@ -53,7 +53,7 @@ class Rig:
 @asynccontextmanager
 async def connected(workers: int = 1, full_every: int = 20) -> AsyncIterator[Rig]:
     fake = FakeVllm()
-    receiver = GlooReceiver(fake.engine, workers)
+    receiver = GlooReceiverEnd(fake.engine, workers)
     section = WeightSyncSection(bucket_bytes=1024, timeout_s=20, delta=True, full_every=full_every)
     transport = GlooTransport(section)
     async with serving(fake) as url, ServerControl(url, 20) as control:

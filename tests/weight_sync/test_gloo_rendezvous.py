@@ -18,7 +18,7 @@ import torch
 
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
-from tests.weight_sync.receivers import GlooReceiver
+from tests.weight_sync.receivers import GlooReceiverEnd
 from tests.weight_sync.test_gloo import snapshot
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
@@ -223,7 +223,7 @@ def test_i8_who_takes_a_worker_s_connection_gets_no_byte_of_weights(monkeypatch:
 
 async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> None:
     fake = FakeVllm()
-    GlooReceiver(fake.engine, 1)
+    GlooReceiverEnd(fake.engine, 1)
     transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=10))
     plain = transport._listen
 
@@ -274,7 +274,7 @@ def test_i8_the_secret_of_a_transfer_is_new_each_time_and_in_no_text() -> None:
 def test_the_rendezvous_is_closed_once_all_are_there() -> None:
     async def connected() -> int:
         fake = FakeVllm()
-        GlooReceiver(fake.engine, 2)
+        GlooReceiverEnd(fake.engine, 2)
         transport = GlooTransport(WeightSyncSection(timeout_s=10))
         async with serving(fake) as url, ServerControl(url, 20) as control:
             await transport.connect(control, 2)

@@ -16,7 +16,7 @@ from aiohttp import web
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
-from tests.weight_sync.receivers import HttpReceiver
+from tests.weight_sync.receivers import HttpReceiverEnd
 from weight_sync.delta import codec
 from weight_sync.pause import Pause
 from weight_sync.server_control import ServerControl
@@ -42,7 +42,7 @@ class Rig:
 
     section: WeightSyncSection
     depot: Depot
-    receivers: list[HttpReceiver] = field(default_factory=list)
+    receivers: list[HttpReceiverEnd] = field(default_factory=list)
     transports: list[HttpTransport] = field(default_factory=list)
     controls: list[ServerControl] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ async def connected(servers: int = 1, workers: int = 1, **settings: Any) -> Asyn
         for _ in range(servers):
             fake = FakeVllm()
             fake.app.router.add_get(ranges.PREFIX + "{key}", passes_on)
-            rig.receivers.append(HttpReceiver(fake.engine, workers))
+            rig.receivers.append(HttpReceiverEnd(fake.engine, workers))
             rig.controls.append(await stack.enter_async_context(ServerControl(await _url(stack, fake), 20)))
             rig.transports.append(HttpTransport(section))
             stack.push_async_callback(_close, rig, len(rig.transports) - 1)

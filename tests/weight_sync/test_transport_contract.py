@@ -15,8 +15,8 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import control_calls, probe
-from tests.weight_sync.gpu_receivers import IpcReceiver, NcclReceiver, NcclStagedReceiver
-from tests.weight_sync.receivers import GlooReceiver, HttpReceiver, Receiver
+from tests.weight_sync.gpu_receivers import IpcReceiverEnd, NcclReceiverEnd, NcclStagedReceiver
+from tests.weight_sync.receivers import GlooReceiverEnd, HttpReceiverEnd, Receiver
 from weight_sync import cancellation
 from weight_sync.pause import Pause
 from weight_sync.server_control import ControlError, ServerControl
@@ -27,11 +27,11 @@ from weight_sync.transports.ipc import handles
 from weight_sync.transports.nccl import streams
 
 RECEIVERS: dict[str, type[Receiver]] = {
-    "gloo": GlooReceiver,
-    "nccl": NcclReceiver,
+    "gloo": GlooReceiverEnd,
+    "nccl": NcclReceiverEnd,
     "nccl_staged": NcclStagedReceiver,
-    "ipc": IpcReceiver,
-    "http": HttpReceiver,
+    "ipc": IpcReceiverEnd,
+    "http": HttpReceiverEnd,
 }
 
 

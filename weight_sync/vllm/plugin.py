@@ -13,9 +13,10 @@ def register() -> None:
 
     Engines are imported when used. May be called again.
     """
-    from weight_sync.vllm import engine_swap
+    from weight_sync.vllm import engine_swap, quick_start
 
     engine_swap.install()
+    quick_start.install()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, ends in TRANSPORTS.items():

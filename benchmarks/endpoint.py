@@ -19,7 +19,7 @@ import uvloop
 
 from benchmarks.worker_ways import IN_FLIGHT, ROWS, accuracy, measured, worker_config
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit.worker import multiply, task
 
 

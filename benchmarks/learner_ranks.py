@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.learner_cases import CASES, SIZES, Batch, batch
 from learner.feed.packing import pack
-from learner.ranks import joining
+from learner.ranks import launch
 from learner.run import build_trainer
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import LearnerSection, RunConfig
 
 RANKS = 2
@@ -52,7 +52,7 @@ def measure(case: str, model: str, rounds: int) -> dict[str, Any]:
         several = _run_file(Path(folder), RANKS)
         torch.set_num_threads(1)
         alone = build_trainer(_run_file(Path(folder), 1), None)
-        with joining.leading(several, joining.here(several)) as team:
+        with launch.lead_team(several, launch.this_rank(several)) as team:
             together = build_trainer(several, None, team)
             torch.set_num_threads(1)
             seconds: dict[int, list[float]] = {1: [], RANKS: []}

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.learner_cases import Batch, Size
 from benchmarks.learner_ways import SECTION, advantages_of
-from learner import optimiser
+from learner.training import optimiser
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 with warnings.catch_warnings():
@@ -44,7 +44,7 @@ class Trl:
         packing.register_tree_attention()
         self.model = size.build(packing.TREE_ATTENTION, device)
         utils.add_fused_lm_head(self.model, temperature=1.0, outputs=("log_probs", "entropy"))
-        self.optimiser = optimiser.build(self.model, SECTION).stepper
+        self.optimiser = optimiser.build_optimiser(self.model, SECTION).stepper
         self.forwarded = 0
         self._accelerator = Accelerator()
         self._budget, self._device = budget, device

@@ -10,12 +10,12 @@ from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.learner_cases import Batch, Size
-from learner import optimiser
 from learner.algorithm.algorithm import Algorithm
+from learner.attention import packed
 from learner.feed.packing import Sample, pack
-from learner.model import attention
 from learner.model.policy import Policy, Scoring
-from learner.trainer import Trainer
+from learner.training import optimiser
+from learner.training.trainer import Trainer
 from protocol.config import LearnerSection
 
 # So low that the weights, and with them the work, stay as they are.
@@ -40,8 +40,8 @@ class Ours:
     name = "ours"
 
     def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
-        self.model = size.build(attention.NAME, device)
-        policy = Policy(self.model, attention.NAME, Scoring(1.0, SECTION.logits_mib))
+        self.model = size.build(packed.PACKED_ATTENTION, device)
+        policy = Policy(self.model, packed.PACKED_ATTENTION, Scoring(1.0, SECTION.logits_mib))
         self._trainer = Trainer(policy, SECTION, longest=2048)
         self._batch, self._budget = batch, budget
         self.optimiser = self._trainer.optimiser.optimizer
@@ -61,7 +61,7 @@ class Padded:
 
     def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
         self.model = size.build("sdpa", device)
-        self.optimiser = optimiser.build(self.model, SECTION).stepper
+        self.optimiser = optimiser.build_optimiser(self.model, SECTION).stepper
         self.forwarded = 0
         self._samples, self._budget, self._device = batch.samples, budget, device
         self._advantages, self._tokens = advantages_of(batch)

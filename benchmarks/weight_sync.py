@@ -34,16 +34,17 @@ from benchmarks.weight_sync_baseline import Baseline
 from benchmarks.weight_sync_server import SIZES, START_TIMEOUT_S, Load, Size, machine, model_of, serving, under_load
 from protocol.config import WeightSyncSection
 from tests.kit.ports import free_port
-from weight_sync.delta.book import Way
+from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.manifest import Manifest
-from weight_sync.memory import Reserve, fresh, touch
 from weight_sync.proof.probe import Probe, probe_token_ids
-from weight_sync.server_control import ServerControl, Swap
-from weight_sync.server_sync import ServerSync
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.answers import Swap
+from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import Sent
 from weight_sync.transports.gloo.group import GlooGroup
 from weight_sync.transports.gloo.sender import GlooTransport
+from weight_sync.weights.delta_base import DeltaPath
+from weight_sync.weights.flat_buffer import Reserve, fresh, touch
+from weight_sync.weights.snapshot import Snapshot
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 UNDISTURBED_S = 1.0
@@ -56,7 +57,7 @@ class Timed(GlooTransport):
         super().__init__(section)
         self._send_s = send_s
 
-    def _send(self, group: GlooGroup, snapshot: Snapshot, way: Way | None) -> Sent:
+    def _send(self, group: GlooGroup, snapshot: Snapshot, way: DeltaPath | None) -> Sent:
         began = time.perf_counter()
         sent = super()._send(group, snapshot, way)
         self._send_s.append(time.perf_counter() - began)

@@ -12,12 +12,12 @@ import aiohttp
 import torch
 import torch.distributed
 
-from weight_sync.cancellation import on_thread, together
 from weight_sync.manifest import Manifest
-from weight_sync.memory import Staging
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.cancellation import gather, on_thread
+from weight_sync.server.control import ServerControl
 from weight_sync.vllm.worker import SlipstreamWorker
+from weight_sync.weights.flat_buffer import Staging
+from weight_sync.weights.snapshot import Snapshot
 
 dist: Any = torch.distributed
 HOST = "127.0.0.1"
@@ -67,7 +67,7 @@ class Worker(SlipstreamWorker):
 
     def slipstream_bench_in_place(self, manifest: dict[str, Any]) -> None:
         """Receive and load into the live model in one call, which nothing else in the engine passes."""
-        from weight_sync.vllm.reload import load_staged
+        from weight_sync.vllm.engine.reload import load_staged
 
         layout = Manifest(**manifest)
         flat = self.slipstream_bench_buffer.take(layout.total_bytes())
@@ -83,7 +83,7 @@ class Baseline:
 
     async def connect(self, port: int) -> None:
         joined = on_thread(RawGroup, 0, port)
-        self._group, _ = await together(joined, self._call("slipstream_bench_join", port))  # type: ignore[assignment]
+        self._group, _ = await gather(joined, self._call("slipstream_bench_join", port))  # type: ignore[assignment]
 
     async def raw_s(self, snapshot: Snapshot) -> float:
         """Seconds of one broadcast into memory that was used before, until the receiver has said so."""
@@ -101,7 +101,7 @@ class Baseline:
         began = time.perf_counter()
         await self._control.pause(False)
         try:
-            await together(
+            await gather(
                 self._call("slipstream_bench_in_place", snapshot.manifest.as_dict()),
                 on_thread(self._group.broadcast, snapshot.flat),
             )

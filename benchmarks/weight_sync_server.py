@@ -20,7 +20,7 @@ import aiohttp
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deploy import vllm_server
+from deploy.servers import vllm_server
 from protocol.config import RunConfig, load
 from tests.kit.ports import free_port
 

@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from weight_sync.cancellation import on_thread
-from weight_sync.delta.codec import apply, encode
 from weight_sync.manifest import Manifest
+from weight_sync.server.cancellation import on_thread
+from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.depot import Depot
 from weight_sync.transports.http.offers import Offer
-from weight_sync.transports.http.peer import serve_chunks
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.share import Record, SharedStaging
+from weight_sync.transports.http.receiver import Record, SharedStaging
+from weight_sync.vllm.chunk_route import serve_chunks
+from weight_sync.weights.delta_codec import apply, encode_delta
 
 LEARNING_RATE = 1e-6
 
@@ -108,7 +108,7 @@ def _stage(staging: SharedStaging, chunks: ChunkList, secret: str, urls: list[st
 async def http_case(flat: torch.Tensor, receivers: int, shared: bool) -> dict[str, Any]:
     servers = [Receiver(number) for number in range(receivers)]
     places = [server.url() for server in servers]
-    with Depot("127.0.0.1") as depot:
+    with BlobServer("127.0.0.1") as depot:
 
         async def bring(server: Receiver, place: str, offer: Offer, chunks: ChunkList) -> None:
             if not shared:
@@ -154,7 +154,7 @@ def delta_case(dtype: torch.dtype, millions: float, steps: int) -> dict[str, Any
         optimiser.step()
         new = master.detach().to(dtype).view(torch.uint8)
         began = time.perf_counter()
-        delta = encode(held, new, manifest)
+        delta = encode_delta(held, new, manifest)
         encoded = time.perf_counter()
         apply(delta.payload, held, manifest)
         applied = time.perf_counter()

@@ -17,17 +17,17 @@ from benchmarks.worker_figures import LagProbe, figures
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Rollout
 from rollout_worker.chat import build_chat_format
-from rollout_worker.chat.proof import prove
-from rollout_worker.drivers import Conversations, Plan
-from rollout_worker.drivers.base import prompt_ids, side_by_side
-from rollout_worker.episode import Episode
+from rollout_worker.chat.format_check import check_tool_format
+from rollout_worker.drivers import ConversationSource, GroupPlan
+from rollout_worker.episodes.runner import Episode
+from rollout_worker.episodes.source import prompt_ids, side_by_side
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.scene import Scene
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools import ToolBox
 from rollout_worker.ticket_loop import Worker
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config, renderer_cases, template_cases
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
@@ -125,7 +125,7 @@ async def _waiting(url: str, model: str, groups: int, turns: int) -> dict[str, f
                 the_task = task(dataset=ROWS, rewards=[_judge_of(waits_s)])
                 worker = Worker(run_config, the_task, stand_in, "bench", chat, tools, client, code)
                 driver = worker._groups.driver
-                assert isinstance(driver, Conversations)
+                assert isinstance(driver, ConversationSource)
                 worker._groups = replace(worker._groups, driver=_Reset(driver, waits_s))
                 began = time.perf_counter()
                 await worker.run(asyncio.Event())
@@ -157,10 +157,10 @@ def _judge_of(seconds: float) -> Callable[..., Any]:
 class _Reset:
     """A driver whose episodes wait before their first turn, as for an environment's reset."""
 
-    inner: Conversations
+    inner: ConversationSource
     reset_s: float
 
-    async def run(self, plan: Plan) -> list[Episode | EpisodeFailed]:
+    async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
         chat, prompt = self.inner.chat, plan.row.columns["prompt"]
         ids = await prompt_ids(chat, prompt, plan.row, self.inner.episodes.limits.max_model_len, self.inner.troubles)
         scene = Scene(prompt, ids, chat, self.inner.tools)
@@ -256,7 +256,7 @@ async def chat_us_per_turn() -> dict[str, float]:
             chat = case.build(schemas)
         except ConfigError:
             continue  # a template that takes no tools
-        if not (await prove(chat, schemas)).fit_for_tools:
+        if not (await check_tool_format(chat, schemas)).fit_for_tools:
             continue
         prompt_ids = await chat.prompt_ids([QUESTION])
         turn_ids = (await chat.render_ids([QUESTION, CALLING], generation_prompt=False))[len(prompt_ids) :]

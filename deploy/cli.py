@@ -14,19 +14,21 @@ from typing import Annotated
 
 import typer
 
-from deploy import devices, extras, look_commands, servers_command, token_command
-from deploy.command import reading
+from deploy import extras, servers_command
+from deploy.cli_support import reading
+from deploy.commands import look
+from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.ending import ending_at_once, leave, told
-from deploy.keeper import RunFailed
-from deploy.look_commands import QueueUrl, RunFilePath
-from deploy.supervisor import SIGNALS, supervise
-from deploy.token_command import check_arguments, check_secret
-from protocol import tokens
+from deploy.run.process_keeper import RunFailed
+from deploy.run.supervisor import SIGNALS, supervise
+from deploy.servers import devices, tokens
+from deploy.servers.tokens import check_arguments, check_secret
+from protocol import access
 from protocol.client import QueueError
 from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, quorum, resolve, to_toml
 from protocol.config.algorithm import doubts
+from protocol.config.fingerprint import release
 from protocol.config.text import nearest
-from protocol.fingerprint import release
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -71,7 +73,7 @@ def init(
 @app.command(**reading("queue.port", "vllm.port", "vllm.count", "vllm.servers"))
 def doctor(context: typer.Context, run_file: OptionalRunFilePath = None) -> None:
     """Show what is installed, which devices there are, and what is broken."""
-    from deploy.doctor import examine
+    from deploy.commands.setup import examine
 
     raise typer.Exit(examine(load(run_file, context.args) if run_file else None))
 
@@ -115,7 +117,7 @@ def worker(
     from rollout_worker.worker import run
 
     config = load(run_file, context.args, needs=["task", "tokenizer", "chat"])
-    tokens.hide()  # from what the task's code starts
+    access.hide_token()  # from what the task's code starts
     with ending_at_once():
         raise typer.Exit(run(config, queue, name))
 
@@ -148,7 +150,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     from learner.run import run
     from weight_sync.publisher import PublishError
 
-    tokens.hide()  # from the callbacks, and from what they start
+    access.hide_token()  # from the callbacks, and from what they start
     if config.learner.epochs is not None:
         config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
     devices.forbid_peers(config)
@@ -177,7 +179,7 @@ def vllm(
     ] = None,
 ) -> None:
     """Run vLLM's server with the flags that RL needs."""
-    from deploy.vllm_server import join, run
+    from deploy.servers.vllm_server import join, run
 
     if to_join is None and (name or advertise):
         raise ConfigError("--name and --advertise are for a server that joins: add --join QUEUE_URL")
@@ -203,12 +205,12 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
         raise
 
 
-app.command(**reading(*QUEUE))(look_commands.status)
-app.command(**reading(*RUN, *QUEUE))(look_commands.rollouts)
+app.command(**reading(*QUEUE))(look.status)
+app.command(**reading(*RUN, *QUEUE))(look.rollouts)
 app.add_typer(servers_command.app, name="servers", help="List, add or remove the vLLM servers of a running job.")
 
 
-app.command(**reading(*RUN, "queue.store"))(look_commands.ledger)
+app.command(**reading(*RUN, "queue.store"))(look.ledger)
 
 
 @app.command(
@@ -231,19 +233,19 @@ def replay(
 ) -> None:
     """Train again what a run has trained, from its record alone; for bug reports."""
     extras.require("slipstream replay", extras.LEARNER)
-    from deploy.replay import run
+    from deploy.commands.replay import run
 
     run(load(run_file, context.args, needs=["model"]), record, out, from_step, steps)
 
 
-app.command(name="token")(token_command.print_token)
+app.command(name="token")(tokens.print_token)
 
 
 @app.command(**reading(), hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read; where
     nothing is, and epochs are to be counted, the number of rows."""
-    from deploy.preflight import check
+    from deploy.checks.preflight import check_run
 
     code = 0
     # Keep a task file's own prints out of the answer.
@@ -251,8 +253,8 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
             config = load(run_file, context.args, needs=EVERYTHING)
-            tokens.hide()
-            rows = check(config, resume)
+            access.hide_token()
+            rows = check_run(config, resume)
             if config.learner.epochs is not None:
                 answer.write(str(rows))
         except ConfigError as error:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import typer
 
-from deploy.keeper import RunFailed
+from deploy.run.process_keeper import RunFailed
 from protocol.client import QueueError
 from protocol.config import ConfigError
 

@@ -11,7 +11,7 @@ from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat.base import PromptError
 from rollout_worker.task.environment import Environments, Stage
 from rollout_worker.task.environment.choice import check_row
-from rollout_worker.task.environment.observation import folded, observed
+from rollout_worker.task.environment_instance import folded, observed
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import UserCodeError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from protocol.config import ConfigError, ModelSection, RunSection
-from protocol.config.text import toml_value
+from protocol.config.sections.base import toml_value
 
 TEMPLATES = Path(__file__).parent / "templates"
 # As .txt: they are written out, not run or checked with the packages.

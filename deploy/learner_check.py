@@ -13,7 +13,7 @@ def check(config: RunConfig) -> None:
     """Raises `ConfigError`. Imports torch only where the run file asks for more than the defaults."""
     plain = LearnerSection()
     if any(getattr(config.learner, name) != getattr(plain, name) for name in _OWN):
-        from learner import optimiser
+        from learner.training import optimiser
 
         optimiser.check(config.learner)
     if config.lora.r:

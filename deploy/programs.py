@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from deploy.devices import Plan, environment_of, nccl_environment
 from deploy.placement import Placement, place
-from deploy.vllm_server import on_cpu
-from protocol import routes, tokens
+from deploy.servers.devices import DevicePlan, environment_of, nccl_environment
+from deploy.servers.vllm_server import on_cpu
+from protocol import access, routes
 from protocol.config import RunConfig
 
 # What a process is for, and the name of its command.
@@ -46,7 +46,7 @@ def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Progra
     return Program("preflight", "preflight", command, _environment(config, "preflight"), terminal="stderr")
 
 
-def programs(config: RunConfig, run_file: Path, resume: bool, devices: Plan | None = None) -> list[Program]:
+def programs(config: RunConfig, run_file: Path, resume: bool, devices: DevicePlan | None = None) -> list[Program]:
     """All processes of the run that `run_file` describes, in the order in which they are started. devices: who gets
     which GPU, where there are any."""
     placement = _placement(config)
@@ -97,7 +97,7 @@ def _environment(config: RunConfig, role: Role) -> dict[str, str]:
     found = {} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"}
     token = config.token if role in ("queue", "vllm") else config.token_for("worker" if role == "worker" else "learner")
     # Empty, the file is not there for those who shall not have what it holds.
-    return found | ({tokens.VARIABLE: token, tokens.FILE_VARIABLE: ""} if token else {})
+    return found | ({access.TOKEN_VARIABLE: token, access.TOKEN_FILE_VARIABLE: ""} if token else {})
 
 
 def _typed() -> str:

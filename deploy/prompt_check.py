@@ -10,7 +10,7 @@ from typing import Any
 from deploy.warn import warn
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat.base import ChatFormat, PromptError
-from rollout_worker.task.rows import Rows, spread
+from rollout_worker.data.rows import Rows, spread
 from rollout_worker.task.task import Task
 
 # Rows whose prompts are tried, spread over the data set; of a stream the first ones.

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 from protocol.config import ConfigError, RunConfig
-from weight_sync.server_facts import TRIED_VERSION, ServerFacts, Wanted, judge, told
+from weight_sync.fleet.eligibility import TRIED_VERSION, ServerFacts, Wanted, describe_mismatches, judge
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def check(config: RunConfig) -> None:
     for url in config.vllm.servers:
         facts = fetch(url, config.token_for("learner"))
         if faults := judge(facts, Wanted.of(config)):
-            raise ConfigError(f"vllm.servers: {url}: {told(faults)}")
+            raise ConfigError(f"vllm.servers: {url}: {describe_mismatches(faults)}")
         if facts.version != TRIED_VERSION:
             logger.warning(
                 "vllm.servers: %s runs vLLM %s; weight sync was tried with %s only: if a publication fails, install "

@@ -1,4 +1,4 @@
-"""`slipstream servers`: what the command line makes of `deploy.servers`."""
+"""`slipstream servers`: what the command line makes of `deploy.servers.servers`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from deploy import servers
-from protocol import tokens
+from deploy.servers import servers
+from protocol import access
 from protocol.client import QueueClient
 from protocol.config import ConfigError, load
 
@@ -38,13 +38,13 @@ def _asked(run_file: str | None, queue: str | None) -> _Asked:
         return _Asked(queue or config.queue.url, config.token_for("learner"))
     if queue is None:
         raise ConfigError("which run? Give its run file, or the queue's URL with --queue http://host:8200")
-    return _Asked(queue, tokens.of(tokens.given(), "learner"))
+    return _Asked(queue, access.token_for(access.given_token(), "learner"))
 
 
 @app.command("list")
 def show(run_file: OptionalRunFilePath = None, queue: QueueUrl = None) -> None:
     """Each server with its state, version and what it waits for."""
-    from deploy.status_view import print_servers
+    from deploy.commands.status import print_servers
 
     print_servers(asyncio.run(servers.listed(_asked(run_file, queue).client())))
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from protocol.config import RunConfig
-from protocol.config.text import toml_value
+from protocol.config.sections.base import toml_value
 
 INTRODUCTION = """# Settings
 

@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the run file or the arguments are wrong."""
     from learner.failures import LearnerFailed
     from learner.run import run
-    from protocol import tokens
+    from protocol import access
     from protocol.client import QueueError
     from protocol.config import ConfigError, load
     from weight_sync.publisher import PublishError
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         config = load(rest[0], rest[1:], needs=["model", "chat", "callbacks"])
-        tokens.hide()  # from the callbacks, and from what they start
+        access.hide_token()  # from the callbacks, and from what they start
         run(config, resume=resume)
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)

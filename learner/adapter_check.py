@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from learner import checkpoint as checkpoints
+from learner.checkpoints import checkpoint as checkpoints
 from learner.model import loading
 from learner.model.adapter import Adapter, check_installed
 from protocol.config import ConfigError, ModelSection, RunConfig

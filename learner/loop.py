@@ -13,24 +13,24 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from learner import checkpoint as checkpoints
-from learner import evaluations, publishing, start
-from learner.blocking_client import BlockingQueueClient
+from learner import evaluator, publishing, start
 from learner.callbacks.callbacks import Callbacks
-from learner.checkpoint import Checkpoint
-from learner.evaluations import Evaluator
+from learner.checkpoint_keeper import CheckpointKeeper
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints.checkpoint import Checkpoint
+from learner.checkpoints.model_card import Results
+from learner.evaluator import Evaluator
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder
-from learner.hub.card import Results
 from learner.hub.models import Models
-from learner.keeper import Keeper
-from learner.report.progress import Progress
-from learner.report.record import StepRecord, StepTimes
+from learner.ranks.stopping import Stop, Stopped
+from learner.report.progress import TerminalProgress
+from learner.report.records import StepRecord, StepTimes
 from learner.report.reports import Reports
-from learner.report.server_watch import ServerWatch
+from learner.report.sampler_checks import ServerWatch
 from learner.report.troubles import Troubles
 from learner.skipping import Attempts
-from learner.stopping import Stop, Stopped
-from learner.trainer import StepFigures, Trainer
+from learner.training.trainer import StepFigures, Trainer
 from protocol.client import QueueError, RunFinished
 from protocol.config import RunConfig
 from weight_sync.proof.probe import Probe, probe_token_ids
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainerCallback
 
+
 # What trackers may have to send the last steps, when the run does not come to its end.
 ENDED_CLOSE_S = 10.0
+
 TOLD_WITHIN_S = 5.0
 
 
@@ -54,7 +56,7 @@ class Loop:
         trainer: Trainer,
         client: BlockingQueueClient,
         publisher: Publisher,
-        progress: Progress,
+        progress: TerminalProgress,
         stop: Stop,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
@@ -82,11 +84,11 @@ class Loop:
         self._trainer.team.on_silent(self._rank_is_silent)
         checkpoints.set_aside(config.run_dir, begin.step)
         self._reports = Reports(config, begin.step, progress)
-        journal = evaluations.journal_of(config, begin.step)
+        journal = evaluator.open_eval_journal(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)
         self._troubles = Troubles()
         newest = begin.step if checkpoint else None
-        self._keeper = Keeper(
+        self._keeper = CheckpointKeeper(
             config, self._trainer, client, progress, self._stop, newest, self._evaluator, self._troubles.checkpoint
         )
         most = config.learner.skip_bad_batches

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from learner.model.adapter import Adapter
-from protocol.config import RunConfig, adapters
+from protocol.config import RunConfig, adapter_checks
 from weight_sync.adapters import trial
 from weight_sync.proof.probe import Probe
-from weight_sync.snapshot import Snapshot
+from weight_sync.weights.snapshot import Snapshot
 
 
 def alone(
@@ -19,9 +19,9 @@ def alone(
     """on_gpu: whether the learner is. With `weight_sync.adapter_only = "auto"` a server is asked to load it, and what
     keeps vLLM from it is said; with true the publication itself finds out. Blocks."""
     wanted = config.weight_sync.adapter_only
-    if merged := adapters.merged_after_all(wanted, config.model, config.lora, on_gpu):
+    if merged := adapter_checks.merged_adapter_message(wanted, config.model, config.lora, on_gpu):
         say(merged)
-    if not adapters.published_alone(wanted, config.model, config.lora, on_gpu):
+    if not adapter_checks.is_adapter_published_alone(wanted, config.model, config.lora, on_gpu):
         return False
     if wanted is True:
         return True

@@ -20,19 +20,19 @@ from typing import Any
 import msgspec
 import torch
 
-from learner import checkpoint as checkpoints
 from learner import start
-from learner.checkpoint import Checkpoint, CheckpointInfo
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
 from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from learner.report.journal import Journal
-from learner.report.progress import Progress
-from learner.report.record import StepRecord, StepTimes
+from learner.report.progress import TerminalProgress
+from learner.report.records import StepRecord, StepTimes
 from learner.run import build_trainer
-from learner.trainer import DivergedError, StepFigures, Trainer
+from learner.training.trainer import DivergedError, StepFigures, Trainer
 from protocol import checkpoints as places
-from protocol import record as records
+from protocol import trained_record as records
 from protocol.config import ConfigError, RunConfig
-from protocol.record import Place, RecordedStep, RecordError
+from protocol.trained_record import RecordedStep, RecordError, RecordPosition
 
 METRICS, SUMMARY = "metrics.jsonl", "replay.json"
 # Settings that a step's figures may follow from.
@@ -75,7 +75,7 @@ class Outcome(msgspec.Struct):
     torch: str
 
 
-def replay(config: RunConfig, request: Request, progress: Progress) -> Outcome:
+def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> Outcome:
     """Raises `ConfigError` before anything is written, `DivergedError` for a step that the run made and that cannot be
     made here."""
     if config.learner.epochs is not None:
@@ -84,7 +84,7 @@ def replay(config: RunConfig, request: Request, progress: Progress) -> Outcome:
             f"rows; give the run's own file, {config.run_file}, or learner.steps"
         )
     try:
-        record = records.read(request.record)
+        record = records.read_record(request.record)
     except RecordError as error:
         raise ConfigError(str(error)) from error
     recorded = record.steps
@@ -130,7 +130,7 @@ def consecutive(recorded: Sequence[RecordedStep], first: int, most: int | None) 
 
 
 class _Replay:
-    def __init__(self, config: RunConfig, trainer: Trainer, request: Request, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, trainer: Trainer, request: Request, progress: TerminalProgress) -> None:
         self._config = config
         self._trainer = trainer
         self._request = request
@@ -165,7 +165,7 @@ class _Replay:
         self._conclude(outcome)
         return outcome
 
-    def _batch(self, recorded: RecordedStep, groups: Sequence[Place]) -> Batch:
+    def _batch(self, recorded: RecordedStep, groups: Sequence[RecordPosition]) -> Batch:
         draft = Draft(self._config, recorded.step, recorded.version - 1, "replay")
         try:
             dropped = draft.add(LeasedGroup(place.group(), place.head.arrival_version) for place in groups)
@@ -179,7 +179,7 @@ class _Replay:
             )
         return draft.finish()
 
-    def _try(self, recorded: RecordedStep, lease: str, groups: Sequence[Place]) -> None:
+    def _try(self, recorded: RecordedStep, lease: str, groups: Sequence[RecordPosition]) -> None:
         """A batch that the run left out: whether it fails here, too. No weight is changed either way."""
         name = f"step {recorded.step}, batch {lease}"
         batch = self._batch(recorded, groups)
@@ -270,7 +270,7 @@ def _introduce(
     checkpoint: Checkpoint | None,
     chosen: Sequence[RecordedStep],
     request: Request,
-    progress: Progress,
+    progress: TerminalProgress,
 ) -> None:
     where = config.model.path if checkpoint is None else checkpoint.path
     progress.say(f"replaying steps {chosen[0].step} to {chosen[-1].step} of {request.record}, from {where}")

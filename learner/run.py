@@ -10,29 +10,29 @@ from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
 from learner import adapter_check, start
-from learner import checkpoint as checkpoints
-from learner.blocking_client import BlockingQueueClient
 from learner.callbacks.load import load as load_callbacks
-from learner.checkpoint import Checkpoint
-from learner.hub import uploads
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints import uploads
+from learner.checkpoints.checkpoint import Checkpoint
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.loop import Loop
 from learner.model.policy import Scoring, load_policy
 from learner.model.precision import warning
 from learner.model.reference import load_reference
-from learner.ranks import environment, joining
+from learner.ranks import environment, launch
 from learner.ranks.environment import Place
+from learner.ranks.stopping import SIGNALS, Stop, Stopped
 from learner.ranks.team import Team
-from learner.report.progress import Progress
+from learner.report.progress import TerminalProgress
+from learner.report.queue_status import Watch
 from learner.report.trackers import installed
-from learner.report.watch import Watch
-from learner.stopping import SIGNALS, Stop, Stopped
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.client import QueueClient
-from protocol.config import ConfigError, RunConfig, adapters, quorum
+from protocol.config import ConfigError, RunConfig, adapter_checks, quorum
 from protocol.config.algorithm import doubts
-from weight_sync import snapshot
 from weight_sync.publisher import Publisher
+from weight_sync.weights import snapshot
 
 
 def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
@@ -40,11 +40,11 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     after Ctrl-C or SIGTERM."""
     unheeded = environment.check(os.environ)
     environment.clear(os.environ)
-    place = joining.here(config)
+    place = launch.this_rank(config)
     if place.rank > 0:
         follow(place)
         return
-    config = joining.counted(config, place)
+    config = launch.with_world_size(config, place)
     if config.learner.epochs is not None:
         raise ConfigError(
             f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "
@@ -57,7 +57,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     transformers_logging.disable_progress_bar()
     url = queue_url or config.queue.url
     accepted = config.rollout.accept_sampler_mismatch
-    progress = Progress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
+    progress = TerminalProgress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
     with (
         Stop(config.deploy.grace_s) as stop,
         BlockingQueueClient(QueueClient(url, config.token_for("learner"))) as client,
@@ -78,7 +78,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
             progress.say(start.algorithm(config.learner))
-            doubted = [*doubts(config.learner), *adapters.doubts(config.learner, config.lora)]
+            doubted = [*doubts(config.learner), *adapter_checks.find_adapter_doubts(config.learner, config.lora)]
             for doubt in [*doubted, *quorum.doubts(config.weight_sync, config.vllm)]:
                 progress.warn(doubt)
             for said in unheeded:
@@ -90,7 +90,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                     "learner.shard_weights = true does nothing with one rank: set learner.ranks, or leave it out"
                 )
             with progress.phase(f"loading the model {config.model.path}"):
-                team = ranks.enter_context(joining.leading(config, place, stop, progress.warn))
+                team = ranks.enter_context(launch.lead_team(config, place, stop, progress.warn))
                 trainer = build_trainer(config, checkpoint, team)
             policy = trainer.policy
             if not team.sharded:
@@ -111,9 +111,9 @@ def follow(place: Place) -> None:
     for number in SIGNALS:  # whoever sends them means the learner: rank 0 says what follows
         signal.signal(number, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
-    team, config = joining.following(place)
+    team, config = launch.join_team(place)
     build_trainer(config, None, team).take_part()
-    joining.part()
+    launch.leave_group()
 
 
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:

@@ -19,8 +19,8 @@ from learner.failures import LearnerFailed
 from learner.feed.feeder import Feeder
 from learner.feed.step_draft import Batch
 from learner.report.journal import Journal, Record
-from learner.report.progress import Progress
-from learner.trainer import DivergedError, StepFigures, Trainer
+from learner.report.progress import TerminalProgress
+from learner.training.trainer import DivergedError, StepFigures, Trainer
 from protocol import reasons
 
 FILE_NAME = "left_out.jsonl"
@@ -54,7 +54,7 @@ class Attempts:
         most: int,
         run_dir: Path,
         step: int,
-        progress: Progress,
+        progress: TerminalProgress,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._trainer = trainer

@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from learner import optimiser, resuming
-from learner.checkpoint import Checkpoint, CheckpointInfo
+from learner.checkpoints import resuming
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
+from learner.training import optimiser
 from protocol import checkpoints as places
-from protocol import fingerprint
-from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig
-from protocol.config.text import toml_value
+from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig, fingerprint
+from protocol.config.sections.base import toml_value
 from protocol.messages import BeginSession, RunPosition
 
 # Set by who starts a learner for somebody: the command that this person typed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from protocol.labels import RUN_ID, Label
+from protocol.versions import RUN_ID, Label
 
 # What a server calls the model that it was started with.
 SERVED_MODEL_NAME = "policy"

@@ -60,9 +60,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MSGPACK = "application/msgpack"
+
 JSON = "application/json"
 
 _NO_QUEUES = (501, 505)  # a web server that knows no POST; neither a queue nor a proxy before one that restarts
+
 FULL_PATIENCE_S = 900.0  # while a learner writes a checkpoint or evaluates, nothing leaves the queue
 
 
@@ -70,7 +72,7 @@ class QueueError(RuntimeError):
     """The queue could not do what was asked."""
 
 
-class Refused(QueueError):
+class QueueRefused(QueueError):
     """A 4xx answer. `reason` is the queue's code, `retry_after_s` is set with 429."""
 
     def __init__(self, status: int, problem: Problem, retry_after_s: float | None = None, url: str = "") -> None:
@@ -142,7 +144,7 @@ class QueueClient:
         """Wait up to `request.wait_s` for tickets; an empty reply means none yet. Raises `RunFinished`, `GaveUp`."""
         try:
             body = await self._call("POST", routes.TICKETS, request, wait_s=request.wait_s)
-        except Refused as refusal:
+        except QueueRefused as refusal:
             if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
             raise
@@ -171,7 +173,7 @@ class QueueClient:
         while True:
             try:
                 return await self._call("PUT", path, data) == b"new"
-            except Refused as refusal:
+            except QueueRefused as refusal:
                 if refusal.status != 429:
                     raise
                 pause_s = refusal.retry_after_s or 1.0
@@ -321,7 +323,7 @@ class QueueClient:
                     problem = _problem(response.status, body)
                     if problem.reason == reasons.GAVE_UP:
                         raise GaveUp(problem.message)
-                    raise Refused(response.status, problem, _retry_after(response), asked)
+                    raise QueueRefused(response.status, problem, _retry_after(response), asked)
                 return body
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _Transient(f"{asked}: {unconnected.why(error)}") from error

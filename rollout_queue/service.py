@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from protocol import tokens
+from protocol import access
 from protocol.config import ConfigError, RunConfig
 from rollout_queue import store
 from rollout_queue.api.app import create_app
-from rollout_queue.broker import Broker
-from rollout_queue.connection import Connection, most_connections
+from rollout_queue.api.connection import Connection, most_connections
+from rollout_queue.broker.broker import Broker
 from rollout_queue.store.base import StoreError
 
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
@@ -32,8 +32,8 @@ def serve(config: RunConfig) -> None:
     Raises `ConfigError` if the address, the store or the token cannot be used, `StoreError` if the store fails later.
     """
     try:
-        tokens.secret_of(config.token or "")
-    except tokens.TokenError as error:
+        access.secret_of(config.token or "")
+    except access.TokenError as error:
         raise ConfigError(str(error)) from None
     with contextlib.closing(listen(config.queue.host, config.queue.port)) as listener:
         app = create_app(config, store.build(config))

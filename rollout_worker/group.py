@@ -13,16 +13,16 @@ from typing import get_args
 from protocol import reasons
 from protocol.messages import Group, Ticket, TicketKind, WorkerReport
 from rollout_worker import user_code
-from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import Driver, Plan, TicketFailed
-from rollout_worker.episode import Episode
-from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.data.rows import Row
+from rollout_worker.drivers import EpisodeSource, GroupPlan, TicketFailed
+from rollout_worker.episodes.capacity import Capacity, Reservation
+from rollout_worker.episodes.runner import Episode
+from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.wire import OwnParams
-from rollout_worker.row_reader import RowReader
 from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
-from rollout_worker.task.task import Row
+from rollout_worker.task.row_reader import RowReader
 from rollout_worker.transcript import of_prompt, transcript
 from rollout_worker.troubles import Troubles
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # An advantage needs rollouts to compare.
 MIN_ROLLOUTS = 2
+
 KINDS = get_args(TicketKind)
 
 
@@ -41,7 +42,7 @@ class GroupRunner:
     rows: RowReader
     rewards: RewardFunctions
     chat: ChatFormat
-    driver: Driver
+    driver: EpisodeSource
     pool: ServerPool
     capacity: Capacity
     counters: WorkerReport
@@ -60,7 +61,7 @@ class GroupRunner:
         row = await self._row(ticket)
         fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
         with ExitStack() as after:
-            plan = Plan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
+            plan = GroupPlan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
             outcomes = await self.driver.run(plan)
             reservation.give_all()
             episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], fewest)

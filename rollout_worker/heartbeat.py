@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from protocol import reasons
-from protocol.client import Refused
+from protocol.client import QueueRefused
 from protocol.config import ConfigError
 from protocol.messages import WorkerReply, WorkerReport
 
@@ -54,7 +54,7 @@ class Heartbeat:
             self._news.clear()
             try:
                 reply = await self._send(self._report())
-            except Refused as refusal:
+            except QueueRefused as refusal:
                 if refusal.reason == reasons.FINGERPRINT:
                     raise ConfigError(str(refusal)) from None
                 if refusal.reason != reasons.SESSION_AWAITED:
@@ -94,7 +94,7 @@ class Heartbeat:
             await self._known.wait()
             try:
                 return await request()
-            except Refused as refusal:
+            except QueueRefused as refusal:
                 if refusal.reason != reasons.UNREGISTERED:
                     raise
             self._known.clear()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from rollout_worker.task.tools import ToolResult
+from rollout_worker.tools.base import ToolResult
 
 # Of the added tokens that are not special, those of chats; others, such as Gemma's <table>, are what pages are made of.
 _OF_CHATS = re.compile(r"</?(think|tools?|tool_\w+|function\w*)>|<[|｜].*[|｜]>|\[/?[A-Z_]+\]")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollout_worker.chat.base import ChatFormat, Message
 from rollout_worker.inference.wire import AS_THE_RUN, OwnParams
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 
 # The conversation after the prompt, to the messages that answer it; None ends the episode. Raises `EpisodeFailed`.
 Respond = Callable[[Sequence[Message]], Awaitable[list[Message] | None]]

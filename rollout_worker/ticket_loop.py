@@ -14,29 +14,29 @@ from functools import partial
 import msgspec
 
 from protocol import reasons
-from protocol.client import QueueError, Refused, RunFinished
+from protocol.client import QueueError, QueueRefused, RunFinished
 from protocol.config import RunConfig
 from protocol.messages import Group, Server, Ticket, TicketFailure, TicketRequest, WorkerReply, WorkerReport
 from rollout_worker.agent.formats import Build
 from rollout_worker.backoff import pause_s
 from rollout_worker.budget import Limits
-from rollout_worker.capacity import Capacity, Reservation
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.drivers import TicketFailed, driver_of
-from rollout_worker.episode import EpisodeRunner
+from rollout_worker.episodes.capacity import Capacity, Reservation
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
-from rollout_worker.row_reader import RowReader
 from rollout_worker.task.agent import most_open
 from rollout_worker.task.environment import Environments
 from rollout_worker.task.rewards import build_rewards
+from rollout_worker.task.row_reader import RowReader
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools import ToolBox
 from rollout_worker.tickets import Queue, give_back, leave
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import Kind, UserCode, failure_of
 from rollout_worker.user_code.texts import encodable
@@ -232,7 +232,7 @@ class Worker:
             await self._heartbeat.when_registered(partial(self._queue.submit, group))
             self._failed_in_a_row = self._pauses = 0
             self.capacity.cautious = False
-        except Refused as refusal:
+        except QueueRefused as refusal:
             # The queue has ended the ticket itself.
             if refusal.status == 410:
                 self.counters.failures[reasons.LOST] += 1
@@ -274,7 +274,7 @@ class Worker:
     async def _report_server(self, server: Server) -> None:
         try:
             await self._queue.put_server(server)
-        except Refused as refusal:
+        except QueueRefused as refusal:
             logger.warning("the queue does not take %s as %s: %s", server.name, server.state, refusal)
         self._heartbeat.now()
 

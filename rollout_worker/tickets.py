@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from protocol import reasons
-from protocol.client import QueueError, Refused
+from protocol.client import QueueError, QueueRefused
 from protocol.messages import Group, Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_worker.user_code.texts import encodable
 
@@ -33,7 +33,7 @@ async def give_back(queue: Queue, ticket_id: str, failure: TicketFailure) -> Non
     """A ticket that gave no group. Raises `QueueError`."""
     try:
         await queue.fail_ticket(ticket_id, failure)
-    except Refused as refusal:
+    except QueueRefused as refusal:
         logger.info("ticket %s was no longer ours: %s", ticket_id, refusal)
 
 

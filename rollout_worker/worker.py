@@ -21,7 +21,7 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task.environment import open_environments
 from rollout_worker.task.evaluation import check_evaluation, count_eval_rows
 from rollout_worker.task.task import Task, load_task
-from rollout_worker.task.tools import open_tools
+from rollout_worker.task.tools.opening import open_tools
 from rollout_worker.ticket_loop import UserCodeShutOff, Worker
 from rollout_worker.tickets import Queue
 from rollout_worker.user_code import UserCode

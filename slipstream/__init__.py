@@ -5,13 +5,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deploy.keeper import RunFailed
+    from deploy.run.process_keeper import RunFailed
     from protocol.client import QueueClient
     from protocol.config import ConfigError
     from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
     from rollout_worker.task.agent import Endpoint
     from rollout_worker.task.task import Task
-    from rollout_worker.task.tools.base import Tool
+    from rollout_worker.tools.base import Tool
     from slipstream.script import train
 
     __version__: str
@@ -36,9 +36,9 @@ _MODULES = {
     "MalformedCall": "rollout_worker.chat.base",
     "ParsedTurn": "rollout_worker.chat.base",
     "QueueClient": "protocol.client",
-    "RunFailed": "deploy.keeper",
+    "RunFailed": "deploy.run.process_keeper",
     "Task": "rollout_worker.task.task",
-    "Tool": "rollout_worker.task.tools.base",
+    "Tool": "rollout_worker.tools.base",
     "ToolCall": "rollout_worker.chat.base",
     "train": "slipstream.script",
 }
@@ -46,7 +46,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = import_module("protocol.fingerprint").release()
+        value: Any = import_module("protocol.config.fingerprint").release()
     elif name in _MODULES:
         value = getattr(import_module(_MODULES[name]), name)
     else:

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from deploy.keeper import RunFailed
-from deploy.supervisor import supervise
+from deploy.run.process_keeper import RunFailed
+from deploy.run.supervisor import supervise
 from protocol import user_files
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
-from protocol.config.text import toml_value
+from protocol.config.sections.base import toml_value
 from rollout_worker.task.task import Task
 from slipstream.words import TRAIN, Words
 
@@ -24,6 +24,7 @@ _REMEDY = "put the task into a .py file as a global, or name that file in a run 
 
 
 _Arguments = ParamSpec("_Arguments")
+
 _Result = TypeVar("_Result")
 
 

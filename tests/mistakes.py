@@ -28,7 +28,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from deploy import vllm_server
+from deploy.servers import vllm_server
 from protocol.config import load
 from tests.kit.ports import free_port
 

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from protocol.config import ConfigError
+from rollout_worker.chat.format_check import ToolFormatCheck, check_tool_format
 from rollout_worker.chat.parsers import NAMES
-from rollout_worker.chat.proof import Proof, prove
 from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit.chat_case import Case
 
 _MODULES = ("tests.kit.renderer_cases", "tests.kit.template_cases")
@@ -88,10 +88,10 @@ def page() -> str:
 
 def _row(case: Case) -> Sequence[str]:
     schemas: list[dict[str, Any]] = ToolBox([multiply]).schemas
-    how, proof = case.how, Proof()
+    how, proof = case.how, ToolFormatCheck()
     try:
         chat = case.build(schemas)
-        proof = asyncio.run(prove(chat, schemas))
+        proof = asyncio.run(check_tool_format(chat, schemas))
         if isinstance(chat, TemplateFormat):
             how = f"{how}, parser {chat.parser_name}"
         refusal = proof.problems[0] if proof.problems else ""

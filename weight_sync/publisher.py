@@ -28,8 +28,8 @@ from weight_sync.fleet.kept_running import FleetBroken
 from weight_sync.fleet.publications import PublishRecord, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.proof.probe import Probe
-from weight_sync.transports import build
 from weight_sync.transports.base import Transport
+from weight_sync.transports.registry import build_transport
 
 __all__ = ["PublishError", "PublishRecord", "Publisher", "ServerFigures"]
 
@@ -69,7 +69,7 @@ class Publisher:
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._failure: BaseException | None = None
         self._config = config
-        self._make_transport = make_transport or (lambda: build(config.weight_sync))
+        self._make_transport = make_transport or (lambda: build_transport(config.weight_sync))
         self._queue_url = queue_url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)

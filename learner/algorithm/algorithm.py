@@ -13,7 +13,7 @@ from learner.algorithm.normalisers import NORMALISERS
 from learner.algorithm.objectives.base import TokenLosses
 from learner.algorithm.proximal import PROXIMALS
 from learner.algorithm.rollouts import Floats, StepRollouts
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import learner
 from learner.failures import LearnerFailed
-from learner.report.record import StepRecord
+from learner.ranks.stopping import Stopped
+from learner.report.records import StepRecord
 from learner.report.tracking import numbers, told_settings
-from learner.stopping import Stopped
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import RunConfig
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from learner.blocking_client import BlockingQueueClient
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol import codec, reasons
-from protocol.client import QueueError, Refused, RunFinished
+from protocol.client import QueueError, QueueRefused, RunFinished
 from protocol.config import RunConfig
 from protocol.messages import (
     PAUSED_BY_PERSON,
@@ -279,7 +279,7 @@ class Feeder:
         """Which groups of `have` must not be trained, and why."""
         try:
             return await self._client.queue.renew(lease_id, self._start.session, have)
-        except Refused as refusal:
+        except QueueRefused as refusal:
             # A lease that was acknowledged in the meantime is rightly gone.
             if lease_id not in self._leases:
                 return {}

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from learner.algorithm import advantages
 from learner.algorithm.rollouts import StepRollouts
+from learner.attention.packed import PACKED_ATTENTION as VARLEN_SDPA
 from learner.feed.age_mask import LossWeights, loss_weights
+from learner.feed.judged_groups import JudgedGroup, StepCounts, rewards_of, step_rollouts, tally
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.feed.rollout_choice import choose
 from learner.feed.rollout_metrics import RolloutMetrics
-from learner.feed.tally import JudgedGroup, Tally, rewards_of, step_rollouts, tally
-from learner.model.attention import NAME as VARLEN_SDPA
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import LARGEST_FIGURE, Group
@@ -46,7 +46,7 @@ class Batch:
     ticket_ids: list[str]
     rows: list[PackedRow]
     rollouts: StepRollouts
-    tally: Tally
+    tally: StepCounts
     samples: list[RolloutView] = field(default_factory=list)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints' models for others: the model card beside the weights, and the way to the Hugging Face hub."""
+"""TODO learner/hub"""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from learner import checkpoint as checkpoints
-from learner.hub import card
-from learner.hub.card import Results
-from learner.hub.uploads import Uploads
-from learner.report.progress import Progress
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints import model_card
+from learner.checkpoints.model_card import Results
+from learner.checkpoints.uploads import Uploads
+from learner.report.progress import TerminalProgress
 from protocol.config import RunConfig
 
 
 class Models:
     """One session's checkpoints, as models for others. `uploads`: None where nothing is sent."""
 
-    def __init__(self, config: RunConfig, progress: Progress, uploads: Uploads | None = None) -> None:
+    def __init__(self, config: RunConfig, progress: TerminalProgress, uploads: Uploads | None = None) -> None:
         self._config = config
         self._progress = progress
         if uploads is None and config.hub.push_to_hub:
@@ -26,11 +26,11 @@ class Models:
     def saved(self, model: Path, results: Results) -> None:
         """A checkpoint is complete, with its model in this folder."""
         try:
-            card.write(model, self._config, results)
+            model_card.write_model_card(model, self._config, results)
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._progress.warn(f"{model / card.FILE_NAME} cannot be written: {error}")
+                self._progress.warn(f"{model / model_card.MODEL_CARD} cannot be written: {error}")
         if self._uploads is not None and self._config.hub.hub_strategy == "every_save":
             self._uploads.push(model, results.step)
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from learner.model import adapter_names, export, quantised
+from learner.model import adapter_checks, export, quantised
 from learner.model.held import ADAPTER, Held, held
 from learner.model.loading import text_tower
 from protocol.config import ConfigError, LoraSection, ModelSection
@@ -54,7 +54,7 @@ class Adapter:
 
         self._network, self._dtype = network, dtype
         self._published = export.trained_names(network)
-        adapter_names.check(lora, adapter_names.Names.of(network))
+        adapter_checks.check_adapter_names(lora, adapter_checks.ModuleNames.of(network))
         self._saved = [name for name in network.state_dict() if not _is_packed(network, name)]
         of_base = {"base_model_name_or_path": model.path, "revision": model.revision}
         _check_tied(network, lora)
@@ -174,7 +174,7 @@ class Adapter:
 
         network = self._network
         named = network.named_modules()
-        adapter_names.check_patterns(lora, [name for name, module in named if isinstance(module, BaseTunerLayer)])
+        adapter_checks.check_rank_patterns(lora, [name for name, module in named if isinstance(module, BaseTunerLayer)])
         inside = {id(module) for module in text_tower(network).modules()}
         output = network.get_output_embeddings()
         for name, module in network.named_modules():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from learner.model import attention
+from learner.attention import packed
 from protocol.config import ConfigError
 
 
@@ -21,7 +21,7 @@ def compile_layers(model: torch.nn.Module) -> None:
     The code is made when a layer first runs. Raises `ConfigError` if the model has no layers of transformers' kind.
     """
     # The layout of a row is Python, and another for each row.
-    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.varlen_sdpa))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(packed.PACKED_ATTENTION, torch.compiler.disable(packed.varlen_sdpa))  # type: ignore[no-untyped-call]
     for layer in _layers(model, "compile"):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from learner.algorithm.router_loss import Routing
+from learner.algorithm.loss_terms import Routing
 
 # A CPU is fastest with a chunk that stays in its cache, if that is not too few rows for the matrix product.
 CPU_LOGITS = 2**19

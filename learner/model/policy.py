@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from accelerate import PartialState
 
-from learner.algorithm.router_loss import Routing
+from learner.algorithm.loss_terms import Routing
+from learner.attention import packed
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import attention, checks, export, layers
+from learner.model import build, export, layers
 from learner.model.adapter import Adapter
 from learner.model.loading import load_network, text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
@@ -179,7 +180,7 @@ class Policy(torch.nn.Module):
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
             "use_cache": False,
-            **attention.model_arguments(self.implementation, row),
+            **packed.model_arguments(self.implementation, row),
         }
 
     def lm_head(self, temperature: float) -> LmHead:
@@ -212,7 +213,7 @@ def load_policy(
     try:
         policy.check_logits()
         policy.check_routing()
-        checks.check_packing(policy, longest)
+        build.check_packing(policy, longest)
     except ConfigError:
         raise
     except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:

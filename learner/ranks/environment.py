@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, KwargsHandler
 
-from protocol.config import ConfigError, RunConfig, adapters, optimisation
+from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 
 # As torchrun, Intel MPI, Open MPI and MVAPICH name them, in the order in which accelerate looks.
 RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -157,8 +157,8 @@ def check_sharded(config: RunConfig) -> None:
     """Raise `ConfigError` for what does not go with `learner.shard_weights`, which accelerate's FSDP stands for."""
     learner = config.learner.model_copy(update={"shard_weights": True})
     try:
-        optimisation.check_sharded(learner)
-        adapters.check(config.model, learner, config.lora)
+        checks.check_sharded_optimisation(learner)
+        adapter_checks.check_adapter(config.model, learner, config.lora)
     except ValueError as error:
         raise ConfigError(f"ACCELERATE_USE_FSDP = true, which stands for learner.shard_weights: {error}") from error
 

@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 
-from learner.ranks.alarm import RankLost
 from learner.ranks.environment import place
+from learner.ranks.liveness import RankLost
 from learner.run import follow
 from protocol.config import ConfigError
 

@@ -2,7 +2,7 @@
 
 Rank 0 tells the others by a store what to do next, and they wait there for as long as it takes: no collective is open
 while rank 0 waits for groups. What it tells, all do together. Whoever has gone is noticed: the store and the
-collectives lose their connections, and one that gives no sign of life is taken to be dead (`learner.ranks.alarm`).
+collectives lose their connections, and one that gives no sign of life is taken to be dead (`learner.ranks.liveness`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import torch
 import torch.distributed
 
 from learner.ranks import wire
-from learner.ranks.alarm import RANK_TIMEOUT_S, Alarm, RankLost
+from learner.ranks.liveness import RANK_TIMEOUT_S, Alarm, RankLost
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
 
 # Of one collective: the farthest that a rank may be behind another.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
 # For a command: rank 0 may wait for groups for learner.stall_timeout_s, a week at most. poll(2) takes 24 days at most.
 FOR_EVER = timedelta(days=20)
+
 END = "end"
+
 OUT_OF_MEMORY = "out-of-memory"
 
 
@@ -36,7 +39,7 @@ class Parted(OSError):
 
 
 class Guard(Protocol):
-    """Holds signals back, as `learner.stopping.Stop` does."""
+    """Holds signals back, as `learner.ranks.stopping.Stop` does."""
 
     last: Callable[[], str | None]
 

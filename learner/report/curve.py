@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from learner.report.evaluations import EvaluationRecord
-from learner.report.record import StepRecord
+from learner.report.records import StepRecord
 
 BARS = "▁▂▃▄▅▆▇█"
 SMOOTHED_OVER = 10

@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.text import Text
 
 from learner.report import rollout_text
-from learner.report.record import StepRecord
+from learner.report.records import StepRecord
 from learner.report.rollout_text import printable
 from learner.report.sampler_kl import suspicious
 from learner.report.waits import waits_of
@@ -33,9 +33,12 @@ from protocol.rollouts import RolloutView
 from protocol.status import Status
 
 PRINT_EVERY_STEPS = 10
+
 PRINT_EVERY_S = 30.0
+
 # A shorter wait is not worth a line.
 SAY_WAIT_AFTER_S = 2.0
+
 # Steps that the time left is estimated from.
 ESTIMATE_OVER = 20
 
@@ -48,7 +51,7 @@ class _Phase:
     since: float
 
 
-class Progress:
+class TerminalProgress:
     """The learner's part of the terminal. A context manager; its methods may be called from any thread.
 
     `clock`: seconds, monotonic. `log`: whether lines go to the log too; by default if it is not the same file.

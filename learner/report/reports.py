@@ -8,21 +8,21 @@ from learner.report import sampler_kl, summary
 from learner.report.curve import Curve, sparkline
 from learner.report.evaluations import EvaluationRecord, beside
 from learner.report.journal import Journal, newest_step
-from learner.report.progress import Progress
-from learner.report.record import PublicationRecord, StepRecord, published
+from learner.report.progress import TerminalProgress
+from learner.report.records import PublicationRecord, StepRecord, published
 from learner.report.rollouts import RolloutLog
 from learner.report.tracking import CLOSE_S, Tracking
 from protocol.config import RunConfig
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.rollouts import RolloutView
 from protocol.status import Status
-from weight_sync.publisher import PublishRecord
+from weight_sync.fleet.publications import PublishRecord
 
 
 class Reports:
     """One session's, of a run that has made `step` steps: what was written after them is forgotten."""
 
-    def __init__(self, config: RunConfig, step: int, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, step: int, progress: TerminalProgress) -> None:
         self._config = config
         self._progress = progress
         path = config.run_dir / "metrics.jsonl"

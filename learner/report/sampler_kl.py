@@ -7,7 +7,7 @@ and values of the older weights.
 
 from __future__ import annotations
 
-from learner.trainer import StepFigures
+from learner.training.trainer import StepFigures
 
 # Nats a token. In float32 the quickstart's is 4e-7, and with top_p = 0.9 it is 0.02.
 SUSPICIOUS = 0.01

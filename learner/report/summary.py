@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from learner.report.evaluations import EvaluationRecord
-from learner.report.record import PublicationRecord, StepRecord
+from learner.report.records import PublicationRecord, StepRecord
 from protocol.status import Status
 
 

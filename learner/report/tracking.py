@@ -20,8 +20,10 @@ from protocol.rollouts import RolloutView
 
 # What a tracker may have at the run's end, to send what waits.
 CLOSE_S = 60.0
+
 # Sections that say how a run learns; tokens and addresses are in others.
 _TOLD = ("run", "model", "rollout", "queue", "learner", "eval")
+
 _UNTOLD = ("token", "host", "port")
 
 

@@ -28,8 +28,10 @@ from protocol.config.sections.run import file_of
 Need = Literal["task", "tokenizer", "model", "chat", "callbacks"]
 
 OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
+
 # Of [learner], one of which is given: an override takes the place of the run file's other one.
 _WHEN_IT_ENDS = ("steps", "epochs")
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 

@@ -8,8 +8,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from protocol import tokens
-from protocol.config import adapters, algorithm, chat, optimisation, patience, sampling, served
+from protocol import access
+from protocol.config import adapter_checks, algorithm, chat, checks, patience, served
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
@@ -28,6 +28,7 @@ from protocol.config.sections import (
     VllmSection,
     WeightSyncSection,
     WorkerSection,
+    sampling,
 )
 
 # Settings of earlier releases that a run file may still hold, and what to write instead.
@@ -87,11 +88,11 @@ class RunConfig(Section):
     @property
     def token(self) -> str | None:
         """The run's secret, or the token of the role that this process was given. What is sent is `token_for`."""
-        return tokens.given() or self.queue.token
+        return access.given_token() or self.queue.token
 
-    def token_for(self, role: tokens.Role) -> str | None:
+    def token_for(self, role: access.Role) -> str | None:
         """The bearer token that a process of that role sends; None where the run has none."""
-        return tokens.of(self.token, role)
+        return access.token_for(self.token, role)
 
     @property
     def ticket_max_age_s(self) -> float:
@@ -132,10 +133,10 @@ class RunConfig(Section):
     def _fits_together(self) -> Self:
         rollout, queue, learner = self.rollout, self.queue, self.learner
         chat.check(self.chat)
-        sampling.check(rollout)
+        sampling.check_sampling(rollout)
         algorithm.check(learner)
-        optimisation.check(learner)
-        adapters.check(self.model, learner, self.lora, self.weight_sync)
+        checks.check_optimisation(learner)
+        adapter_checks.check_adapter(self.model, learner, self.lora, self.weight_sync)
         served.check(self.vllm.args)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from protocol.config.schema import REMOVED, REMOVED_VALUES, TRL_NAMES
 from protocol.config.sections.algorithm import AlgorithmSection
-from protocol.config.sections.base import toml_value as toml_value  # re-exported
+from protocol.config.sections.base import toml_value  # re-exported
 
 MASK = "***"
 SECRETS = ("token",)

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 
 from protocol.config import RunConfig
-from rollout_queue.api import learner_routes, observer_routes, problems, worker_routes
-from rollout_queue.api.guards import NoWebPages, RoleTokens, names_of_this_machine
-from rollout_queue.broker import Broker, Clock
+from rollout_queue.api import learner_routes, observer_routes, requests, worker_routes
+from rollout_queue.api.access import NoWebPages, RoleTokens, names_of_this_machine
+from rollout_queue.broker.broker import Broker, Clock
 from rollout_queue.store.base import Store
 
 
@@ -25,7 +25,7 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
 
     app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None)
     app.state.broker = broker
-    problems.answer_in_problems(app)
+    requests.install_error_bodies(app)
     for routes in (worker_routes.router, learner_routes.router, observer_routes.router):
         app.include_router(routes)
     app.add_middleware(NoWebPages, hosts=None if config.token else names_of_this_machine(config.queue.host))

@@ -11,8 +11,8 @@ from fastapi import Request, Response
 from protocol import codec, reasons
 from protocol.client import JSON
 from protocol.messages import LeaseAck, LeaseRequest, TicketRequest, WorkerReport
+from rollout_queue.broker.byte_budget import ByteShare
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.room import Share
 
 _MOST_BYTES = 64 * 1024
 _MOST_BYTES_OF: Mapping[Any, int] = {
@@ -29,7 +29,7 @@ _FIGURES = 1000
 _TEXTS = {"detail", "reason", "rollout", "text", "what"}  # fields for people to read, or of unknown length
 
 
-async def read_body(request: Request, limit: int, remedy: str, share: Share | None = None) -> bytes:
+async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
     """The body, of at most `limit` bytes; else refused (TOO_LARGE), where its length is declared before it is read.
     `share`: the room that it takes while it is held, if that is counted; refused (FULL) where there is none."""
     declared = request.headers.get("content-length", "")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from rollout_queue.broker import Broker
+from rollout_queue.broker.broker import Broker
 
 
 async def _ready_broker(request: Request) -> Broker:

@@ -30,7 +30,7 @@ from protocol.messages import (
 from protocol.server_address import check_name, normal_url
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
-from rollout_queue.broker import Broker
+from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger import eval_ends, eval_tickets, leases, servers
 from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal

@@ -8,8 +8,9 @@ from protocol import reasons, routes
 from protocol.client import JSON
 from rollout_queue.api.bodies import reply_json
 from rollout_queue.api.dependencies import ReadyBroker
+from rollout_queue.broker import status
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.observe import prometheus, status
+from rollout_queue.observe import prometheus
 
 _MOST_ROLLOUTS = 256
 

@@ -16,11 +16,11 @@ from protocol import reasons, routes
 from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.api.bodies import read_body, read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
-from rollout_queue.broker import Broker
+from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger import eval_tally, eval_tickets, registration, tickets, validation
 from rollout_queue.ledger.records import EVAL_TICKET, Decision, EvalRow, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.observe import recent
+from rollout_queue.observe import windows
 from rollout_queue.observe.variance import Rewards
 from rollout_queue.wakeup import MAX_WAIT_S, wait
 
@@ -163,7 +163,11 @@ async def _take_in(broker: Broker, ticket_id: str, body: bytes) -> bool:
     async with broker.judging:
         # Both take a while for a large group.
         arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker, record))
-        shown = await asyncio.to_thread(recent.pick, arrival.group, step) if recent_ones.wants(broker.now) else None
+        shown = (
+            await asyncio.to_thread(windows.pick_rollouts, arrival.group, step)
+            if recent_ones.wants(broker.now)
+            else None
+        )
     rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
     async with broker.lock:
         if (record := _out(broker, ticket_id)) is None:

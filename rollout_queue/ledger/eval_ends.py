@@ -13,9 +13,9 @@ from protocol import reasons
 from protocol.evaluations import Ended
 from rollout_queue.ledger.eval_proof import unproven_rows, without_unproven
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.records import EvalChange, EvalRecord, EvalRow, EvalRowState
-from rollout_queue.ledger.servers import Fleet
 
 # What ended stays for the status, and for a learner that was away; its own file has all.
 MOST_ENDED = 256

@@ -20,9 +20,9 @@ from protocol.messages import BeginSession, Ticket
 from rollout_queue.ledger.eval_ends import ended_record, with_ends, without_oldest
 from rollout_queue.ledger.eval_proof import awaited_proof, without_unproven
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.records import Decision, EvalChange, EvalRecord, EvalRow, EvalRowState, RowResult, RunState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import Fleet
 
 # More than this many would mean that none ever ends before the next two are due.
 MOST_OPEN = 16

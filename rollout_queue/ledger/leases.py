@@ -15,10 +15,10 @@ from protocol import reasons
 from protocol.messages import BeginSession, LeaseAck, SessionStart
 from protocol.staleness import within_staleness
 from rollout_queue.ledger import tickets
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import OUTSTANDING, Decision, RunState, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import Fleet
 
 # Tickets of this many indices stay one by one for `slipstream ledger`, needed or not; older ones only as sums.
 INDICES_KEPT = 100_000

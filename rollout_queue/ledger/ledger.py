@@ -27,6 +27,7 @@ from rollout_queue.ledger.records import (
 
 # A reason of a client's own becomes a label of the metrics.
 _REASON_CHARACTERS = 80
+
 _REASONS_OF_CLIENTS = 64
 
 

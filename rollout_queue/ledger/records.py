@@ -30,7 +30,9 @@ class TicketState(StrEnum):
 
 
 OUTSTANDING = frozenset({TicketState.ISSUED, TicketState.READY, TicketState.LEASED})
+
 LIVE = OUTSTANDING | {TicketState.TRAINED}
+
 HOLDS_PAYLOAD = frozenset({TicketState.READY, TicketState.LEASED, TicketState.TRAINED})
 
 # TRAINED and FORGOTTEN move back only when a learner resumes from before their step; REISSUED ends otherwise only where

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from protocol import fingerprint, reasons
+from protocol import reasons
+from protocol.config import fingerprint
 from protocol.messages import Fingerprint
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, RunState, TicketState

@@ -10,8 +10,11 @@ import msgspec
 from protocol.status import Notice
 
 MOST_NOTICES = 64
+
 MOST_CHARACTERS = 500
+
 _MOST_KNOWN = 1024
+
 _NUMBERS = re.compile(r"\d+")
 
 

@@ -21,8 +21,8 @@ from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow
 from rollout_queue.observe.notices import Notices
 from rollout_queue.observe.progress import Progress
 from rollout_queue.observe.rates import RateMeter, Waits
-from rollout_queue.observe.recent import RecentRollouts
 from rollout_queue.observe.variance import Rewards, Variance
+from rollout_queue.observe.windows import RecentRollouts
 
 LEARNER, FEEDER = "learner", "learner's feeder"
 SESSION = "the learner's session"  # what a worker waits for that the session before would refuse

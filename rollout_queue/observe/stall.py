@@ -28,7 +28,7 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 
-class Scene(msgspec.Struct, frozen=True):
+class StallInputs(msgspec.Struct, frozen=True):
     """What the alarm judges by. Times in seconds, `..._ago` None for never; `session` is 0 before the first.
 
     `quiet_s`: without a step, see `progress`; `alarm_after_s`: T. Since the newest step: `found_full`, groups refused
@@ -55,13 +55,13 @@ class Scene(msgspec.Struct, frozen=True):
     waiting_for_servers: int = 0
 
 
-def judge(scene: Scene) -> Stall:
+def judge(scene: StallInputs) -> Stall:
     """Whether the run stands still, since when, and why."""
     stalled = scene.quiet_s >= scene.alarm_after_s and not scene.finished
     return Stall(stalled, scene.quiet_s, likeliest_cause(scene) if stalled else None, scene.alarm_after_s)
 
 
-def likeliest_cause(scene: Scene) -> str:
+def likeliest_cause(scene: StallInputs) -> str:
     """What is missing first, from the learner's start to the last group."""
     patience = scene.stall_after_s / 2
     if scene.gave_up is not None:
@@ -108,7 +108,7 @@ def likeliest_cause(scene: Scene) -> str:
     return f"tickets are free, but the workers ask for none: see their logs{others}"
 
 
-def _mostly_lost(scene: Scene, held: int) -> str | None:
+def _mostly_lost(scene: StallInputs, held: int) -> str | None:
     """The one reason for which most groups ended untrained, if there is one."""
     total = sum(scene.ended.values())
     if total < scene.groups_per_step:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from protocol.messages import FinishReason
 from rollout_worker.agent.errors import CONTEXT, TURNS, ApiError
 from rollout_worker.budget import Limits, TurnBudget
-from rollout_worker.episode import MOST_SEGMENTS
+from rollout_worker.episodes.runner import MOST_SEGMENTS
 
 
 class Allowance:

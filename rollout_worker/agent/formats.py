@@ -18,7 +18,7 @@ from rollout_worker.agent.errors import ApiError
 from rollout_worker.agent.schemas import digest
 from rollout_worker.chat.base import ChatFormat, Message
 from rollout_worker.chat.proof_of_answers import prove_answers
-from rollout_worker.task.tools.arguments import Parameters
+from rollout_worker.tools.arguments import Parameters
 
 # Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
 MOST_KEPT = 64

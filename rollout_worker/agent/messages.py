@@ -16,11 +16,13 @@ import msgspec
 
 from rollout_worker.agent.errors import Fault, refusal
 from rollout_worker.chat.base import Message
-from rollout_worker.task.tools.reading import short
+from rollout_worker.tools.argument_text import short
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+
 # Of an assistant's message, what templates do not write, and nothing here reads.
 _UNREAD = ("audio", "function_call")
+
 # What clients and servers call an assistant's reasoning; the first that is a text counts.
 _REASONING = ("reasoning_content", "reasoning")
 

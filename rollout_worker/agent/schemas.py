@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rollout_worker.agent.errors import Fault
-from rollout_worker.task.tools.base import NAME
+from rollout_worker.tools.base import NAME
 
 # OpenAI's bound.
 MOST_TOOLS = 128

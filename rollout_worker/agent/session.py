@@ -22,28 +22,29 @@ from rollout_worker.agent.allowance import Allowance
 from rollout_worker.agent.errors import SERVER, ApiError, over
 from rollout_worker.agent.formats import ChatFormats, Proven
 from rollout_worker.agent.messages import Said, read_messages
-from rollout_worker.agent.outgoing import Outgoing, ReadCall, read_calls
-from rollout_worker.agent.parameters import Asked, read_parameters
 from rollout_worker.agent.replies import Choice, Completion
+from rollout_worker.agent.request import Asked, read_parameters
+from rollout_worker.agent.response import Outgoing, ReadCall, read_calls
 from rollout_worker.agent.tree import Place, Tree, shown_to_policy
 from rollout_worker.agent.whereabouts import Whereabouts
 from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
-from rollout_worker.deadline import Deadline
-from rollout_worker.episode import Episode, EpisodeRunner
-from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.episodes.limits import Deadline
+from rollout_worker.episodes.runner import Episode, EpisodeRunner
+from rollout_worker.episodes.tool_results import for_policy
+from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import OwnParams, Sampled
-from rollout_worker.task.tools import ToolResult
-from rollout_worker.tool_results import for_policy
+from rollout_worker.tools.base import ToolResult
 from rollout_worker.user_code.texts import encodable
 
 MODEL = SERVED_MODEL_NAME
+
 # Larger bodies are read in a thread.
 _INLINE_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class AgentContext:
     """What all episodes share. `episodes` holds what samples, and the limits."""
 
     formats: ChatFormats
@@ -78,7 +79,7 @@ class Session:
     event loop.
     """
 
-    def __init__(self, stage: Stage, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
+    def __init__(self, stage: AgentContext, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature

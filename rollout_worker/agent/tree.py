@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from rollout_worker.agent.messages import Said, chained, chained_answer
 from rollout_worker.chat.base import Message, ParsedTurn
+from rollout_worker.episodes.episode import SegmentDraft
 from rollout_worker.inference.wire import Sampled
-from rollout_worker.segment import SegmentDraft
 
 
 @dataclass(frozen=True, slots=True)

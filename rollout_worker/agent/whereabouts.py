@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from rollout_worker.capacity import Capacity
+from rollout_worker.episodes.capacity import Capacity
 
 
 class Whereabouts:

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from protocol.config import ConfigError, RunConfig
-from rollout_worker.chat import renderer_choice
+from rollout_worker.chat import renderer_settings
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.chat.proof import prove
+from rollout_worker.chat.build import WithSystemPrompt
+from rollout_worker.chat.format_check import check_tool_format
 from rollout_worker.chat.proof_of_answers import prove_answers
-from rollout_worker.chat.system_prompt import WithSystemPrompt
 from rollout_worker.chat.template import TemplateFormat
 
 logger = logging.getLogger(__name__)
@@ -20,10 +20,10 @@ _Proof = TypeVar("_Proof")
 
 
 def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any) -> ChatFormat:
-    name = renderer_choice.renderer_name(config)
+    name = renderer_settings.renderer_name(config)
     if name is None:
         return TemplateFormat.load(config, tools, tokenizer)
-    return renderer_choice.load(config, name, tools, tokenizer)
+    return renderer_settings.load_renderer(config, name, tools, tokenizer)
 
 
 def build_chat_format(
@@ -43,7 +43,7 @@ def build_chat_format(
 
 
 def _check(config: RunConfig, chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> None:
-    proof = _proven(prove(chat, tools))
+    proof = _proven(check_tool_format(chat, tools))
     if not proof.fit_for_tools:
         raise ConfigError(f"model.path = {config.model.path} cannot be used with tools: {'; '.join(proof.problems)}")
 

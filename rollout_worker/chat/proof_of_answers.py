@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout_worker.chat.base import ChatFormat, Message, PromptError
-from rollout_worker.chat.proof import difference, turn_begins, turn_ends
+from rollout_worker.chat.format_check import difference, turn_begins, turn_ends
 
 _WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slipstream guess", "slipstream end")
 

@@ -19,6 +19,7 @@ from rollout_worker.chat.renderer_tokenizer import INLINE_CHARACTERS, RendererTo
 if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
+
 _Result = TypeVar("_Result")
 
 # What a template may put behind a message's text, in tokens: the ids that close it.
@@ -29,15 +30,20 @@ _MOST_CLOSING = 16
 _CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
 
 _PARTS = ("text", "thinking")
+
 _REASONS = {
     "invalid_json": "the tool call is not valid JSON",
     "unclosed_block": "the tool call is not closed",
     "missing_name": "the tool call names no function",
     "malformed_structure": "the tool call is not written as tool calls are written here",
 }
+
 _RAW_CHARACTERS = 80
+
 _PROBE = "So"
+
 _QUESTION = {"role": "user", "content": _PROBE}
+
 _END_OF_THOUGHT = "</think"
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from rollout_worker.chat.parsers.base import Unreadable
-from rollout_worker.chat.parsers.literal import Literals
+from rollout_worker.chat.parsers.literal_calls import Literals
 
 _LITERALS = Literals()
 

@@ -15,10 +15,10 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from protocol.config import ConfigError, RunConfig
-from rollout_worker.chat import turns
+from rollout_worker.chat import template_analysis
 from rollout_worker.chat.base import Message, ParsedTurn, PromptError, ToolCall
-from rollout_worker.chat.choice import choose_parser
 from rollout_worker.chat.conversation import checked, text_of
+from rollout_worker.chat.parser_choice import choose_parser
 from rollout_worker.chat.parsers import Before, Parser, Scan
 from rollout_worker.chat.rendering import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
@@ -28,6 +28,7 @@ _NO_TEMPLATE = (
     "the tokenizer has no chat template, which messages and tools need; name a file with chat.template, save one with "
     "the tokenizer (tokenizer.chat_template), or use a model that is made for chat"
 )
+
 # The end of a prompt that is looked at to tell what of a turn the prompt has written.
 _TAIL_IDS = 32
 
@@ -66,16 +67,16 @@ class TemplateFormat:
                 raise ConfigError(f"{origin}: {_NO_TEMPLATE}")
             return
         _check_syntax(self._rendering, origin)
-        self._rendering = turns.taking_text(self._rendering)
+        self._rendering = template_analysis.taking_text(self._rendering)
         try:
             if tools:
-                self._rendering = turns.checked_rendering(self._rendering, self._stop_texts)
-            self.reasoning = turns.reasoning_of(self._rendering, with_calls=bool(tools))
+                self._rendering = template_analysis.checked_rendering(self._rendering, self._stop_texts)
+            self.reasoning = template_analysis.reasoning_of(self._rendering, with_calls=bool(tools))
             self._rendering = self._rendering.but(reasoning_field=self.reasoning.field)
-            self._places = turns.places_to_speak(self._rendering, self.reasoning.thought.opening)
+            self._places = template_analysis.places_to_speak(self._rendering, self.reasoning.thought.opening)
             if tools:
                 self._choose_parser(parser)
-        except turns.Unfit as unfit:
+        except template_analysis.Unfit as unfit:
             raise ConfigError(
                 f"the chat template of {origin} cannot be used with tools: {unfit}; name one that can with "
                 f"chat.template = file.jinja, a renderer with chat.renderer, or give a task without tools"
@@ -130,7 +131,7 @@ class TemplateFormat:
         """What the template writes after a turn, with the token that ends it where the turn was cut off before."""
         if not self.tokenizer.chat_template or self._drops_reasoning(prompt_ids, turn_ids, messages):
             return None
-        following = turns.following(self._following, self._stop_texts, messages)
+        following = template_analysis.following(self._following, self._stop_texts, messages)
         if following is None:
             return None
         ids = await self._codec.encode(following.text)
@@ -158,7 +159,7 @@ class TemplateFormat:
             raise PromptError(_NO_TEMPLATE)
         try:
             return self._rendering(messages, generation_prompt, continue_final_message)
-        except turns.REFUSALS as error:
+        except template_analysis.REFUSALS as error:
             raise PromptError(repr(error)) from error
 
     def _before(self, prompt_ids: Sequence[int]) -> Before:
@@ -202,9 +203,9 @@ class TemplateFormat:
         messages = [{"role": "tool", "name": "tool", "content": "result", "tool_call_id": call_id(2)}]
         bare = self._rendering.but(tools=None)
         return all(
-            turns.following(bare, self._stop_texts, following)
-            == turns.following(self._rendering, self._stop_texts, following)
-            for following in (messages, messages * 2, [turns.USER])
+            template_analysis.following(bare, self._stop_texts, following)
+            == template_analysis.following(self._rendering, self._stop_texts, following)
+            for following in (messages, messages * 2, [template_analysis.USER])
         )
 
 
@@ -228,11 +229,11 @@ def _read(file: Path) -> str:
 
 def _check_syntax(rendering: Rendering, origin: str) -> None:
     try:
-        rendering([turns.USER])
+        rendering([template_analysis.USER])
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template of {origin} has a syntax error, line {error.lineno}: {error.message}; mend it there, "
             f"or name another with chat.template = file.jinja"
         ) from None
-    except turns.REFUSALS:
+    except template_analysis.REFUSALS:
         return  # it may refuse this conversation

@@ -12,7 +12,7 @@ import msgspec
 
 from protocol import reasons
 from protocol.adapter_names import HEADER, SERVED_MODEL_NAME, version_of
-from rollout_worker.inference.errors import BadSample, ServerFailed, UnknownWeights, error_of
+from rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
 from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
 
 GENERATE = "/inference/v1/generate"

@@ -15,14 +15,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from protocol import reasons
-from protocol.labels import told
 from protocol.messages import Server, ServerState
+from protocol.versions import describe_label
 from rollout_worker.inference.breaker import Breaker
-from rollout_worker.inference.errors import (
+from rollout_worker.inference.failures import (
     BadSample,
     Doubtful,
     EpisodeFailed,
-    Rejected,
+    RequestRejected,
     ServerFailed,
     ServerLeft,
     ServerUnfit,
@@ -137,7 +137,7 @@ class ServerPool:
         """Whether the registry names no other serving server, be it one that is left alone now."""
         return all(other == name for other in self._router.serving)
 
-    def blame(self, refusal: Rejected) -> None:
+    def blame(self, refusal: RequestRejected) -> None:
         """Another server took what this one refused: it was the server's failure, counted once for each refusal."""
         if refusal.server is not None and not refusal.blamed:
             refusal.blamed = True
@@ -205,7 +205,7 @@ class ServerPool:
         server = self._router.distrust(name)
         if server is None:
             return
-        reason = f"sampled from {told(label, self.run_id)}"
+        reason = f"sampled from {describe_label(label, self.run_id)}"
         self._end_requests(Left(server, Leave.CUT, f"it {reason}"))
         self._tell_waiting()
         logger.warning("%s %s: it is not used until it is proven again", name, reason)
@@ -244,7 +244,7 @@ class ServerPool:
         another has taken the request; at once on trial, and while no other may be asked."""
         name = request.server.name
         if isinstance(error, BadSample) or (not self.lone(name) and (request.trial or not self.others(name))):
-            if isinstance(error, Rejected):
+            if isinstance(error, RequestRejected):
                 error.blamed = True
             self._failed(request.server, breaker, request.trial, error)
         elif self.lone(name):
@@ -290,7 +290,7 @@ class ServerPool:
         assert self._abort is not None
         try:
             await self._abort(url, ids)
-        except (ServerFailed, Rejected) as error:
+        except (ServerFailed, RequestRejected) as error:
             logger.warning("%d requests are sampled again, not continued: %s", len(ids), error)
 
     def _tell_waiting(self) -> None:

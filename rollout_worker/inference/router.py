@@ -20,6 +20,7 @@ from protocol.messages import Server, ServerState
 from rollout_worker.inference.taint import Taints
 
 OVERLOAD_FACTOR = 2
+
 OVERLOAD_REQUESTS = 4
 
 
@@ -47,7 +48,7 @@ class Affinity:
     born: int | None = None
 
 
-class Load(NamedTuple):
+class ServerLoad(NamedTuple):
     """`tokens` in flight on a server, and the episodes tied to it."""
 
     tokens: int
@@ -72,17 +73,17 @@ class Left(NamedTuple):
     why: str
 
 
-def overloaded(current: Load, best: Load, need: int) -> bool:
+def overloaded(current: ServerLoad, best: ServerLoad, need: int) -> bool:
     """Whether a server is clearly overloaded for a request of `need` tokens: it carries more than twice what the best
     one does, and the tokens of four such requests besides. Less than that is not worth a prefix computed again."""
     return current.tokens > OVERLOAD_FACTOR * best.tokens + OVERLOAD_REQUESTS * need
 
 
-def stays(current: Load, best: Load, need: int) -> bool:
+def stays(current: ServerLoad, best: ServerLoad, need: int) -> bool:
     """Whether a request of `need` tokens returns to its episode's server, rather than to the least loaded one: unless
     that is overloaded, or the best one stands idle, with no episode tied to it, while its own runs one such request or
     more (F21)."""
-    if best == Load(0, 0):
+    if best == ServerLoad(0, 0):
         return current.tokens < need
     return not overloaded(current, best, need)
 
@@ -110,8 +111,8 @@ class Router:
         """Updates so far: by it an episode is older or younger than a proof."""
         return self.taints.tick
 
-    def load_of(self, name: str) -> Load:
-        return Load(self._tokens[name], self._ties[name])
+    def load_of(self, name: str) -> ServerLoad:
+        return ServerLoad(self._tokens[name], self._ties[name])
 
     def update(self, servers: Iterable[Server]) -> list[Left]:
         """Take the queue's registry over, and give the servers that serve no more. A version seen in samples is kept

@@ -21,11 +21,11 @@ from protocol.config import RunConfig
 from protocol.messages import Server
 from rollout_worker.backoff import pause_s
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.errors import (
+from rollout_worker.inference.failures import (
     BadSample,
     Doubtful,
     EpisodeFailed,
-    Rejected,
+    RequestRejected,
     ServerFailed,
     ServerLeft,
     UnknownWeights,
@@ -140,7 +140,7 @@ class Sampler:
                 part, why = Sampled(), str(error)
             else:
                 if part.token_ids:
-                    if isinstance(first, Rejected):
+                    if isinstance(first, RequestRejected):
                         self.pool.blame(first)
                     first = None
                 turn.extend(part)
@@ -267,7 +267,7 @@ class Sampler:
         if first is None or first.server is None or last.server is None:
             certain = last.server is None or self.pool.lone(last.server.name)
         else:
-            certain = isinstance(first, Rejected) and first.server.name != last.server.name
+            certain = isinstance(first, RequestRejected) and first.server.name != last.server.name
         return EpisodeFailed(reasons.REQUEST_REJECTED, told, retryable=not certain)
 
     def _expected(self, max_tokens: int) -> int:

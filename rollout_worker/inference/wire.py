@@ -11,9 +11,9 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.config.sampling import NEUTRAL, GenerationKwargs, typed
-from protocol.labels import Label, parse
-from rollout_worker.inference.errors import BadSample, UnknownWeights
+from protocol.config.sections.sampling import NEUTRAL, GenerationKwargs, typed
+from protocol.versions import Label, parse
+from rollout_worker.inference.failures import BadSample, UnknownWeights
 
 # vLLM puts this in place of a log-prob that is missing, NaN or minus infinity.
 _NO_LOGPROB = -9999.0

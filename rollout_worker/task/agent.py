@@ -15,7 +15,7 @@ from protocol.figures import is_counted
 from protocol.messages import LARGEST_FIGURE
 from rollout_worker.task.rewards.base import RESULTS
 from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
-from rollout_worker.user_code.failures import gives_items, is_async, name_of
+from rollout_worker.user_code.errors import gives_items, is_async, name_of
 from rollout_worker.user_code.texts import encodable, type_name
 
 logger = logging.getLogger(__name__)

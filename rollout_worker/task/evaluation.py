@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import ConfigError, RunConfig
-from rollout_worker.task.dataset import open_rows
-from rollout_worker.task.rows import Rows
+from rollout_worker.data.dataset import open_rows
+from rollout_worker.data.rows import Rows
 
 # What rewards, an agent, tools or environments find in rows, or do not.
 _OF_ROWS = r"^Task\((?!eval_)\w+=.*?\): (?=.*not a column of the data set|the prompts are|(the first )?row )"

@@ -10,17 +10,18 @@ from typing import Any
 
 from protocol.config import ConfigError, TaskSection
 from protocol.user_files import import_for
-from rollout_worker.task import columns
+from rollout_worker.data import columns
+from rollout_worker.data.dataset import DataSource, is_lazy, open_rows
+from rollout_worker.data.rows import Row, RowPosition, Rows
 from rollout_worker.task.agent import Agent
-from rollout_worker.task.dataset import DataSource, is_lazy, open_rows
 from rollout_worker.task.environment import choice
 from rollout_worker.task.evaluation import named_eval, open_eval_rows
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.rewards.base import OWN_REWARD
-from rollout_worker.task.rows import Place, Row, Rows
-from rollout_worker.task.tools import Tool, ToolBox
-from rollout_worker.task.tools.function import is_tool
-from rollout_worker.task.tools.mcp import check_addresses
+from rollout_worker.tools.base import Tool
+from rollout_worker.tools.function import is_tool
+from rollout_worker.tools.mcp import check_addresses
+from rollout_worker.tools.toolbox import ToolBox
 
 __all__ = ["Row", "Task", "load_task"]
 
@@ -178,7 +179,7 @@ class Task:
         """The row of a ticket's running `index`, the same on every worker; `shuffle`: a new order for each epoch."""
         return self.rows.row_for(index, seed, shuffle)
 
-    def place_of(self, index: int, seed: int, shuffle: bool = True) -> Place:
+    def place_of(self, index: int, seed: int, shuffle: bool = True) -> RowPosition:
         """The epoch of a ticket's running `index`, and the row's place in the data set."""
         return self.rows.place_of(index, seed, shuffle)
 

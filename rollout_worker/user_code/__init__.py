@@ -1,7 +1,7 @@
 """The one boundary around the user's code: tools, environments, rewards, data sets (I9)."""
 
 from rollout_worker.user_code.boundary import Kind, UserCode, in_thread
-from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at, failure_of
-from rollout_worker.user_code.followed import Followed
+from rollout_worker.user_code.errors import NotCalled, UserCodeError, defined_at, failure_of
+from rollout_worker.user_code.tracked_call import Followed
 
 __all__ = ["Followed", "Kind", "NotCalled", "UserCode", "UserCodeError", "defined_at", "failure_of", "in_thread"]

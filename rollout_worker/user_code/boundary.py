@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from protocol.config import TaskSection
-from rollout_worker.user_code.copies import copied
-from rollout_worker.user_code.event_loop import Held
-from rollout_worker.user_code.failures import is_async
+from rollout_worker.user_code.async_code import PendingValue
+from rollout_worker.user_code.errors import is_async
 from rollout_worker.user_code.loops import Loops
 from rollout_worker.user_code.processes import Processes
 from rollout_worker.user_code.shut_off import ShutOff
 from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
+from rollout_worker.user_code.values import copied
 
 # What ends a process that does not expect them.
 _TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
@@ -148,13 +148,13 @@ class UserCode:
             result = await self._loops.run(function, start, plain, timeout_s)
         else:
             result = await threads.run(function, partial(_done, start, plain), timeout_s, waiting)
-            if isinstance(result, Held):
+            if isinstance(result, PendingValue):
                 held, left_s = result, max(0.0, timeout_s - (time.monotonic() - result.began))
                 try:
                     result = await self._loops.run(function, held.take, plain, left_s, told_s=timeout_s)
                 finally:
                     held.close()  # it may not have begun
-        if isinstance(result, Held):
+        if isinstance(result, PendingValue):
             # Its text may take as long as it likes, or never end.
             result = await threads.run(function, partial(_plain, result, plain), timeout_s)
         return result
@@ -212,8 +212,8 @@ def _done(start: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
     """In a thread. What must be awaited comes back `Held`."""
     began = time.monotonic()
     result = start()
-    return Held(result, began) if inspect.isawaitable(result) or inspect.isasyncgen(result) else plain(result)
+    return PendingValue(result, began) if inspect.isawaitable(result) or inspect.isasyncgen(result) else plain(result)
 
 
-def _plain(held: Held, plain: Callable[[Any], Any]) -> Any:
+def _plain(held: PendingValue, plain: Callable[[Any], Any]) -> Any:
     return plain(held.take())

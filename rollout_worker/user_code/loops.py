@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from protocol import reasons
+from rollout_worker.user_code.async_code import AsyncCall, EventLoop
 from rollout_worker.user_code.daemon_executor import DaemonExecutor
-from rollout_worker.user_code.event_loop import AsyncCall, EventLoop
-from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at
+from rollout_worker.user_code.errors import NotCalled, UserCodeError, defined_at
 from rollout_worker.user_code.steps import LOOKS
 
 MOST_LOOPS = 4

@@ -10,9 +10,9 @@ from typing import Any
 
 from protocol import reasons
 from protocol.config import TaskSection
-from rollout_worker.user_code.child_process import ChildProcess
-from rollout_worker.user_code.failures import UserCodeError
+from rollout_worker.user_code.errors import UserCodeError
 from rollout_worker.user_code.group_guard import GroupGuard
+from rollout_worker.user_code.isolation import ChildProcess
 from rollout_worker.user_code.threads import Threads
 
 # Importing the task file may take a while, above all beside others.

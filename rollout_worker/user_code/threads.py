@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from protocol import reasons
-from rollout_worker.user_code.failures import NotCalled, UserCodeError, defined_at, failure_in, name_of, place_in
+from rollout_worker.user_code.errors import NotCalled, UserCodeError, defined_at, failure_in, name_of, place_in
 from rollout_worker.user_code.forks import end_if_copy
 
 HUNG_PER_THREAD = 4

@@ -236,7 +236,7 @@ def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
 
 def _context_of(model: str) -> int | None:
     """Tokens of a model's context; None where that cannot be told: the check before the start says what is wrong."""
-    from deploy.model_check import context_of
+    from deploy.checks.model_check import context_of
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # every try to reach the hub is a warning of its own
     path = Path(model).expanduser()

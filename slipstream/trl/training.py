@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from protocol.config import ConfigError, LoraSection, ModelSection
 from slipstream.trl.configs import _Config
-from slipstream.trl.objective import number
+from slipstream.trl.learner_settings import number
 
 _EPSILON = 1e-8
 # Fields of peft's LoraConfig that say nothing of what is trained here.

@@ -13,16 +13,19 @@ from typing import Any
 from protocol.config import ConfigError, LearnerSection, RolloutSection, VllmSection, WorkerSection
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
-from slipstream.trl.objective import learner_settings, number
+from slipstream.trl.learner_settings import learner_settings, number
 from slipstream.trl.training import optimiser_settings
 
 Sections = dict[str, dict[str, Any]]
 
 # Of model_init_kwargs: what loads a model by transformers alone.
 _NO_MEANING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
+
 _DEFAULT_PORT = 8000
+
 # TRL's default of logging_steps, which are also those between evaluations where eval_steps is left out.
 _LOGGING_STEPS = 10
+
 # What to write for values that TRL has under another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
 

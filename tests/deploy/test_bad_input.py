@@ -12,8 +12,9 @@ from time import perf_counter
 
 import pytest
 
-from deploy import cli, preflight
-from deploy import run_directory as run_dir
+from deploy import cli
+from deploy.checks import preflight
+from deploy.run import run_directory as run_dir
 from protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK, run_directory
 from tests.kit.ports import free_port
@@ -158,7 +159,7 @@ def test_a_tool_without_type_hints(run_file: Path) -> None:
 def test_a_task_file_that_is_wrong(run_file: Path, replace: str, by: str, says: list[str]) -> None:
     spoil_task(run_file, replace, by)
     with pytest.raises(ConfigError) as error:
-        preflight.check(load(run_file), resume=False)
+        preflight.check_run(load(run_file), resume=False)
     for text in ["task.path = ", *says]:
         assert text in str(error.value)
     assert "\n" not in str(error.value)
@@ -184,18 +185,18 @@ def test_a_ledger_that_is_not_there(run_file: Path) -> None:
 @pytest.mark.parametrize("setting", ["queue.port", "vllm.port"])
 def test_a_taken_port(run_file: Path, taken_port: int, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting} = {taken_port}: another process listens"):
-        preflight.check(load(run_file, [f"--{setting}", str(taken_port)]), resume=False)
+        preflight.check_run(load(run_file, [f"--{setting}", str(taken_port)]), resume=False)
 
 
 def test_the_second_of_two_servers_finds_its_port_taken(run_file: Path, taken_port: int) -> None:
     with pytest.raises(ConfigError, match=f"vllm.port = {taken_port}"):
-        preflight.check(load(run_file, ["--vllm.port", str(taken_port - 1), "--vllm.count", "2"]), resume=False)
+        preflight.check_run(load(run_file, ["--vllm.port", str(taken_port - 1), "--vllm.count", "2"]), resume=False)
 
 
 def test_a_server_that_is_not_there(run_file: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError, match=f"no vLLM server answers at {url} .*refused.*slipstream vllm run.toml"):
-        preflight.check(load(run_file, ["--vllm.servers", f'["{url}"]']), resume=False)
+        preflight.check_run(load(run_file, ["--vllm.servers", f'["{url}"]']), resume=False)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://[::1"])
@@ -217,12 +218,12 @@ def test_a_run_directory_that_cannot_be_made(run_file: Path) -> None:
 def test_a_model_that_cannot_be_loaded(run_file: Path, tmp_path: Path, config_json: str, says: str) -> None:
     (tmp_path / "config.json").write_text(config_json, encoding="utf-8")
     with pytest.raises(ConfigError, match=f"model.path = {tmp_path}: not a model that can be loaded: .*{says}"):
-        preflight.check(load(run_file, ["--model.path", str(tmp_path)]), resume=False)
+        preflight.check_run(load(run_file, ["--model.path", str(tmp_path)]), resume=False)
 
 
 def test_an_attention_that_the_model_does_not_have(run_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.attention = sparkling: the model cannot use it"):
-        preflight.check(load(run_file, ["--model.attention", "sparkling"]), resume=False)
+        preflight.check_run(load(run_file, ["--model.attention", "sparkling"]), resume=False)
 
 
 def test_a_thread_that_a_task_file_starts_does_not_hold_up_the_check(run_file: Path) -> None:

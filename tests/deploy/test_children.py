@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.children import Child, Children, describe_end
 from deploy.programs import Program
+from deploy.run.processes import Child, Children, describe_end
 from tests.deploy.stage import until
 
 
@@ -99,7 +99,7 @@ async def test_a_watchdog_that_is_killed_is_replaced_and_knows_the_children(tmp_
 
 
 async def test_a_watchdog_that_stands_still_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.children.KILLED_WITHIN_S", 0.5)
+    monkeypatch.setattr("deploy.run.processes.KILLED_WITHIN_S", 0.5)
     with Children(grace_s=1) as children:
         os.kill(children._watchdog.pid, signal.SIGSTOP)
         started = time.monotonic()

@@ -18,10 +18,11 @@ import pytest
 import typer
 
 from deploy import cli
-from protocol import tokens
+from protocol import access
 from protocol.config import RunConfig, load
+from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
-from protocol.config.text import find_field, settings, toml_value
+from protocol.config.text import find_field, settings
 from protocol.status import Status
 from tests.kit import config
 from tests.kit.ports import free_port
@@ -252,10 +253,10 @@ def test_i8_the_learner_s_callbacks_see_no_token_and_the_learner_still_has_it(
     seen: list[tuple[str | None, str | None]] = []
 
     def run(config: RunConfig, queue: str | None, resume: bool) -> None:
-        seen.append((os.environ.get(tokens.VARIABLE), config.token_for("learner")))
+        seen.append((os.environ.get(access.TOKEN_VARIABLE), config.token_for("learner")))
 
-    monkeypatch.setenv(tokens.VARIABLE, "a-secret-of-the-run")
-    monkeypatch.setattr(tokens, "_hidden", None)
+    monkeypatch.setenv(access.TOKEN_VARIABLE, "a-secret-of-the-run")
+    monkeypatch.setattr(access, "_hidden", None)
     monkeypatch.setattr("learner.run.run", run)
     assert slipstream("learner", run_file)[0] == 0
-    assert seen == [(None, tokens.derived("a-secret-of-the-run", "learner"))]
+    assert seen == [(None, access.derive_token("a-secret-of-the-run", "learner"))]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import devices, gpus, programs, vllm_server
-from deploy.devices import Seat
+from deploy import gpus, programs
 from deploy.gpus import Gpu
+from deploy.servers import devices, vllm_server
+from deploy.servers.devices import Seat
 from protocol.config import ConfigError, load
 
 GIB = 1024**3
@@ -20,7 +21,7 @@ def machine(count: int, gib: int = 80, cut_off: bool = False) -> list[Gpu]:
     return [Gpu(entry, "a GPU", gib * GIB, apart[entry]) for entry in entries]
 
 
-def planned(run_file: Path, found: list[Gpu], *overrides: str, weights: int | None = 2 * GIB) -> devices.Plan:
+def planned(run_file: Path, found: list[Gpu], *overrides: str, weights: int | None = 2 * GIB) -> devices.DevicePlan:
     return devices.plan(found, load(run_file, list(overrides)), weights)
 
 

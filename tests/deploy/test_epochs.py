@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli, epochs, preflight
+from deploy import cli, epochs
+from deploy.checks import preflight
 from protocol.config import ConfigError, RunConfig, load, to_toml
 from tests.deploy.conftest import TASK
 from tests.kit import config
@@ -39,12 +40,12 @@ def test_an_iterable_cannot_be_counted(run_file: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"learner.epochs = 2: the data set is an iterable.*give learner.steps instead"
     ):
-        preflight.check(load(run_file, ["--learner.epochs", "2.0"]), resume=False)
-    assert preflight.check(load(run_file), resume=False) is None
+        preflight.check_run(load(run_file, ["--learner.epochs", "2.0"]), resume=False)
+    assert preflight.check_run(load(run_file), resume=False) is None
 
 
 def test_the_preflight_counts_the_rows(run_file: Path) -> None:
-    assert preflight.check(load(run_file, ["--learner.epochs", "2.0"]), resume=False) == 1
+    assert preflight.check_run(load(run_file, ["--learner.epochs", "2.0"]), resume=False) == 1
 
 
 def write_run_file(folder: Path, *lines: str) -> Path:

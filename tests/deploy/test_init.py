@@ -12,10 +12,10 @@ from protocol.config import ConfigError, load
 from rollout_worker import user_code
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ToolCall
-from rollout_worker.task import columns
+from rollout_worker.data import columns
 from rollout_worker.task.rewards import RewardBatch, RewardFunctions
 from rollout_worker.task.task import Task, load_task
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deploy import joining, servers, servers_command, vllm_server
-from protocol import tokens
-from protocol.client import QueueClient, Refused, Unreachable
+from deploy import servers_command
+from deploy.servers import joining, servers, vllm_server
+from protocol import access
+from protocol.client import QueueClient, QueueRefused, Unreachable
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import BeginSession, Server, ServerState
 from protocol.status import ServerStatus
@@ -148,7 +149,7 @@ CHILD = 'echo > "$1"; exec sleep 60'
 async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_ends(tmp_path: Path) -> None:
     mark = tmp_path / "up"
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
-        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
         running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
         async with asyncio.timeout(60):
@@ -168,7 +169,7 @@ async def test_a_server_that_somebody_removed_says_so_and_ends(
     monkeypatch.setattr(joining, "LOOK_EVERY_S", 0.05)
     mark = tmp_path / "up"
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
-        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
         running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
         async with asyncio.timeout(60):
@@ -186,7 +187,7 @@ async def test_a_queue_that_went_away_is_said_once_and_not_waited_for_at_the_end
     monkeypatch.setattr(joining, "QUEUE_PATIENCE_S", 0.2)
     mark = tmp_path / "up"
     async with serving(config()) as queue:
-        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
         running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
         async with asyncio.timeout(60):
@@ -234,7 +235,7 @@ async def test_the_last_server_that_serves_is_removed_only_by_force() -> None:
 
 async def test_a_queue_that_is_not_there_is_told_by_the_option_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "QUEUE_PATIENCE_S", 0.0)
-    plan = joining.Joining("mine", "http://127.0.0.1:1", "http://127.0.0.1:1", 64)
+    plan = joining.ServerJoin("mine", "http://127.0.0.1:1", "http://127.0.0.1:1", 64)
     with pytest.raises(Unreachable, match="is the URL right\\? --join says where it is looked for") as error:
         await joining._run(config(), plan, [sys.executable, "-c", ""], os.environ)
     assert "--queue" not in str(error.value)
@@ -242,7 +243,7 @@ async def test_a_queue_that_is_not_there_is_told_by_the_option_that_names_it(mon
 
 async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
-        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = [sys.executable, "-c", "raise SystemExit(3)"]
         assert await joining._run(config(), plan, child, os.environ) == 3
         (down,) = [server for server in await client.servers() if server.name == "mine"]
@@ -253,7 +254,7 @@ async def test_a_server_that_is_killed_leaves_no_engine_behind_and_says_by_which
     mark = tmp_path / "engine"
     killed = f"(trap '' TERM; exec sleep 300) & echo $! > '{mark}'; kill -KILL $$"
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
-        plan = joining.Joining("mine", "http://127.0.0.1:1", queue.url, 64)
+        plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         assert await joining._run(config(), plan, ["bash", "-c", killed], os.environ) == 128 + signal.SIGKILL
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert down.reason == "its process ended with code 137"
@@ -271,8 +272,8 @@ async def test_a_second_server_at_the_port_of_the_first_is_told_to_take_another(
 
 async def test_a_server_that_is_refused_its_leave_for_the_token_is_not_told_the_servers() -> None:
     async with serving(config()) as queue:
-        viewer = tokens.of("t", "viewer")
-        with pytest.raises(Refused, match="needs the token of a learner") as refusal:
+        viewer = access.token_for("t", "viewer")
+        with pytest.raises(QueueRefused, match="needs the token of a learner") as refusal:
             await servers.remove(QueueClient(queue.url, viewer, patience_s=1.0), "a", False, 5.0)
         assert "the run's servers" not in str(refusal.value)
 

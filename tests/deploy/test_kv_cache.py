@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deploy import kv_cache, vllm_server
-from deploy.kv_cache import GIB, Model, budget, model_of
+from deploy.servers import kv_cache, vllm_server
+from deploy.servers.kv_cache import GIB, Model, budget, model_of
 from protocol.config import ConfigError, RunConfig, load
 from tests.kit.config import config
 

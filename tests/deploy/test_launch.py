@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import tokens
+from protocol import access
 from protocol.client import QueueClient
 from protocol.config import load
 from protocol.status import Status
@@ -155,7 +155,7 @@ def test_i8_no_file_command_line_or_log_of_a_run_holds_a_token_and_user_code_is_
     run_file: Path, secret: str, launcher: subprocess.Popen[str]
 ) -> None:
     heard = read_until(launcher, "step 7", "queue answers after", "vllm-0 answers after")
-    derived = {role: tokens.derived(secret, role) for role in tokens.ROLES}
+    derived = {role: access.derive_token(secret, role) for role in access.ROLES}
     run = psutil.Process(launcher.pid)
     environments: dict[str, str] = {}
     for process in [run, *run.children(recursive=True)]:

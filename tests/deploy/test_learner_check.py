@@ -39,7 +39,7 @@ def test_what_cannot_be_made_is_refused(sections: dict[str, Any], says: str, mon
 
 def test_the_defaults_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is imported for them: every start would take the longer."""
-    from learner import optimiser
+    from learner.training import optimiser
 
     monkeypatch.setattr(optimiser, "check", lambda section: pytest.fail("looked at"))
     learner_check.check(config_of())

@@ -15,8 +15,9 @@ import pytest
 
 from deploy import extras
 from protocol.config import load
-from tests.deploy.conftest import free_port, run_directory
+from tests.deploy.conftest import run_directory
 from tests.deploy.stage import LIMIT_S, until
+from tests.kit.ports import free_port
 
 # The command line in an interpreter that cannot see these packages.
 WITHOUT = """

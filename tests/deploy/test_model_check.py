@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from deploy import model_check, preflight
+from deploy.checks import model_check, preflight
 from protocol import checkpoints
 from protocol.config import ConfigError, load
 
@@ -145,5 +145,5 @@ def test_a_preflight_asks_whether_the_checkpoint_is_of_the_same_shape(
 ) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(model_check, "check_resumed", lambda config, resume: asked.append(resume))
-    preflight.check(load(run_file, ["--queue.port", "8391", "--vllm.port", "8392"]), resume=False)
+    preflight.check_run(load(run_file, ["--queue.port", "8391", "--vllm.port", "8392"]), resume=False)
     assert asked == [False]

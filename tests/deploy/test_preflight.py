@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import preflight
-from deploy.ports import check_port, looks_like
+from deploy.checks import preflight
+from deploy.servers.probes import check_port, looks_like
 from protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK
 from tests.deploy.stage import ANSWERING, until
@@ -26,17 +26,17 @@ def test_prompts_of_messages_need_a_chat_template(run_file: Path, tmp_path: Path
     task = run_file.parent / "task.py"
     task.write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
-        preflight.check(load(run_file, ["--model.path", str(folder)]), resume=False)
+        preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
     assert f"model.path = {folder}: the first prompt of {task}:task becomes no tokens" in str(error.value)
     assert "no chat template, and the prompts are messages: save one" in str(error.value)
     task.write_text(task.read_text().replace('[{"role": "user", "content": "Multiply 2 by 3."}]', '"text"'))
-    preflight.check(load(run_file, ["--model.path", str(folder)]), resume=False)
+    preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
 
 
 def test_i9_a_template_file_stands_in_for_the_tokenizers_own(run_file: Path, tmp_path: Path) -> None:
     folder = save_model_folder(tmp_path / "plain")
     template = (folder / "chat_template.jinja").rename(tmp_path / "file.jinja")
-    preflight.check(load(run_file, ["--model.path", str(folder), "--chat.template", str(template)]), resume=False)
+    preflight.check_run(load(run_file, ["--model.path", str(folder), "--chat.template", str(template)]), resume=False)
 
 
 def test_a_first_prompt_that_the_template_refuses(run_file: Path, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_first_prompt_that_the_template_refuses(run_file: Path, tmp_path: Path
     build_tokenizer("{{ raise_exception('no user, please') }}").save_pretrained(folder)
     (run_file.parent / "task.py").write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"becomes no tokens: mend that row, or the template \(.*no user, please"):
-        preflight.check(load(run_file, ["--model.path", str(folder)]), resume=False)
+        preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
 
 
 def test_a_task_file_that_is_not_there(run_file: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_task_file_that_is_not_there(run_file: Path) -> None:
     gone = f"{run_file.parent}/gone.py:task"
     config = config.model_copy(update={"task": config.task.model_copy(update={"path": gone})})
     with pytest.raises(ConfigError, match=f"task.path = {gone}: there is no Python file"):
-        preflight.check(config, resume=False)
+        preflight.check_run(config, resume=False)
 
 
 def test_a_taken_port_is_told_with_its_holder(run_file: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_where_the_weights_leave_from_is_looked_at_before_anything_starts(
 
     def told(*settings: str) -> str:
         with pytest.raises(ConfigError) as error:
-            preflight.check(load(run_file, [*settings, "--queue.port", str(free_port()), *free]), resume=False)
+            preflight.check_run(load(run_file, [*settings, "--queue.port", str(free_port()), *free]), resume=False)
         return str(error.value)
 
     free = ["--vllm.port", str(free_port())]
@@ -119,7 +119,7 @@ def test_the_agents_endpoint_must_be_free_before_anything_starts(run_file: Path)
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"worker.agent_port = {port}: another process listens"):
-            preflight.check(load(run_file, ["--worker.agent_port", str(port)]), resume=False)
+            preflight.check_run(load(run_file, ["--worker.agent_port", str(port)]), resume=False)
 
 
 def test_a_holder_that_cannot_be_seen_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,17 +157,17 @@ def test_an_old_queue_or_server_is_known_by_its_command(command: list[str], like
 def test_trackers_the_hub_and_callbacks_are_looked_at_before_anything_starts(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from learner.hub import uploads
+    from learner.checkpoints import uploads
     from learner.report.trackers import installed
 
     monkeypatch.setattr(installed, "_is_installed", lambda name: False)
     with pytest.raises(
         ConfigError, match=r"wandb is not installed; install it with: pip install 'slipstream-rl\[wandb\]'"
     ):
-        preflight.check(load(run_file, ["--tracking.report_to", "wandb"]), resume=False)
+        preflight.check_run(load(run_file, ["--tracking.report_to", "wandb"]), resume=False)
     monkeypatch.setattr(uploads, "get_token", lambda: None)
     with pytest.raises(ConfigError, match="there is no token for the hub; set HF_TOKEN"):
-        preflight.check(load(run_file, ["--hub.push_to_hub", "true"]), resume=False)
+        preflight.check_run(load(run_file, ["--hub.push_to_hub", "true"]), resume=False)
     (tmp_path / "mine.py").write_text("mine = 3", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"mine.py:mine: it is a int; give an object"):
-        preflight.check(load(run_file, ["--learner.callbacks", f'["{tmp_path}/mine.py:mine"]']), resume=False)
+        preflight.check_run(load(run_file, ["--learner.callbacks", f'["{tmp_path}/mine.py:mine"]']), resume=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy import programs
-from deploy.children import Children
 from deploy.programs import Program
+from deploy.run.processes import Children
 from protocol.config import load
 from tests.deploy.stage import until
 

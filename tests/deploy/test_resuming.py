@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import preflight, run_directory
+from deploy.checks import preflight
+from deploy.run import run_directory
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import Decision, RunState
@@ -112,10 +113,10 @@ def test_all_of_its_steps_is_said_where_no_others_are_asked_for() -> None:
 def test_no_server_is_asked_about_a_run_that_is_over_and_its_adapter_is(run_file: Path) -> None:
     servers = ("--vllm.servers", '["http://127.0.0.1:9"]')
     config = over(run_file, 15, "--learner.steps", "15", *servers)
-    preflight.check(config, resume=True)
+    preflight.check_run(config, resume=True)
     more = load(run_file, ["--learner.steps", "18", *servers])
     with pytest.raises(ConfigError, match=r"http://127.0.0.1:9"):
-        preflight.check(more, resume=True)
+        preflight.check_run(more, resume=True)
     pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
     with pytest.raises(ConfigError, match=r"was made without an adapter, and lora.r is above 0"):
-        preflight.check(load(run_file, ["--learner.steps", "15", "--lora.r", "4", *servers]), resume=True)
+        preflight.check_run(load(run_file, ["--learner.steps", "15", "--lora.r", "4", *servers]), resume=True)

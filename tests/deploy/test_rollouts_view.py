@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI, Response
 from rich.console import Console
 
-from deploy.rollouts_view import FILE_NAME, Wanted, find, render
+from deploy.commands.rollouts import FILE_NAME, Wanted, find, render
 from protocol import routes
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError
 from protocol.rollouts import RolloutView
-from tests.deploy.conftest import free_port
+from tests.kit.ports import free_port
 from tests.kit.queue import listening
 
 NOBODY = QueueClient(f"http://127.0.0.1:{free_port()}", patience_s=0.0)

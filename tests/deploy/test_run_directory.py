@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import run_directory
+from deploy.run import run_directory
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import Decision, RunState
 from rollout_queue.store.sqlite import FILE_NAME, SqliteStore, steps_made

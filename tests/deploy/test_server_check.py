@@ -15,11 +15,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from deploy import preflight, server_check
+from deploy import server_check
+from deploy.checks import preflight
 from protocol.config import ConfigError, load
 from tests.kit.config import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
-from weight_sync.server_facts import ServerFacts, Wanted, judge
+from weight_sync.fleet.eligibility import ServerFacts, Wanted, judge
 
 GOOD = ServerFacts(
     version="0.32.0",
@@ -93,7 +94,7 @@ async def test_a_server_that_weight_sync_could_not_use(run_file: Path, lack: dic
     async with serving(FakeVllm(**lack)) as url:
         config = load(run_file, ["--vllm.servers", f'["{url}"]'])
         with pytest.raises(ConfigError, match=f"{url}{says}; start it with: slipstream vllm run.toml"):
-            await asyncio.to_thread(preflight.check, config, resume=False)
+            await asyncio.to_thread(preflight.check_run, config, resume=False)
 
 
 async def test_a_web_server_that_is_no_vllm_is_called_that(run_file: Path) -> None:
@@ -128,7 +129,7 @@ async def test_a_version_that_was_not_tried_is_a_warning(run_file: Path, caplog:
 async def test_i8_the_token_is_sent(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(FakeVllm(engine=FakeEngine(max_model_len=4096), token="secret")) as url:
         config = load(run_file, ["--vllm.servers", f'["{url}"]', "--queue.token", "secret"])
-        await asyncio.to_thread(preflight.check, config, resume=False)
+        await asyncio.to_thread(preflight.check_run, config, resume=False)
     assert "weight sync was tried" not in caplog.text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from deploy.status_view import render
+from deploy.commands.status import render
 from protocol.evaluations import Evaluation
 from protocol.messages import ServerState
 from protocol.status import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import tokens
+from protocol import access
 from protocol.config import load
 from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
 from tests.deploy.conftest import run_directory, save_checkpoint
@@ -392,7 +392,7 @@ def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: 
     assert len(lines) == 5
     for line in lines:
         role = line.split("|")[4].split()[0]
-        derived = tokens.derived(TOKEN, "worker" if role == "worker" else "learner")
+        derived = access.derive_token(TOKEN, "worker" if role == "worker" else "learner")
         assert line.split("|")[1] == (TOKEN if role in ("queue", "vllm") else derived)
         assert TOKEN not in line.split("|")[4]
     assert "steps = 7 " in (directory / "run.toml").read_text()

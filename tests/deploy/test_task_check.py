@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import task_check
+from deploy.checks import task_check
 from protocol.config import ConfigError, load
 from rollout_worker.task.task import Task
 from tests.kit.fake_pooling import FakePooling
@@ -33,7 +33,7 @@ def task_of(*prompts: object) -> Task:
 
 
 def check(run_file: Path, task: Task, *overrides: str) -> None:
-    task_check.check(load(run_file, ["--vllm.max_model_len", "1024", *overrides]), task)
+    task_check.check_task(load(run_file, ["--vllm.max_model_len", "1024", *overrides]), task)
 
 
 def test_prompts_that_fit_are_passed_in_silence(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from deploy import vllm_server
+from deploy.servers import vllm_server
 from protocol import codec
 from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import Server, ServerChange, ServerState

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config import TaskSection
 from protocol.messages import Group
-from rollout_worker.agent import parameters
+from rollout_worker.agent import request
 from rollout_worker.task.task import Task, load_task
 from slipstream import Endpoint
 from tests.kit import WORKER, config
@@ -67,7 +67,12 @@ async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(of_t
 
 def test_the_table_names_every_parameter() -> None:
     named = set(re.findall(r"`([a-z_]+)`", PAGE))
-    assert not {*parameters.READ, *parameters.HARMLESS, *parameters.REFUSED, *parameters.OF_THE_RUN} - {
+    assert not {
+        *request.READ_PARAMETERS,
+        *request.HARMLESS_PARAMETERS,
+        *request.REFUSED_PARAMETERS,
+        *request.RUN_PARAMETERS,
+    } - {
         *named,
         "stream_options",
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.algorithms_page import page
+from deploy.commands.doc_pages import algorithms_page
 from protocol.config import LearnerSection
 from protocol.config.algorithm import check
 from protocol.config.sections.algorithm import AlgorithmSection
@@ -19,7 +19,7 @@ ENTRIES = {entry.split("\n", 1)[0]: entry.split("\n## ")[0] for entry in PAGE.sp
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert page() == PAGE, "make it anew: python -m deploy.algorithms_page > docs/algorithms.md"
+    assert algorithms_page() == PAGE, "make it anew: python -m deploy.commands.doc_pages > docs/algorithms.md"
 
 
 def test_every_preset_has_a_row() -> None:

@@ -11,11 +11,11 @@ import torch
 
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.corrections import CORRECTIONS
+from learner.algorithm.drift import drift_metrics as learner_figures
+from learner.algorithm.drift import drift_sums
 from learner.algorithm.objectives import OBJECTIVES
+from learner.feed.judged_groups import _by_staleness
 from learner.feed.rollout_metrics import RolloutMetrics
-from learner.feed.tally import _by_staleness
-from learner.figures import figures as learner_figures
-from learner.figures import sums_of
 from protocol.config import LearnerSection
 from protocol.evaluations import Evaluation, figures
 from protocol.figures import WHY_FAILED
@@ -41,7 +41,7 @@ def made() -> set[str]:
     whole = msgspec.structs.replace(evaluation, mean_length=3.0, clipped=0.0, versions=(5, 6))
     evaluated = {*figures(whole), *figures(msgspec.structs.replace(whole, passes=True))}
     of_the_task = {"wild"}
-    drift = learner_figures(sums_of(torch.zeros(2), torch.tensor([0, 1])))
+    drift = learner_figures(drift_sums(torch.zeros(2), torch.tensor([0, 1])))
     stale = _by_staleness([], 1)
     lines = set(step_record(1, 0.5).flat()) | set(metrics.ours()) | evaluated
     return (lines | {*drift, *stale, "mfu"}) - of_the_task

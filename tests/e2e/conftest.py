@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import vllm_server
-from deploy.run_directory import write_resolved
+from deploy.run.run_directory import write_resolved
+from deploy.servers import vllm_server
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig, load
 from protocol.status import Status

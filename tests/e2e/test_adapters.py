@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import torch
 
-from deploy import vllm_server
+from deploy.servers import vllm_server
 from learner.model.policy import Policy, Scoring, load_policy
 from protocol.adapter_names import version_of
 from protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
@@ -21,14 +21,14 @@ from rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, s
 from tests.e2e.conftest import EXAMPLE, SmallRun, _small_run, wait_until_healthy
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
-from weight_sync.adapters.publication import have_loaded
+from weight_sync.fleet.adapter_publication import have_loaded
+from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.proof.probe import Probe, probe_token_ids
-from weight_sync.proof.server_proof import ProofFailed
-from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import ServerSync
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports import build
+from weight_sync.server.control import ServerControl
+from weight_sync.server.proof import ProofFailed
+from weight_sync.transports.registry import build_transport
 from weight_sync.vllm.adapter_store import PREFIX
+from weight_sync.weights.snapshot import Snapshot
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -80,7 +80,7 @@ def published(policy: Policy, version: int) -> Snapshot:
 
 def sync_of(control: ServerControl) -> ServerSync:
     section = WeightSyncSection(timeout_s=20)
-    return ServerSync(control, lambda: build(section), TOLERANCE)
+    return ServerSync(control, lambda: build_transport(section), TOLERANCE)
 
 
 def request(model: str, tokens: int, choices: int = 1) -> GenerateRequest:

@@ -11,20 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deploy import vllm_server
+from deploy.servers import vllm_server
 from protocol.config import RunConfig, load
 from tests.e2e.conftest import EXAMPLE, wait_until_healthy
 from tests.e2e.test_weight_sync import TOLERANCE, perturb, snapshot
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
-from weight_sync.cancellation import on_thread
-from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import ServerSync
-from weight_sync.transports import build
+from weight_sync.fleet.server_publication import ServerSync
+from weight_sync.server.cancellation import on_thread
+from weight_sync.server.control import ServerControl
 from weight_sync.transports.http import ranges
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.pull import Pull
 from weight_sync.transports.http.sender import DEPOTS, HttpTransport
+from weight_sync.transports.registry import build_transport
 
 pytestmark = pytest.mark.e2e
 
@@ -58,7 +58,7 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
     transports: list[HttpTransport] = []
 
     def make() -> HttpTransport:
-        transports.append(build(config.weight_sync))  # type: ignore[arg-type]
+        transports.append(build_transport(config.weight_sync))  # type: ignore[arg-type]
         return transports[-1]
 
     async with ServerControl(url, timeout_s=30, token=config.token) as control:

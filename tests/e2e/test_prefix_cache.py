@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protocol.config import WeightSyncSection
+from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.proof.probe import Probe, probe_token_ids
-from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import ServerSync
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports import build
+from weight_sync.server.control import ServerControl
+from weight_sync.transports.registry import build_transport
+from weight_sync.weights.snapshot import Snapshot
 
 pytestmark = pytest.mark.e2e
 
@@ -102,7 +102,7 @@ async def test_a_turn_that_is_labelled_with_the_new_version_alone_was_computed_b
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     section = WeightSyncSection(bucket_bytes=1 << 20, timeout_s=20)
     async with ServerControl(vllm_url, timeout_s=30) as control:
-        sync = ServerSync(control, lambda: build(section), 1e-3)
+        sync = ServerSync(control, lambda: build_transport(section), 1e-3)
         await sync.publish(snapshot(model, 1))
         with torch.no_grad():
             for parameter in model.parameters():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from weight_sync.proof.probe import probe_token_ids
-from weight_sync.server_control import ControlError, ServerControl
+from weight_sync.server.control import ControlError, ServerControl
 
 pytestmark = pytest.mark.e2e
 

@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protocol.config import WeightSyncSection
+from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.proof.probe import Probe, probe_token_ids
-from weight_sync.proof.server_proof import ProofFailed
-from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import ServerSync
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports import build
+from weight_sync.server.control import ServerControl
+from weight_sync.server.proof import ProofFailed
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.registry import build_transport
+from weight_sync.weights.snapshot import Snapshot
 
 pytestmark = pytest.mark.e2e
 
@@ -50,7 +50,7 @@ def perturb(model: Any) -> None:
 
 def sync_of(control: ServerControl) -> ServerSync:
     section = WeightSyncSection(bucket_bytes=1 << 20, timeout_s=20)
-    return ServerSync(control, lambda: build(section), TOLERANCE)
+    return ServerSync(control, lambda: build_transport(section), TOLERANCE)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ async def test_f2_weights_that_arrive_damaged_never_reach_the_model(control: Ser
 
 async def staged_alone(control: ServerControl, sent: Snapshot) -> Any:
     """All of a publication but the swap; gives the transport."""
-    transport = build(WeightSyncSection(transport="gloo", bucket_bytes=1 << 20, timeout_s=20))
+    transport = build_transport(WeightSyncSection(transport="gloo", bucket_bytes=1 << 20, timeout_s=20))
     await transport.connect(control, 1)
     await control.start_update()
     await transport.bring(control, sent)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from protocol.config import load as load_config
 from rollout_worker.chat import build_chat_format
 from rollout_worker.task.environment.face import face_of, tools_of
 from rollout_worker.task.task import load_task
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.examples.conftest import EXAMPLES, modules_of
 
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/build_model.py"))

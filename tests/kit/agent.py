@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit.worker import multiply, task
 
 MULTIPLY = ToolBox([multiply]).schemas[0]

@@ -14,18 +14,18 @@ import msgspec
 import numpy as np
 import torch
 
-from protocol import fingerprint, reasons
-from protocol.client import QueueClient, Refused, RunFinished
-from protocol.config import RunConfig
+from protocol import reasons
+from protocol.client import QueueClient, QueueRefused, RunFinished
+from protocol.config import RunConfig, fingerprint
 from protocol.messages import Group, Rollout, Ticket, TicketRequest, WorkerReport
 from rollout_queue import store
 from rollout_queue.api.app import create_app
-from rollout_queue.broker import Broker
+from rollout_queue.broker.broker import Broker
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.messages import SERVER, segment
 from tests.kit.queue import listening, serve_version
+from weight_sync.fleet.publications import PublishRecord
 from weight_sync.proof.probe import Probe
-from weight_sync.publisher import PublishRecord
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class LiveQueue:
                         await client.submit(self.make(msgspec.structs.replace(ticket, version=version)))
                 except RunFinished:
                     await asyncio.sleep(0.1)
-                except Refused as refusal:
+                except QueueRefused as refusal:
                     if refusal.reason not in _PASSING:
                         raise
                     await asyncio.sleep(0.01)

@@ -12,9 +12,9 @@ from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger import servers
 from rollout_queue.ledger.evaluations import Evaluations
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision
-from rollout_queue.ledger.servers import Fleet
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit.messages import SERVER
 

@@ -89,11 +89,11 @@ def _lead(run_file: str, resume: bool, pipe: Connection, first: Callable[[int], 
         children._start = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
         if first is not None:
             first(0)
-    from learner.ranks import joining
+    from learner.ranks import launch
     from learner.run import build_trainer
     from learner.start import starting_point
 
-    with joining.leading(config, joining.here(config)) as team:
+    with launch.lead_team(config, launch.this_rank(config)) as team:
         trainer = build_trainer(config, starting_point(config, resume), team)
         while (work := pipe.recv()) is not None:
             function, arguments = work

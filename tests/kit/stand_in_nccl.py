@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from weight_sync.transports.gpu.nccl_library import UNIQUE_ID_BYTES, NcclError, Result
 from weight_sync.transports.ipc.handles import Handle
-from weight_sync.transports.nccl.library import UNIQUE_ID_BYTES, NcclError, Result
 from weight_sync.transports.nccl.streams import Gpu
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from protocol import reasons
-from protocol.client import Refused, RunFinished
+from protocol.client import QueueRefused, RunFinished
 from protocol.messages import (
     Group,
     Problem,
@@ -51,7 +51,7 @@ class StandInQueue:
         self.lost: list[str] = []
         self.submit_error: Exception | None = None
         self.known = False
-        self.refusal: Refused | None = None
+        self.refusal: QueueRefused | None = None
         self.gave_up: Exception | None = None
         self.warnings: list[str] = []
         self.issued = 0
@@ -108,4 +108,4 @@ class StandInQueue:
         if self.gave_up is not None:
             raise self.gave_up
         if not self.known:
-            raise Refused(409, Problem(reasons.UNREGISTERED, "this queue does not know the worker"))
+            raise QueueRefused(409, Problem(reasons.UNREGISTERED, "this queue does not know the worker"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.children import Child, Children
 from deploy.programs import SLIPSTREAM, Program
+from deploy.run.processes import Child, Children
 
 GRACE_S = 20.0
 # A run in which nothing at all moves for so long hangs, even on a machine that does ten other things.

@@ -16,13 +16,13 @@ import torch
 
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.fake_vllm.engine import logprob_of
-from weight_sync.cancellation import together
-from weight_sync.pause import Pause
+from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.proof.probe import Probe
-from weight_sync.server_control import ServerControl
-from weight_sync.server_sync import ServerSync
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.cancellation import gather
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent, TransferError
+from weight_sync.weights.snapshot import Snapshot
 
 PROBE_IDS = [3, 1, 4, 1, 5]
 
@@ -85,7 +85,7 @@ class FakeTransport:
         else:
             async with pause.held():
                 await server.start_update()
-                await together(server.update(snapshot.manifest.as_dict()), self._send(snapshot))
+                await gather(server.update(snapshot.manifest.as_dict()), self._send(snapshot))
                 await server.finish_update(snapshot.label)
         self.versions.append(snapshot.version)
         self.sent = Sent.of(snapshot)

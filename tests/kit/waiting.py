@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout_queue.ledger.admission import Admission, Grant, Load, StepFacts
-from rollout_worker.capacity import Capacity
+from rollout_worker.episodes.capacity import Capacity
 from tests.kit.config import config
 
 GROUP_SIZE, GROUPS_PER_STEP = 8, 8

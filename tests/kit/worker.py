@@ -15,7 +15,7 @@ from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task.environment import open_environments
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools import open_tools
+from rollout_worker.task.tools.opening import open_tools
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode
 from tests import kit

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
 from learner.model.reference import AdapterOff, load_reference
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection, RunConfig
 from tests.kit.learner import gradients, sample, step_rollouts
 from tests.kit.model import tiny_model
 from tests.learner.families import MIXTURES, TEXT, VISION
 from weight_sync.proof.probe import Probe
-from weight_sync.snapshot import Snapshot
+from weight_sync.weights.snapshot import Snapshot
 
 peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 IDS = list(range(1, 40))

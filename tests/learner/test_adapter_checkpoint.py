@@ -12,12 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deploy import learner_check
-from learner import checkpoint, start
-from learner.checkpoint import CheckpointInfo, Sources
+from learner import start
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.reference import AdapterOff
 from learner.run import build_trainer
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import RunPosition
 from tests.kit.learner import sample, step_rollouts

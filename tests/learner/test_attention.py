@@ -22,10 +22,10 @@ from transformers import (
     masking_utils,
 )
 
+from learner.attention import paths
+from learner.attention.packed import RowLayout, varlen_sdpa
 from learner.feed import trie
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import paths
-from learner.model.attention import RowLayout, varlen_sdpa
 from learner.model.policy import Policy, Scoring, load_policy
 from protocol.config import ConfigError, ModelSection
 from tests.kit.learner import sample

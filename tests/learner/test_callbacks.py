@@ -19,10 +19,10 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from learner.callbacks.arguments import arguments
 from learner.callbacks.callbacks import CallbackFailed, Callbacks
 from learner.callbacks.load import load
-from learner.evaluations import Evaluator
-from learner.report.progress import Progress
+from learner.evaluator import Evaluator
+from learner.ranks.stopping import Stopped
+from learner.report.progress import TerminalProgress
 from learner.run import build_trainer
-from learner.stopping import Stopped
 from protocol.config import ConfigError, LearnerSection
 from protocol.config import load as load_run_file
 from tests.kit import LEARNER, config
@@ -129,7 +129,7 @@ def test_a_run_that_a_callback_ends_is_evaluated_at_its_end(model_path: Path, tm
 
 def test_an_evaluation_that_cannot_be_is_told_once(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
-    evaluator = Evaluator(config(LEARNER), None, 1, None, Progress(4, console=console))  # type: ignore[arg-type]
+    evaluator = Evaluator(config(LEARNER), None, 1, None, TerminalProgress(4, console=console))  # type: ignore[arg-type]
     for step in (1, 2):
         evaluator.ask_if_due(step, step, wanted=True)
     assert console.file.getvalue().count("asks for an evaluation of step 1, and this run has none") == 1  # type: ignore[attr-defined]

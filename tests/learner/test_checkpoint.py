@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from learner import checkpoint
 from learner.algorithm.rollouts import StepRollouts
-from learner.checkpoint import CheckpointInfo, Sources
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
 from learner.model.reference import ReferenceModel
-from learner.trainer import DivergedError, Trainer
+from learner.training.trainer import DivergedError, Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from protocol.messages import LARGEST_FIGURE
 from tests.kit.fake_vllm.tokenizer import build_tokenizer

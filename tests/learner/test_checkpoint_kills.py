@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner import checkpoint
-from learner.checkpoint import CheckpointError, CheckpointInfo, Sources
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo, Sources
 from learner.model.policy import Policy
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.config import LearnerSection, ModelSection
 

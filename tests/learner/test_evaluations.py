@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from learner.blocking_client import BlockingQueueClient
-from learner.evaluations import Evaluator, journal_of
+from learner.evaluator import Evaluator, open_eval_journal
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.report import curve, summary
 from learner.report.evaluations import EARLIER, EvaluationRecord, beside, told
 from learner.report.journal import Journal
-from learner.report.progress import Progress, line
-from learner.report.record import StepRecord
-from protocol.client import QueueClient, Refused
+from learner.report.progress import TerminalProgress, line
+from learner.report.records import StepRecord
+from protocol.client import QueueClient, QueueRefused
 from protocol.config import RunConfig
 from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import Problem
@@ -182,11 +182,11 @@ def test_a_resumed_learner_repeats_none_and_takes_in_what_ended_meanwhile(model_
 
 def test_what_belongs_to_steps_that_are_made_again_is_forgotten(tmp_path: Path) -> None:
     run_config = config(LEARNER, run={"dir": str(tmp_path), "name": "test"}, eval={"every": 2})
-    journal = journal_of(run_config, 0)
+    journal = open_eval_journal(run_config, 0)
     assert journal is not None
     for step in (2, 6, 4):
         journal.append(EvaluationRecord(step, done(step)))
-    again = journal_of(run_config, 4)
+    again = open_eval_journal(run_config, 4)
     assert again is not None
     assert [record.step for record in again.records] == [2, 4]
     assert again.records[0].evaluation == done(2)
@@ -194,7 +194,7 @@ def test_what_belongs_to_steps_that_are_made_again_is_forgotten(tmp_path: Path) 
 
 class Refusing(FakeQueue):
     async def evaluate(self, request: EvaluationRequest) -> list[Evaluation]:
-        raise Refused(409, Problem("evaluations_open", "16 evaluations are open; raise eval.every"))
+        raise QueueRefused(409, Problem("evaluations_open", "16 evaluations are open; raise eval.every"))
 
 
 class NeverEnding(FakeQueue):
@@ -207,8 +207,8 @@ def evaluator(
 ) -> tuple[Evaluator, io.StringIO]:
     shown = io.StringIO()
     run_config = config(LEARNER, run={"dir": str(tmp_path), "name": "test"}, eval={"every": 2, "timeout_s": 100.0})
-    progress = Progress(10, console=Console(file=shown, width=200), log=False)
-    return Evaluator(run_config, client, 1, journal_of(run_config, 0), progress, clock), shown
+    progress = TerminalProgress(10, console=Console(file=shown, width=200), log=False)
+    return Evaluator(run_config, client, 1, open_eval_journal(run_config, 0), progress, clock), shown
 
 
 def test_one_that_the_queue_has_no_room_for_is_told_and_holds_nothing_up(tmp_path: Path) -> None:

@@ -10,20 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from learner.blocking_client import BlockingQueueClient
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder, LeaseLost, Starved
 from learner.feed.packing import PackedRow
 from protocol import reasons
 from protocol.client import GaveUp, QueueClient, QueueError, RunFinished, Unreachable
-from protocol.messages import (
-    BeginSession,
-    Group,
-    LearnerReport,
-    LeaseReply,
-    LeaseRequest,
-    Server,
-    ServerState,
-)
+from protocol.messages import BeginSession, Group, LearnerReport, LeaseReply, LeaseRequest, Server, ServerState
 from tests.kit import LEARNER, config, group
 from tests.kit.learner import FakeQueue, endless, in_turn
 
@@ -243,7 +235,7 @@ def test_a_version_that_the_queue_counts_otherwise_is_an_error() -> None:
 
 
 def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
+    monkeypatch.setattr("learner.feed.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
     queue = FakeQueue()
     supply = endless()
     queue.supply = lambda n, version: supply(n, version) if ("waiting", "groups") in queue.log else []
@@ -254,8 +246,8 @@ def test_i7_a_wait_that_lasts_is_reported_and_its_end_too(monkeypatch: pytest.Mo
 
 
 def test_attack_6_a_learner_that_loads_for_long_says_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
-    monkeypatch.setattr("learner.blocking_client.REPORT_WAIT_AGAIN_S", 0.001)
+    monkeypatch.setattr("learner.feed.blocking_client.REPORT_WAIT_AFTER_S", 0.0)
+    monkeypatch.setattr("learner.feed.blocking_client.REPORT_WAIT_AGAIN_S", 0.001)
     queue = FakeQueue()
     with BlockingQueueClient(cast(QueueClient, queue)) as client, client.waiting(1, "loading"):
         while queue.log.count(("waiting", "loading")) < 3:

@@ -10,13 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.algorithm.drift import (
+    BIN,
+    FINEST,
+    MOST_SERVERS,
+    MOST_STALENESS,
+    drift_metrics,
+    drift_sums,
+    server_drift_sums,
+    zero_sums,
+)
 from learner.algorithm.objectives.base import MAX_LOG_RATIO
-from learner.figures import BIN, FINEST, MOST_SERVERS, MOST_STALENESS, figures, nothing, sums_of, sums_of_servers
 
 
 def of(log_ratios: list[float], staleness: list[int] | None = None) -> dict[str, float]:
     ages = torch.tensor(staleness or [0] * len(log_ratios), dtype=torch.int32)
-    return figures(sums_of(torch.tensor(log_ratios), ages))
+    return drift_metrics(drift_sums(torch.tensor(log_ratios), ages))
 
 
 @given(
@@ -41,10 +50,10 @@ def test_the_sums_of_two_rows_are_those_of_both_in_one() -> None:
     random = np.random.default_rng(1)
     log_ratios = torch.from_numpy(random.normal(0, 0.1, 200).astype(np.float32))
     ages = torch.from_numpy(random.integers(0, 4, 200).astype(np.int32))
-    parts = [sums_of(log_ratios[:70], ages[:70]), sums_of(log_ratios[70:], ages[70:])]
-    whole = sums_of(log_ratios, ages)
+    parts = [drift_sums(log_ratios[:70], ages[:70]), drift_sums(log_ratios[70:], ages[70:])]
+    whole = drift_sums(log_ratios, ages)
     added = {name: parts[0][name] + parts[1][name] for name in whole}
-    assert figures(added) == pytest.approx(figures(whole), rel=1e-5)
+    assert drift_metrics(added) == pytest.approx(drift_metrics(whole), rel=1e-5)
 
 
 def test_the_kl_of_a_staleness_is_the_mean_over_its_tokens() -> None:
@@ -60,8 +69,8 @@ def test_the_distance_of_a_server_is_the_mean_over_its_fresh_tokens() -> None:
     log_ratios = torch.tensor([0.1, -0.3, 5.0, 0.2, 7.0])
     fresh = torch.tensor([True, True, False, True, True])
     server = torch.tensor([0, 0, 0, 1, MOST_SERVERS + 3], dtype=torch.int32)
-    sums = {**nothing(torch.device("cpu")), **sums_of_servers(log_ratios, fresh, server)}
-    assert figures(sums, ("vllm-0", "vllm-1", "vllm-2")) == pytest.approx(
+    sums = {**zero_sums(torch.device("cpu")), **server_drift_sums(log_ratios, fresh, server)}
+    assert drift_metrics(sums, ("vllm-0", "vllm-1", "vllm-2")) == pytest.approx(
         {
             "sampler/distance/vllm-0": 0.2,
             "sampler/distance_tokens/vllm-0": 2,

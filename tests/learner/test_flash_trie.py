@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.attention import flash
+from learner.attention.packed import RowLayout, varlen_sdpa
 from learner.feed import trie
-from learner.model import flash_trie
-from learner.model.attention import RowLayout, varlen_sdpa
 from tests.kit.tries import Sequences, assert_same, dense, inputs, sequences, visible
 from tests.learner.test_attention import row_of
 
@@ -122,13 +122,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.append((len(arguments[0]), arguments[8]))
         return flash_forward(*arguments, **more)
 
-    monkeypatch.setattr(flash_trie, "_forward", forward)
-    monkeypatch.setattr(flash_trie, "_backward", flash_backward)
+    monkeypatch.setattr(flash, "_forward", forward)
+    monkeypatch.setattr(flash, "_backward", flash_backward)
     return seen
 
 
-def layout(built: trie.Trie) -> flash_trie.FlashLayout:
-    return flash_trie.layout(built.starts.tolist(), built.reach.tolist(), CPU)
+def layout(built: trie.Trie) -> flash.FlashLayout:
+    return flash.flash_layout(built.starts.tolist(), built.reach.tolist(), CPU)
 
 
 @settings(deadline=None, max_examples=60)
@@ -140,9 +140,9 @@ def test_outputs_and_gradients_are_those_of_the_dense_mask(
     built = trie.build(given_)
     tensors = inputs(built.tokens, heads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash_trie, "_forward", flash_forward)
-        patch.setattr(flash_trie, "_backward", flash_backward)
-        merged = flash_trie.flash_trie(*tensors, layout(built), None)
+        patch.setattr(flash, "_forward", flash_forward)
+        patch.setattr(flash, "_backward", flash_backward)
+        merged = flash.flash_trie(*tensors, layout(built), None)
         assert_same(merged, dense(tensors, visible(built)), tensors, tensors, 5e-14)
 
 
@@ -150,7 +150,7 @@ def test_one_causal_call_and_one_for_each_level(calls: Calls) -> None:
     built = trie.build(
         [np.array(ids, dtype=np.int32) for ids in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6], [7], [7, 8], [9, 9])]
     )
-    flash_trie.flash_trie(*inputs(built.tokens, (2, 2)), layout(built), None)
+    flash.flash_trie(*inputs(built.tokens, (2, 2)), layout(built), None)
     assert built.tokens == 10
     # Below 1, 2 stand five tokens less the two themselves; 7 goes on to 8 in its own node; below 4 stand 5 and 6.
     assert calls == [(10, True), (4, False), (2, False)]
@@ -158,7 +158,7 @@ def test_one_causal_call_and_one_for_each_level(calls: Calls) -> None:
 
 def test_a_row_in_which_nothing_is_shared_is_one_call(calls: Calls) -> None:
     built = trie.build([np.array([1, 2, 3], dtype=np.int32), np.array([2, 3], dtype=np.int32)])
-    flash_trie.flash_trie(*inputs(built.tokens, (2, 2)), layout(built), None)
+    flash.flash_trie(*inputs(built.tokens, (2, 2)), layout(built), None)
     assert calls == [(5, True)]
 
 
@@ -166,7 +166,7 @@ def test_in_16_bits_parts_are_merged_in_float32(calls: Calls) -> None:
     torch.manual_seed(0)
     built = trie.build([np.array([*([1] * turn), 2], dtype=np.int32) for turn in range(1, 31)])
     tensors = inputs(built.tokens, (4, 2), 16, torch.bfloat16)
-    merged = flash_trie.flash_trie(*tensors, layout(built), None)
+    merged = flash.flash_trie(*tensors, layout(built), None)
     assert merged.dtype == torch.bfloat16
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     assert_same(merged, dense(exact, visible(built)), tensors, exact, 5e-2)
@@ -180,8 +180,8 @@ def test_the_operators_take_these_arguments() -> None:
     tensors = [torch.empty(built.tokens, n, 16, dtype=torch.bfloat16, device=meta) for n in (4, 2, 2)]
     for tensor in tensors:
         tensor.requires_grad_()
-    row_layout = flash_trie.layout(built.starts.tolist(), built.reach.tolist(), meta)
-    out = flash_trie.flash_trie(*tensors, row_layout, None)
+    row_layout = flash.flash_layout(built.starts.tolist(), built.reach.tolist(), meta)
+    out = flash.flash_trie(*tensors, row_layout, None)
     assert (out.shape, out.dtype) == (tensors[0].shape, torch.bfloat16)
     gradients = torch.autograd.grad(out, tensors, torch.empty_like(out))
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors]
@@ -191,7 +191,7 @@ def test_without_it_a_row_takes_its_paths() -> None:
     """On another device than a CPU, where FlashAttention is not to be had."""
     row = row_of([1, 2, 3, 4], [1, 2, 5])
     tensor = torch.empty(1, 2, row.tokens, 8, device="meta")
-    assert not flash_trie.supports(tensor)
+    assert not flash.flash_supports(tensor)
     row_layout = RowLayout(row.to(torch.device("meta")))
     out, _ = varlen_sdpa(torch.nn.Module(), tensor, tensor, tensor, None, row_layout=row_layout)
     assert out.shape == (1, row.tokens, 2, 8)
@@ -222,4 +222,4 @@ def test_what_it_takes(
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     query = OnCuda()
     query.dtype = dtype  # type: ignore[attr-defined]
-    assert flash_trie.supports(query) is taken  # type: ignore[arg-type]
+    assert flash.flash_supports(query) is taken  # type: ignore[arg-type]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from learner import flops
 from learner.feed.packing import pack
-from learner.flops import Meter, Work, peak_of
 from learner.model.policy import Policy
+from learner.training import flops
+from learner.training.flops import Meter, Work, peak_of
 from tests.kit.learner import sample
 
 

@@ -18,7 +18,7 @@ from learner.model import export
 from learner.ranks.wrapping import sharded
 from tests.kit.model import tiny_model
 from tests.kit.sync import probe
-from weight_sync.snapshot import Snapshot
+from weight_sync.weights.snapshot import Snapshot
 
 
 @pytest.fixture(params=[0, 2], ids=["rank 0", "rank 2"])

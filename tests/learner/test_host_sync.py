@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.drift import drift_sums
+from learner.attention import packed
 from learner.feed.packing import PackedRow, pack
-from learner.figures import sums_of
-from learner.model import attention
 from learner.model.policy import Policy, Scoring
-from learner.passes import Known, Preparation
-from learner.trainer import _add, _sampler_kl
+from learner.training.passes import Known, Preparation
+from learner.training.trainer import _add, _sampler_kl
 from protocol.config import LearnerSection
-from protocol.config.sections.algorithm import PRESETS
+from protocol.config.sections.presets import PRESETS
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.model import tiny_model
 
@@ -38,7 +38,9 @@ def test_no_value_is_read_inside_a_row(algorithm: str) -> None:
     rollouts = step_rollouts(samples)
     rows = pack(samples, 64)
     assert len(rows) > 1
-    policy = Policy(tiny_model(attn_implementation=attention.NAME).to(META), attention.NAME, Scoring(0.7, 1))
+    policy = Policy(
+        tiny_model(attn_implementation=packed.PACKED_ATTENTION).to(META), packed.PACKED_ATTENTION, Scoring(0.7, 1)
+    )
     parts = Algorithm(LearnerSection(algorithm=algorithm), 64)  # type: ignore[arg-type]
     moved = [row.to(META) for row in rows]
     preparation = Preparation(parts, rollouts, moved, [Known()] * len(rows), META)
@@ -48,7 +50,7 @@ def test_no_value_is_read_inside_a_row(algorithm: str) -> None:
         result = parts(preparation.tokens(row, scores, known))
         result.losses.sum().backward()  # type: ignore[no-untyped-call]
         drift = scores.logprobs.detach() - row.behaviour
-        _add(figures, {**result.sums, **_sampler_kl(drift, row.fresh), **sums_of(drift, row.staleness)})
+        _add(figures, {**result.sums, **_sampler_kl(drift, row.fresh), **drift_sums(drift, row.staleness)})
     assert all(figure.device == META for figure in figures.values())
 
 

@@ -13,13 +13,13 @@ import pytest
 from huggingface_hub import ModelCard
 from rich.console import Console
 
-from learner.hub import card, uploads
-from learner.hub.card import Results
+from learner.checkpoints import model_card, uploads
+from learner.checkpoints.model_card import Results
+from learner.checkpoints.upload_process import Request, SendError
+from learner.checkpoints.uploads import Uploads, require
 from learner.hub.models import Models
 from learner.hub.papers import PAPERS, bibtex, sources
-from learner.hub.sending import Request, SendError
-from learner.hub.uploads import Uploads, require
-from learner.report.progress import Progress
+from learner.report.progress import TerminalProgress
 from protocol.config import ConfigError, HubSection, LearnerSection
 from protocol.config.sections.presets import ABOUT, PRESETS
 from tests.kit import LEARNER, config
@@ -180,7 +180,7 @@ def test_a_card_says_how_the_model_came_about() -> None:
         run={"name": "sums"},
         learner={"clip_high": 0.4, "learning_rate": 2e-6},
     )
-    made = card.card(settings, Results(20, [0.25] * 10 + [0.75] * 10, [(10, 0.5), (20, 0.625)]))
+    made = model_card.render_model_card(settings, Results(20, [0.25] * 10 + [0.75] * 10, [(10, 0.5), (20, 0.625)]))
     assert made.data.base_model == "Qwen/Qwen3-0.6B"
     assert made.data.library_name == "transformers"
     for part in (
@@ -199,7 +199,7 @@ def test_a_card_says_how_the_model_came_about() -> None:
 
 
 def test_a_local_base_model_is_no_name_on_the_hub(tmp_path: Path) -> None:
-    made = card.card(config(LEARNER, model={"path": str(tmp_path)}), Results(1, []))
+    made = model_card.render_model_card(config(LEARNER, model={"path": str(tmp_path)}), Results(1, []))
     assert made.data.base_model is None
     assert f"The local model `{tmp_path.name}`, trained for 1 steps" in made.text
     assert str(tmp_path) not in made.text, "paths of this machine are nobody's business"
@@ -217,7 +217,7 @@ def test_papers_of_a_preset_are_linked_and_those_that_are_known_are_cited(algori
 
 def test_a_card_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
-    models = Models(config_in(tmp_path, push_to_hub=False), Progress(2, console=console))
+    models = Models(config_in(tmp_path, push_to_hub=False), TerminalProgress(2, console=console))
     for step in (1, 2):
         models.saved(tmp_path / "gone", Results(step, []))
     assert cast(io.StringIO, console.file).getvalue().count("README.md cannot be written") == 1

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from learner import checkpoint, start
+from learner import start
 from learner.best import best_of, spared
-from learner.checkpoint import CheckpointError, CheckpointInfo
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
 from learner.report.evaluations import EvaluationRecord
-from learner.report.progress import Progress
+from learner.report.progress import TerminalProgress
 from learner.run import build_trainer
 from protocol import checkpoints as places
 from protocol.checkpoints import Best
@@ -69,7 +70,7 @@ def test_the_best_checkpoint_stays_is_written_down_and_told(
 ) -> None:
     """Evaluations that come late find their checkpoint, too."""
     said: list[str] = []
-    monkeypatch.setattr(Progress, "say", lambda _, text, whole=False: said.append(text))
+    monkeypatch.setattr(TerminalProgress, "say", lambda _, text, whole=False: said.append(text))
     here = keeping(model_path, tmp_path, 6)
     train(here, Rewarding({1: 0.1, 2: 0.8, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4}, late))
     assert list(places.complete(here.run_dir)) == [2, 6]
@@ -127,7 +128,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(Progress, "warn", lambda _, text: warned.append(text))
+    monkeypatch.setattr(TerminalProgress, "warn", lambda _, text: warned.append(text))
     full_at(monkeypatch, 2, 6)
     queue = Reported()
     here = config_for(model_path, tmp_path, steps=8, checkpoint_every=2)

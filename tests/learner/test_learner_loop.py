@@ -21,28 +21,29 @@ from transformers import TrainerCallback
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.objectives.base import Objective, TokenLosses
-from learner.algorithm.tokens import Tokens
-from learner.blocking_client import BlockingQueueClient
+from learner.algorithm.step_data import Tokens
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
 from learner.loop import Loop
-from learner.report import sampler_kl, server_watch
-from learner.report.progress import Progress
+from learner.ranks.stopping import Stop
+from learner.report import sampler_checks, sampler_kl
+from learner.report.progress import TerminalProgress
 from learner.report.troubles import Troubles
 from learner.run import build_trainer, run
 from learner.start import session, starting_point
-from learner.stopping import Stop
-from learner.trainer import Trainer
-from protocol import fingerprint, reasons
-from protocol.client import QueueClient, Refused, Unreachable
-from protocol.config import ConfigError, RunConfig, to_toml
+from learner.training.trainer import Trainer
+from protocol import reasons
+from protocol.client import QueueClient, QueueRefused, Unreachable
+from protocol.config import ConfigError, RunConfig, fingerprint, to_toml
 from protocol.messages import Group, Problem
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, sample, status
 from tests.kit.messages import SERVER, VOCABULARY, group
 from tests.kit.model import save_tiny_model
+from weight_sync.fleet.publications import PublishRecord
 from weight_sync.proof.probe import Probe
-from weight_sync.publisher import Publisher, PublishError, PublishRecord
+from weight_sync.publisher import Publisher, PublishError
 
 
 class FakePublisher:
@@ -86,7 +87,7 @@ def train(
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
-    progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
+    progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO()))
     with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
         Loop(config, trainer, client, cast(Publisher, publisher), progress, stop, callbacks).run(checkpoint, resume)
     return publisher
@@ -157,7 +158,7 @@ def test_a_server_that_leaves_its_range_is_named_to_the_queue(
 ) -> None:
     """The stand-in's log-probs are made up, and of the same server in all steps."""
     for name, value in (("LEARNT", 1), ("IN_A_ROW", 1), ("UNUSUAL", 0.0), ("FEWEST_TOKENS", 1)):
-        monkeypatch.setattr(server_watch, name, value)
+        monkeypatch.setattr(sampler_checks, name, value)
     told: list[str] = []
     monkeypatch.setattr(Troubles, "server", lambda _, text: told.append(text))
     train(config_for(model_path, tmp_path, clip_low=0.99, clip_high=100.0, delta="none"), FakeQueue(endless()))
@@ -473,7 +474,7 @@ def test_a_signal_while_the_queue_is_away_saves_no_version_that_it_does_not_know
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("learner.stopping.HOLD_AT_MOST_S", 0.05)
+    monkeypatch.setattr("learner.ranks.stopping.HOLD_AT_MOST_S", 0.05)
 
     async def never(*_: object) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -495,7 +496,7 @@ def test_no_checkpoint_is_begun_that_the_grace_time_would_cut_short(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("learner.keeper.DISK_BYTES_PER_S", 1.0)
+    monkeypatch.setattr("learner.checkpoint_keeper.DISK_BYTES_PER_S", 1.0)
     signal_in_step(monkeypatch, 2, signal.SIGTERM)
     with pytest.raises(SystemExit):
         run(config_for(model_path, tmp_path))
@@ -573,7 +574,7 @@ def test_a_run_that_gave_up_ends_with_the_queue_s_words_and_code_1(
     in_place: FakeQueue, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "the first 16 groups failed: reward: accuracy gave 3 values for 4 completions; return one for each"
-    in_place.fail_lease = Refused(409, Problem(reasons.GAVE_UP, text))
+    in_place.fail_lease = QueueRefused(409, Problem(reasons.GAVE_UP, text))
     (tmp_path / "task.py").write_text("task = None\n")
     settings = config_for(model_path, tmp_path)
     file = tmp_path / "run.toml"
@@ -595,7 +596,7 @@ def test_a_failure_between_publications_ends_the_wait_for_groups(
 
     queue.supply = fails
     settings = config_for(model_path, tmp_path)
-    progress = Progress(4, console=Console(file=io.StringIO()))
+    progress = TerminalProgress(4, console=Console(file=io.StringIO()))
     with (
         BlockingQueueClient(cast(QueueClient, queue)) as client,
         Stop(20.0) as stop,
@@ -635,7 +636,7 @@ def test_a_sampler_that_differs_is_told_once_unless_that_was_accepted(
 ) -> None:
     """The supply's log-probs are not the tiny model's; without prefetch, each step trains on its own version's."""
     warnings: list[str] = []
-    monkeypatch.setattr(Progress, "warn", lambda _, text: warnings.append(text))
+    monkeypatch.setattr(TerminalProgress, "warn", lambda _, text: warnings.append(text))
     monkeypatch.setattr(sampler_kl, "FEWEST_TOKENS", 1)
     plain = config_for(model_path, tmp_path, prefetch_steps=0)
     rollout = plain.rollout.model_copy(update={"accept_sampler_mismatch": accepted})

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from learner.feed.packing import Sample, pack_row
-from learner.model.checks import check_packing
+from learner.model.build import check_packing
 from learner.model.loading import text_tower
 from learner.model.policy import Policy, Scoring, load_policy
 from protocol.config import ConfigError, ModelSection

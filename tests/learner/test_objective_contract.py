@@ -12,7 +12,7 @@ import torch
 from learner.algorithm import objectives
 from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.objectives.base import Objective
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 

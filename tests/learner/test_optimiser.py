@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers.training_args import OptimizerNames
 
-from learner import checkpoint, optimiser
-from learner.checkpoint import CheckpointInfo, Sources
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
 from learner.model.policy import Policy, Scoring, load_policy
 from learner.muon import MuonWithAdamW
-from learner.trainer import Trainer
+from learner.training import optimiser
+from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from protocol.config.sections.optimiser import OptimiserName
 from tests.kit.learner import sample, step_rollouts
@@ -205,7 +206,7 @@ def test_one_with_figures_from_the_start_has_them_where_it_starts_anew(
 
 def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(make_policy: MakePolicy) -> None:
     policy = make_policy()
-    stepper, _ = optimiser.build(policy, section("muon", optim_args={"momentum": 0.8, "eps": 1e-6}))
+    stepper, _ = optimiser.build_optimiser(policy, section("muon", optim_args={"momentum": 0.8, "eps": 1e-6}))
     assert isinstance(stepper, MuonWithAdamW)
     of_muon = {id(p) for group in stepper.param_groups if "momentum" in group for p in group["params"]}
     for name, parameter in policy.named_parameters():
@@ -231,7 +232,7 @@ def test_what_cannot_be_made_is_told_with_its_remedy(
     make_policy: MakePolicy, learner: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        optimiser.build(make_policy(), LearnerSection(**learner))
+        optimiser.build_optimiser(make_policy(), LearnerSection(**learner))
 
 
 class Overrides:
@@ -278,7 +279,7 @@ def test_8_bits_are_asked_of_bitsandbytes_but_for_embeddings(
     monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: True)
     learner = section("paged_adamw_8bit", optim_args={"block_wise": False})
     with pytest.raises(ConfigError, match=r"paged_adamw_8bit steps on a GPU only.*choose learner.optim = adamw_torch"):
-        optimiser.build(make_policy(), learner)
+        optimiser.build_optimiser(make_policy(), learner)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     policy = make_policy()
     trainer = Trainer(policy, learner, 64)

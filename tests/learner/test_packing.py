@@ -16,7 +16,7 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow, Sample, assign, even, pack, pack_row
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy
-from learner.passes import Known, Preparation
+from learner.training.passes import Known, Preparation
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 

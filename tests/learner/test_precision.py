@@ -11,19 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner import checkpoint, start
-from learner.checkpoint import Checkpoint, CheckpointInfo, Sources
+from learner import start
+from learner.checkpoints import checkpoint
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo, Sources
 from learner.feed.packing import Sample, pack, pack_row
 from learner.model.policy import Policy, Scoring, load_policy
 from learner.model.precision import Precision, changed_share, warning
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import LearnerSection, ModelSection
 from protocol.messages import RunPosition
 from tests.kit import config
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.memory import LiveBytes
 from weight_sync.proof.probe import Probe
-from weight_sync.snapshot import Snapshot
+from weight_sync.weights.snapshot import Snapshot
 
 Make = Callable[..., Policy]
 STEPS = 3

@@ -10,7 +10,7 @@ from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import pack
 from learner.model.logprobs import TokenScores
-from learner.passes import Known, Preparation
+from learner.training.passes import Known, Preparation
 from protocol.config import LearnerSection
 from protocol.config.sections.presets import PRESETS
 from tests.kit.learner import sample, tokens

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from learner.blocking_client import BlockingQueueClient
-from learner.report import curve, rollout_text, watch
+from learner.feed.blocking_client import BlockingQueueClient
+from learner.report import curve, queue_status, rollout_text
 from learner.report.curve import Curve
-from learner.report.progress import Progress, line
+from learner.report.progress import TerminalProgress, line
+from learner.report.queue_status import Watch
 from learner.report.waits import waits_of
-from learner.report.watch import Watch
 from protocol.client import QueueClient, Unreachable
 from protocol.messages import Server, ServerState
 from protocol.rollouts import RolloutView
@@ -38,7 +38,7 @@ class Screen:
         self.file = io.StringIO()
         console = Console(file=self.file, width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
         self.now = 0.0
-        self.progress = Progress(total_steps, 16, console, clock=lambda: self.now, log=log)
+        self.progress = TerminalProgress(total_steps, 16, console, clock=lambda: self.now, log=log)
 
     @property
     def lines(self) -> list[str]:
@@ -141,7 +141,7 @@ def test_a_long_phase_is_said_in_a_file_now_and_then_and_a_short_one_never() -> 
 
 
 def watching(queue: FakeQueue, screen: Screen, monkeypatch: pytest.MonkeyPatch, until: Callable[[], bool]) -> None:
-    monkeypatch.setattr(watch, "ASK_EVERY_S", 0.001)
+    monkeypatch.setattr(queue_status, "ASK_EVERY_S", 0.001)
     seen, asked = threading.Event(), queue.status
 
     async def status_and_look() -> object:
@@ -325,7 +325,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_learner(caplog: pytest.LogCapt
         def write(self, text: str) -> int:
             raise BrokenPipeError(32, "Broken pipe")
 
-    progress = Progress(3, console=Console(file=Gone()), log=True)
+    progress = TerminalProgress(3, console=Console(file=Gone()), log=True)
     with progress:
         for _ in range(2):
             progress.say("a line")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from learner.feed.packing import pack
 from learner.model import quantised
 from learner.model.policy import Policy, Scoring, load_policy
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
 from tests.kit.learner import sample, step_rollouts
 

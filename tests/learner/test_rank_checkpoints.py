@@ -17,15 +17,15 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from learner import checkpoint as checkpoints
-from learner.blocking_client import BlockingQueueClient
+from learner.checkpoints import checkpoint as checkpoints
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.loop import Loop
-from learner.ranks import alarm
-from learner.report.progress import Progress
+from learner.ranks import liveness
+from learner.ranks.stopping import Stop, Stopped
+from learner.report.progress import TerminalProgress
 from learner.run import build_trainer
 from learner.start import starting_point
-from learner.stopping import Stop, Stopped
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.client import QueueClient
 from protocol.config import RunConfig
@@ -62,7 +62,7 @@ def run_file(folder: Path, name: str, **learner: Any) -> RunConfig:
 def hang_and_stop() -> None:
     """The other ranks stand still, and a signal comes when the main thread waits for them in a collective. With less
     patience after it: that they have it is `test_rank_alarm`'s."""
-    alarm.AFTER_A_SIGNAL_S = 4.0
+    liveness.SIGNAL_GRACE_S = 4.0
     for child in psutil.Process().children():
         child.suspend()
     threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
@@ -75,7 +75,7 @@ def train(
     stand still. What the publisher was given, by version, what the queue was told of checkpoints, and the exit code."""
     queue = FakeQueue(endless(), version=0)
     publisher = FakePublisher(queue)
-    progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
+    progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO()))
     checkpoint = starting_point(config, resume)
     steps = [checkpoint.info.step if checkpoint else 0]
     scheduled = trainer.accelerator.backward

@@ -12,7 +12,7 @@ import torch
 from learner.feed.packing import pack
 from learner.model.policy import Policy
 from learner.ranks.environment import Place, check, check_sharded, clear, is_sharded, place
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts

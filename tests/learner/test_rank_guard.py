@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from learner.ranks.alarm import RankLost
+from learner.ranks.liveness import RankLost
+from learner.ranks.stopping import Stop, Stopped
 from learner.ranks.team import Parted, Team
-from learner.stopping import Stop, Stopped
 
 dist: Any = torch.distributed
 

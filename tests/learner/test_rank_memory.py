@@ -12,13 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from learner.blocking_client import BlockingQueueClient
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.loop import Loop
 from learner.ranks.shares import Share
-from learner.report.progress import Progress
+from learner.ranks.stopping import Stop
+from learner.report.progress import TerminalProgress
 from learner.skipping import FILE_NAME, OutOfMemory
-from learner.stopping import Stop
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.client import QueueClient
 from protocol.config import RunConfig
 from tests.kit.learner import FakeQueue, endless
@@ -48,7 +48,7 @@ def train(trainer: Trainer, config: RunConfig) -> tuple[str | None, list[str], d
     """What ended the run, the groups that were trained, and those that were dropped."""
     queue = FakeQueue(endless())
     publisher = FakePublisher(queue)
-    progress = Progress(config.learner.steps, console=Console(file=io.StringIO()))
+    progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO()))
     said = None
     try:
         with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:

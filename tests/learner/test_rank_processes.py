@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from learner.feed.packing import pack
-from learner.ranks.alarm import RankLost
-from learner.trainer import Trainer
+from learner.ranks.liveness import RankLost
+from learner.training.trainer import Trainer
 from protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts

@@ -19,7 +19,7 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.ranks.shares import deal
 from learner.run import build_trainer
-from learner.trainer import DivergedError, StepFigures, Trainer
+from learner.training.trainer import DivergedError, StepFigures, Trainer
 from protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts

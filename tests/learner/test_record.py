@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from learner.report.journal import Journal
-from learner.report.record import MOST_REPORTED, StepRecord, main_metrics
+from learner.report.records import MOST_REPORTED, StepRecord, main_metrics
 from tests.learner.test_summary import step_record
 
 # Written by the release before TRL's names, objective and all.

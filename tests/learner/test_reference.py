@@ -13,8 +13,8 @@ import torch
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.model.policy import Policy
 from learner.model.reference import ReferenceModel
-from learner.passes import Known, Preparation, consult, in_several_rows
-from learner.trainer import Trainer
+from learner.training.passes import Known, Preparation, consult, in_several_rows
+from learner.training.trainer import Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 

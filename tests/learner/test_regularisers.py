@@ -20,7 +20,7 @@ from learner.algorithm.corrections.base import Corrected, Correction
 from learner.algorithm.regularisers.base import Regulariser
 from learner.algorithm.regularisers.kl_in_loss import KlInLoss
 from learner.algorithm.rollouts import StepRollouts
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 from tests.kit.trl import trl_advantages, trl_loss

@@ -8,7 +8,7 @@ import msgspec
 
 from learner.replay import ranks_of
 from protocol import checkpoints as places
-from protocol import record
+from protocol import trained_record
 from protocol.config import RunConfig
 from tests.kit.live_queue import live_queue
 from tests.learner.test_resume import replayed, settings, train
@@ -23,13 +23,13 @@ def recorded(model_path: Path, tmp_path: Path) -> RunConfig:
 
 def test_only_steps_that_are_whole_are_replayed_and_the_others_told(model_path: Path, tmp_path: Path) -> None:
     here = recorded(model_path, tmp_path)
-    (part,) = record.parts(here.run_dir / record.FOLDER)
+    (part,) = trained_record.record_parts(here.run_dir / trained_record.RECORD_FOLDER)
     whole = part.read_bytes()
     part.write_bytes(whole[:-1])
     outcome, said = replayed(here, tmp_path / "cut")
     assert (outcome.steps, outcome.first_difference) == (2, None)
     assert "step 3 is left out: 1 of its 2 groups are there" in said
-    places_of_two = record.read(part).steps[1].trained
+    places_of_two = trained_record.read_record(part).steps[1].trained
     damaged = bytearray(whole)
     damaged[places_of_two[0].offset] ^= 0xFF
     part.write_bytes(damaged)

@@ -13,17 +13,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from learner.blocking_client import BlockingQueueClient
+from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import PackedRow
 from learner.loop import Loop
+from learner.ranks.stopping import Stop
 from learner.replay import Outcome, Request, digest, made_with, replay
-from learner.report.progress import Progress
+from learner.report.progress import TerminalProgress
 from learner.run import build_trainer
 from learner.start import starting_point
-from learner.stopping import Stop
-from learner.trainer import DivergedError, StepFigures, Trainer
+from learner.training.trainer import DivergedError, StepFigures, Trainer
 from protocol import checkpoints as places
-from protocol import reasons, record
+from protocol import reasons, trained_record
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Group, Ticket
@@ -56,7 +56,7 @@ class Killed(BaseException):
 
 def train(
     config: RunConfig, queue: LiveQueue, resume: bool = False, killed_in: int | None = None
-) -> tuple[Weights, Progress]:
+) -> tuple[Weights, TerminalProgress]:
     """The weights after the last step. `killed_in`: the step in which the learner dies, before it changes a weight."""
     publisher = LivePublisher(queue)
     checkpoint = starting_point(config, resume)
@@ -70,7 +70,7 @@ def train(
                 raise Killed
 
         trainer.optimiser.optimizer.register_step_pre_hook(die)
-    progress = Progress(config.learner.steps, console=Console(file=io.StringIO(), width=400))
+    progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO(), width=400))
     with BlockingQueueClient(QueueClient(queue.url)) as client, Stop(20.0) as stop:
         Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
     return publisher.weights, progress
@@ -80,7 +80,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
-def told(progress: Progress) -> str:
+def told(progress: TerminalProgress) -> str:
     file = progress.console.file
     assert isinstance(file, io.StringIO)
     return " ".join(file.getvalue().split())
@@ -282,8 +282,10 @@ def test_batches_that_fail_now_and_then_end_no_run(
 
 
 def replayed(config: RunConfig, out: Path, **request: Any) -> tuple[Outcome, str]:
-    progress = Progress(config.learner.steps, console=Console(file=io.StringIO(), width=400))
-    return replay(config, Request(config.run_dir / record.FOLDER, out, **request), progress), told(progress)
+    progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO(), width=400))
+    return replay(config, Request(config.run_dir / trained_record.RECORD_FOLDER, out, **request), progress), told(
+        progress
+    )
 
 
 def test_a_replay_gives_the_run_s_own_figures_and_weights_to_the_bit_each_time(
@@ -350,7 +352,7 @@ def test_bad_input_of_a_replay_is_told_before_anything_is_written(model_path: Pa
     epochs = here.model_copy(update={"learner": here.learner.model_copy(update={"epochs": 2.0})})
     with pytest.raises(ConfigError, match=r"learner.epochs = 2: a replay does not load the data set.*run.toml"):
         replayed(epochs, tmp_path / "out")
-    (part,) = record.parts(here.run_dir / record.FOLDER)
+    (part,) = trained_record.record_parts(here.run_dir / trained_record.RECORD_FOLDER)
     part.write_bytes(b"something else")
     with pytest.raises(ConfigError, match=r"part-000001.groups: not a record of groups"):
         replayed(here, tmp_path / "out")

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner import resuming
-from learner.checkpoint import Checkpoint, CheckpointInfo
+from learner.checkpoints import resuming
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
 from learner.run import build_trainer, run
 from protocol import checkpoints as places
 from protocol.client import QueueError

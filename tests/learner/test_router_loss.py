@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from learner.algorithm.router_loss import RouterLoss, Routing
+from learner.algorithm.loss_terms import RouterLoss, Routing
 from learner.feed.packing import Sample, pack
 from learner.model.policy import Policy, Scoring, load_policy
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.learner import step_rollouts
 from tests.learner.families import MIXTURES, TEXT

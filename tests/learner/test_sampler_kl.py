@@ -17,9 +17,9 @@ from learner.algorithm.rollouts import StepRollouts
 from learner.feed.packing import PackedRow, pack_row
 from learner.model.policy import Policy
 from learner.report import sampler_kl
-from learner.report.progress import Progress, line
-from learner.report.record import StepRecord
-from learner.trainer import StepFigures, Trainer
+from learner.report.progress import TerminalProgress, line
+from learner.report.records import StepRecord
+from learner.training.trainer import StepFigures, Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import sample
 from tests.learner.test_summary import step_record
@@ -102,7 +102,7 @@ def test_the_terminal_shows_it_where_it_matters(kl: float | None, always: bool, 
     text = line(with_kl(kl), 100, 180.0, show_sampler_kl=always)
     assert (f"sampler KL {shown}" in text) if shown else ("sampler KL" not in text)
     console = Console(file=(file := io.StringIO()), width=200)
-    Progress(100, console=console, log=False, show_sampler_kl=always).show(with_kl(kl))
+    TerminalProgress(100, console=console, log=False, show_sampler_kl=always).show(with_kl(kl))
     assert ("sampler KL" in file.getvalue()) == (shown is not None)
 
 

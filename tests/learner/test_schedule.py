@@ -13,7 +13,7 @@ from transformers.trainer_utils import SchedulerType
 
 from learner.schedule import factor_of
 from protocol.config import ConfigError, LearnerSection
-from protocol.config.optimisation import SCHEDULE_ARGUMENTS
+from protocol.config.checks import SCHEDULE_ARGUMENTS
 from protocol.config.sections.optimiser import ScheduleName
 
 NEEDED: dict[str, dict[str, Any]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.figures import DISTANCE, DISTANCE_TOKENS
-from learner.report.server_watch import FEWEST_TOKENS, IN_A_ROW, LEARNT, ServerWatch
+from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
+from learner.report.sampler_checks import FEWEST_TOKENS, IN_A_ROW, LEARNT, ServerWatch
 
 
 def figures(tokens: int = 500, **distances: float) -> dict[str, float]:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed
 from torch.distributed.tensor import DTensor
 
-from learner import optimiser
 from learner.ranks import wrapping
+from learner.training import optimiser
 from protocol.config import LearnerSection
 from protocol.config.sections.optimiser import SHARDED
 from tests.kit.model import tiny_model
@@ -50,7 +50,7 @@ class Stepper:
         if sharded:
             wrapping.sharded(self.model, torch.device("cpu"))
         section = LearnerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=0, **case)
-        self.stepper = optimiser.build(self.model, section).stepper
+        self.stepper = optimiser.build_optimiser(self.model, section).stepper
 
     def step(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ import torch
 
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.model.policy import Policy
-from learner.trainer import StepFigures, Trainer
+from learner.training.trainer import StepFigures, Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from learner import start
-from learner.checkpoint import Checkpoint, CheckpointInfo
-from protocol import fingerprint
-from protocol.config import LearnerSection
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from protocol.config import LearnerSection, fingerprint
 from protocol.messages import RunPosition
 from rollout_worker.chat import build_chat_format
 from tests.kit import WORKER, config

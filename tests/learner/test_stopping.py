@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from learner import stopping
-from learner.stopping import Stop, Stopped
+from learner.ranks import stopping
+from learner.ranks.stopping import Stop, Stopped
 
 # A mutex that is locked twice: its second lock returns for no signal, as a collective with a rank that hangs. Only once
 # the kernel shows the main thread in it is the test told: before that, Python would run the handler.

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 import learner
-from learner.feed.tally import Tally
+from learner.feed.judged_groups import StepCounts
 from learner.report import summary
 from learner.report.journal import Journal
-from learner.report.record import PublicationRecord, StepRecord, StepTimes
-from learner.trainer import StepFigures
+from learner.report.records import PublicationRecord, StepRecord, StepTimes
+from learner.training.trainer import StepFigures
 from protocol.messages import LearnerReport, Server
 from protocol.status import WorkerStatus
 from tests.kit.learner import status
-from weight_sync.publisher import PublishRecord
+from weight_sync.fleet.publications import PublishRecord
 
 REQUIRED = """
 steps wall_s worker_cpu_ms_per_episode reward_first10 reward_last10 groups_trained groups_dropped tokens_sampled
@@ -35,7 +35,7 @@ cpu_s publish_blocked_ms log_ratio_max sampler/kl_staleness_0 sampler/tokens_sta
 
 
 def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecord:
-    tally = Tally(
+    tally = StepCounts(
         reward_mean=reward,
         reward_std=0.0,
         staleness_mean=staleness,

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.attention import cpu_layout
+from learner.attention.cpu import trie_attention
 from learner.feed import trie
-from learner.model import trie_layout, trie_parts
-from learner.model.trie_attention import trie_attention
+from learner.model import trie_parts
 from tests.kit.tries import Sequences, assert_same, dense, inputs, sequences, visible
 
 # Settings that choose each kind of part even for tries of a few tokens: what is measured chooses for longer ones.
@@ -29,11 +30,11 @@ KINDS: dict[str, dict[str, float]] = {
 
 def choose(patch: pytest.MonkeyPatch, **values: float) -> None:
     for name, value in values.items():
-        patch.setattr(trie_layout if hasattr(trie_layout, name) else trie_parts, name, value)
+        patch.setattr(cpu_layout if hasattr(cpu_layout, name) else trie_parts, name, value)
 
 
-def layout(built: trie.Trie) -> trie_layout.TrieLayout:
-    return trie_layout.layout(built.starts.tolist(), built.reach.tolist())
+def layout(built: trie.Trie) -> cpu_layout.TrieLayout:
+    return cpu_layout.trie_layout(built.starts.tolist(), built.reach.tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +63,7 @@ def test_the_parts_hold_every_pair_of_tokens_once(kind: str, given_: Sequences) 
         np.testing.assert_array_equal(pairs(layout(built), built.tokens), visible(built))
 
 
-def pairs(parts: trie_layout.TrieLayout, tokens: int) -> np.ndarray:
+def pairs(parts: cpu_layout.TrieLayout, tokens: int) -> np.ndarray:
     """int64 [T, T]: how often each key is seen by each query; a slot that stands for no token is place T."""
     count = np.zeros((tokens + 1, tokens + 1), dtype=np.int64)
     first = 0
@@ -96,7 +97,7 @@ def test_many_short_branches_are_a_few_calls() -> None:
 def test_blocks_of_a_batch_are_of_like_length() -> None:
     random = np.random.default_rng(0)
     starts = [0, *np.cumsum(random.integers(1, 400, 300)).tolist()]
-    parts = trie_layout.layout(starts, starts[1:])
+    parts = cpu_layout.trie_layout(starts, starts[1:])
     first = 0
     for batch in parts.blocks:
         inside = slice(first, first + batch.count * batch.length)

@@ -18,7 +18,7 @@ import torch
 
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.masks.top_entropy import lowest_kept
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL, the oracle, is not installed")

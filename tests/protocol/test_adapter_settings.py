@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.config import ConfigError, RunConfig, load, resolve
-from protocol.config.adapters import doubts, merged_after_all, published_alone
+from protocol.config.adapter_checks import find_adapter_doubts, is_adapter_published_alone, merged_adapter_message
 
 
 def made(**sections: dict[str, Any]) -> RunConfig:
@@ -122,9 +122,9 @@ def test_an_adapter_that_is_published_alone_takes_no_delta() -> None:
 @pytest.mark.parametrize(("rate", "said"), [(1e-6, 1), (1e-4, 0)])
 def test_a_learning_rate_that_is_too_low_for_an_adapter_is_doubted(rate: float, said: int) -> None:
     config = made(lora=LORA, learner={"learning_rate": rate})
-    assert len(doubts(config.learner, config.lora)) == said
+    assert len(find_adapter_doubts(config.learner, config.lora)) == said
     plain = made(learner={"learning_rate": rate})
-    assert doubts(plain.learner, plain.lora) == []
+    assert find_adapter_doubts(plain.learner, plain.lora) == []
 
 
 @pytest.mark.parametrize(
@@ -187,6 +187,6 @@ def test_auto_publishes_the_adapter_alone_on_gpus_where_vllm_can_serve_it(
     adapter_only: Any, lora: dict[str, Any], on_gpu: bool, alone: bool
 ) -> None:
     config = made(weight_sync={"adapter_only": adapter_only}, lora=lora)
-    assert published_alone(config.weight_sync.adapter_only, config.model, config.lora, on_gpu) is alone
-    said = merged_after_all(config.weight_sync.adapter_only, config.model, config.lora, on_gpu)
+    assert is_adapter_published_alone(config.weight_sync.adapter_only, config.model, config.lora, on_gpu) is alone
+    said = merged_adapter_message(config.weight_sync.adapter_only, config.model, config.lora, on_gpu)
     assert ("use_dora" in said) is bool(lora.get("use_dora"))

@@ -10,8 +10,8 @@ import pytest
 from protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
 from protocol.config.algorithm import READERS, doubts
 from protocol.config.schema import TRL_NAMES
+from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
-from protocol.config.text import toml_value
 from slipstream.trl.fields import FIELDS as FIELDS_OF_TRL
 
 FIELDS = LearnerSection.model_fields

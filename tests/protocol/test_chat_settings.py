@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
+from protocol.addresses import checked_url, mcp_command
 from protocol.config.chat import RESERVED
-from protocol.config.sections.addresses import checked_url, mcp_command
 from tests.kit import config
 
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from protocol import codec, reasons
-from protocol.client import GaveUp, QueueClient, QueueError, Refused, RunFinished, Unreachable
+from protocol.client import GaveUp, QueueClient, QueueError, QueueRefused, RunFinished, Unreachable
 from protocol.messages import (
     BeginSession,
     FinishRun,
@@ -226,7 +226,7 @@ async def test_a_service_that_speaks_no_http_is_unreachable() -> None:
 async def test_a_refusal_is_raised_with_its_reason_and_never_retried(status: int) -> None:
     refusal = says(Problem("a_code", "lower x"), status=status)
     async with running(refusal) as queue, QueueClient(queue.url) as client:
-        with pytest.raises(Refused, match=r"lower x \(a_code\)") as error:
+        with pytest.raises(QueueRefused, match=r"lower x \(a_code\)") as error:
             await client.ack("lease", LeaseAck(1))
         assert (error.value.status, error.value.reason, error.value.retry_after_s) == (status, "a_code", None)
         assert len(queue.calls) == 1
@@ -235,7 +235,7 @@ async def test_a_refusal_is_raised_with_its_reason_and_never_retried(status: int
 @pytest.mark.parametrize(("body", "message"), [(b"<html>no", "<html>no"), (b"", "HTTP 404"), (b"\xff", "\ufffd")])
 async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes, message: str) -> None:
     async with running(says(body, status=404)) as queue, QueueClient(queue.url) as client:
-        with pytest.raises(Refused) as error:
+        with pytest.raises(QueueRefused) as error:
             await client.position()
         assert error.value.reason == "http_404"
         told = f"that is not a Slipstream queue, which would not answer {message}: give the queue's URL"
@@ -245,7 +245,7 @@ async def test_a_refusal_by_someone_else_than_a_queue_is_still_told(body: bytes,
 async def test_a_page_of_another_web_server_is_told_in_one_short_line() -> None:
     page = b"<!DOCTYPE HTML>\n<html>\n" + b"<p>Not Found</p>\n" * 100
     async with running(says(page, status=404)) as queue, QueueClient(queue.url) as client:
-        with pytest.raises(Refused) as error:
+        with pytest.raises(QueueRefused) as error:
             await client.servers()
     told = str(error.value).partition(" answer ")[2].partition(": give the queue's URL")[0]
     assert told.startswith("<!DOCTYPE HTML> <html> <p>Not")
@@ -256,7 +256,7 @@ async def test_a_web_server_that_knows_no_post_is_not_waited_for() -> None:
     """501: what Python's http.server says to a POST; a queue never does."""
     async with running(says(b"<html>Unsupported method", status=501)) as queue, QueueClient(queue.url) as client:
         async with asyncio.timeout(LONGEST_S):
-            with pytest.raises(Refused, match=r"not a Slipstream queue.*Unsupported method"):
+            with pytest.raises(QueueRefused, match=r"not a Slipstream queue.*Unsupported method"):
                 await client.begin_session(BeginSession(0, 0, 1, resume=False))
         assert len(queue.calls) == 1
 
@@ -287,7 +287,7 @@ async def test_a_group_that_is_not_taken_is_not_submitted_again(status: int) -> 
         running(says(Problem("code", "no"), status=status)) as queue,
         QueueClient(queue.url) as client,
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(QueueRefused):
             await client.submit(a_group())
         assert len(queue.calls) == 1
 
@@ -306,7 +306,7 @@ async def test_hole_7_waiting_for_room_ends_with_the_ticket_or_the_run(status: i
     full = says(Problem("full", "the queue is full"), status=429, headers={"Retry-After": "0.01"})
     over = says(Problem(reason, "it is over"), status=status)
     async with running(full, full, over) as queue, QueueClient(queue.url) as client:
-        with pytest.raises(Refused, match="it is over"):
+        with pytest.raises(QueueRefused, match="it is over"):
             await client.submit(a_group())
         assert len(queue.calls) == 3
 
@@ -329,10 +329,10 @@ async def test_a_run_that_gave_up_is_told_in_the_queues_words(call: Callable[[Qu
 async def test_a_fingerprint_that_differs_is_told_alone(status: int) -> None:
     differs = says(Problem(reasons.FINGERPRINT, "the tokenizer differs: a, the run has b"), status=status)
     async with running(differs) as queue, QueueClient(queue.url) as client:
-        with pytest.raises(Refused) as error:
+        with pytest.raises(QueueRefused) as error:
             await client.heartbeat(WorkerReport("w", []))
         assert str(error.value) == "the tokenizer differs: a, the run has b"
-        with pytest.raises(Refused, match="the tokenizer differs"):
+        with pytest.raises(QueueRefused, match="the tokenizer differs"):
             await client.tickets(TicketRequest("w", 1, 0.0))
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.adapter_names import label_in, name_of
-from protocol.labels import Label, label_of, new_run_id, parse, told
+from protocol.versions import Label, describe_label, label_of, new_run_id, parse
 
 VERSIONS = st.integers(0, 10**18 - 1)
 
@@ -27,4 +27,4 @@ def test_i5_two_runs_of_one_name_have_two_ids() -> None:
 def test_other_texts_are_no_labels() -> None:
     for text in ("default", "", ":4", "a b:4", "a:b:4", "a:4.0", "a:-4", "a:²", "a:4\n", "a:" + "1" * 19):
         assert parse(text) is None
-        assert told(text, "a") == f"weights labelled {text!r}"
+        assert describe_label(text, "a") == f"weights labelled {text!r}"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from protocol.config import sampling
-from protocol.config.sampling import GenerationKwargs, mismatches, typed
+from protocol.config.sections import sampling
+from protocol.config.sections.sampling import GenerationKwargs, mismatches, typed
 from rollout_worker.inference.wire import SamplingParams
 from tests.kit import config
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.token_command import check_arguments, token_of
-from protocol import tokens
+from deploy.servers.tokens import check_arguments, token_of
+from protocol import access
 from protocol.config import ConfigError
 from tests.kit import config
 
@@ -19,9 +19,9 @@ SECRET = "0123456789abcdef0123456789abcdef"
 
 @pytest.fixture(autouse=True)
 def no_token_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(tokens.VARIABLE, raising=False)
-    monkeypatch.delenv(tokens.FILE_VARIABLE, raising=False)
-    monkeypatch.setattr(tokens, "_hidden", None)
+    monkeypatch.delenv(access.TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(access.TOKEN_FILE_VARIABLE, raising=False)
+    monkeypatch.setattr(access, "_hidden", None)
 
 
 def bearer(token: str) -> bytes:
@@ -29,55 +29,55 @@ def bearer(token: str) -> bytes:
 
 
 def test_i8_a_role_s_token_is_stable_told_apart_and_holds_nothing_of_the_secret() -> None:
-    made = {role: tokens.derived(SECRET, role) for role in tokens.ROLES}
+    made = {role: access.derive_token(SECRET, role) for role in access.ROLES}
     assert made["worker"] == "slw-VnOqM-nsE8yg26UpY0YfDflDN88Wbs7-eCvlOH4zm_8"  # workers elsewhere keep theirs
     assert len(set(made.values())) == 3
-    assert {role: tokens.role_of(token) for role, token in made.items()} == {role: role for role in tokens.ROLES}
+    assert {role: access.role_of(token) for role, token in made.items()} == {role: role for role in access.ROLES}
     assert not any(SECRET in token for token in made.values())
-    assert tokens.derived(SECRET + "x", "worker") != made["worker"]
+    assert access.derive_token(SECRET + "x", "worker") != made["worker"]
 
 
-@pytest.mark.parametrize("role", tokens.ROLES)
-def test_i8_no_token_can_be_derived_from_a_role_s(role: tokens.Role) -> None:
-    held = tokens.derived(SECRET, role)
-    with pytest.raises(tokens.TokenError, match=f"holds a {role}'s token, and .* needs the run's secret") as error:
-        tokens.derived(held, "learner")
+@pytest.mark.parametrize("role", access.ROLES)
+def test_i8_no_token_can_be_derived_from_a_role_s(role: access.Role) -> None:
+    held = access.derive_token(SECRET, role)
+    with pytest.raises(access.TokenError, match=f"holds a {role}'s token, and .* needs the run's secret") as error:
+        access.derive_token(held, "learner")
     assert held not in str(error.value)
-    with pytest.raises(tokens.TokenError):
-        tokens.Ring(held)
-    assert tokens.of(held, "learner") == held
+    with pytest.raises(access.TokenError):
+        access.AccessTokens(held)
+    assert access.token_for(held, "learner") == held
 
 
 def test_what_a_process_sends_is_its_role_s_token_and_never_the_secret() -> None:
     run = config(queue={"token": SECRET})
     assert run.token == SECRET
-    for role in tokens.ROLES:
-        assert run.token_for(role) == tokens.derived(SECRET, role)
+    for role in access.ROLES:
+        assert run.token_for(role) == access.derive_token(SECRET, role)
     assert config().token_for("worker") is None
     assert SECRET not in repr(run)
 
 
-@pytest.mark.parametrize("role", tokens.ROLES)
-def test_i8_a_ring_knows_every_role_and_nothing_else(role: tokens.Role) -> None:
-    ring = tokens.Ring(SECRET)
-    token = tokens.derived(SECRET, role)
+@pytest.mark.parametrize("role", access.ROLES)
+def test_i8_a_ring_knows_every_role_and_nothing_else(role: access.Role) -> None:
+    ring = access.AccessTokens(SECRET)
+    token = access.derive_token(SECRET, role)
     assert ring.holder(bearer(token)) == role
     assert ring.holder(bearer(SECRET)) == "all"
     for wrong in ("", token[:-1], token + "x", token.upper(), f"slw-{token[4:-1]}x", "slw-"):
         assert ring.holder(bearer(wrong)) is None
     assert ring.holder(token.encode()) is None
     assert ring.holder(b"\xff" * 100) is None
-    assert tokens.Ring(SECRET + "x").holder(bearer(token)) is None
+    assert access.AccessTokens(SECRET + "x").holder(bearer(token)) is None
 
 
 def test_a_refusal_names_the_role_that_is_needed_and_how_to_get_it() -> None:
-    ring, held = tokens.Ring(SECRET), tokens.derived(SECRET, "viewer")
+    ring, held = access.AccessTokens(SECRET), access.derive_token(SECRET, "viewer")
     denied = ring.denied(bearer(held), ("learner",), "POST /v1/leases", "queue")
     assert denied is not None
     assert denied.status == 403
     assert "POST /v1/leases needs the token of a learner, and this is a viewer's" in denied.message
     assert "`slipstream token learner`" in denied.message
-    nobody = ring.denied(b"Bearer guess", tokens.ROLES, "GET /", "queue")
+    nobody = ring.denied(b"Bearer guess", access.ROLES, "GET /", "queue")
     assert nobody is not None
     assert nobody.status == 401
     assert "set SLIPSTREAM_TOKEN to the run's secret, or to what `slipstream token viewer` prints" in nobody.message
@@ -87,7 +87,7 @@ def test_a_refusal_names_the_role_that_is_needed_and_how_to_get_it() -> None:
     assert "`slipstream token worker`" in absent.message
     assert not {held, SECRET, "guess"} & {*denied.message.split(), *nobody.message.split()}
     assert ring.denied(bearer(SECRET), ("learner",), "", "") is None
-    assert ring.denied(bearer(held), tokens.ROLES, "", "") is None
+    assert ring.denied(bearer(held), access.ROLES, "", "") is None
 
 
 def test_the_environment_goes_before_the_file_and_both_before_the_run_file(
@@ -98,9 +98,9 @@ def test_the_environment_goes_before_the_file_and_both_before_the_run_file(
     file.chmod(0o600)
     run = config(queue={"token": "from-the-run-file"})
     assert run.token == "from-the-run-file"
-    monkeypatch.setenv(tokens.FILE_VARIABLE, str(file))
+    monkeypatch.setenv(access.TOKEN_FILE_VARIABLE, str(file))
     assert run.token == "from-a-file"
-    monkeypatch.setenv(tokens.VARIABLE, "from-the-environment")
+    monkeypatch.setenv(access.TOKEN_VARIABLE, "from-the-environment")
     assert run.token == "from-the-environment"
 
 
@@ -120,24 +120,26 @@ def test_i8_a_file_that_others_may_read_or_that_holds_no_token_is_refused(
     file = tmp_path / "secret"
     file.write_text(text)
     file.chmod(mode)
-    monkeypatch.setenv(tokens.FILE_VARIABLE, str(file))
-    with pytest.raises(tokens.TokenError) as error:
-        tokens.given()
+    monkeypatch.setenv(access.TOKEN_FILE_VARIABLE, str(file))
+    with pytest.raises(access.TokenError) as error:
+        access.given_token()
     assert says in str(error.value)
     assert "s3cret" not in str(error.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(tokens.TokenError, match=r"gone: the token cannot be read: No such file"):
-        tokens.from_file(tmp_path / "gone")
+    with pytest.raises(access.TokenError, match=r"gone: the token cannot be read: No such file"):
+        access.read_token_file(tmp_path / "gone")
 
 
 def test_i8_what_is_hidden_is_in_no_child_s_environment_and_still_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tokens.VARIABLE, SECRET)
-    tokens.hide()
-    assert config().token_for("worker") == tokens.derived(SECRET, "worker")
+    monkeypatch.setenv(access.TOKEN_VARIABLE, SECRET)
+    access.hide_token()
+    assert config().token_for("worker") == access.derive_token(SECRET, "worker")
     assert SECRET not in subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
-    assert tokens.outside({tokens.VARIABLE: "a", tokens.FILE_VARIABLE: "b", "PATH": "c"}) == {"PATH": "c"}
+    assert access.environment_without_token(
+        {access.TOKEN_VARIABLE: "a", access.TOKEN_FILE_VARIABLE: "b", "PATH": "c"}
+    ) == {"PATH": "c"}
 
 
 def test_the_command_prints_a_role_s_token_of_the_environment_s_secret_or_of_a_file_s(
@@ -146,11 +148,11 @@ def test_the_command_prints_a_role_s_token_of_the_environment_s_secret_or_of_a_f
     file = tmp_path / "secret"
     file.write_text(SECRET)
     file.chmod(0o600)
-    assert token_of("viewer", file) == tokens.derived(SECRET, "viewer")
-    monkeypatch.setenv(tokens.VARIABLE, SECRET)
+    assert token_of("viewer", file) == access.derive_token(SECRET, "viewer")
+    monkeypatch.setenv(access.TOKEN_VARIABLE, SECRET)
     line = [sys.executable, "-m", "deploy.cli", "token", "learner"]
     printed = subprocess.run(line, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
-    assert printed == tokens.derived(SECRET, "learner") + "\n"
+    assert printed == access.derive_token(SECRET, "learner") + "\n"
 
 
 @pytest.mark.parametrize(
@@ -159,13 +161,13 @@ def test_the_command_prints_a_role_s_token_of_the_environment_s_secret_or_of_a_f
         ("admin", SECRET, "ROLE = admin: there is no such role; the roles are: worker, learner, viewer"),
         ("worker", "", "SLIPSTREAM_TOKEN is not set"),
         ("worker", "hunter2", "the secret has 7 characters, and whoever holds a role's token could find it by trying"),
-        ("learner", tokens.derived(SECRET, "worker"), "holds a worker's token"),
+        ("learner", access.derive_token(SECRET, "worker"), "holds a worker's token"),
     ],
 )
 def test_what_the_command_cannot_derive_from_is_named(
     role: str, held: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(tokens.VARIABLE, held)
+    monkeypatch.setenv(access.TOKEN_VARIABLE, held)
     with pytest.raises(ConfigError) as error:
         token_of(role, None)
     assert says in str(error.value)
@@ -173,7 +175,7 @@ def test_what_the_command_cannot_derive_from_is_named(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--queue.token", SECRET], [f"--queue.token={SECRET}"], [tokens.derived(SECRET, "viewer")]]
+    "arguments", [["--queue.token", SECRET], [f"--queue.token={SECRET}"], [access.derive_token(SECRET, "viewer")]]
 )
 def test_i8_a_token_on_a_command_line_is_refused_and_not_repeated(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="every user of the machine can read: set SLIPSTREAM_TOKEN") as error:

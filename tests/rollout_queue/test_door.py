@@ -24,7 +24,7 @@ from protocol.client import JSON, QueueClient
 from protocol.messages import BeginSession, LeaseRequest, Problem, TicketRequest, WorkerReport
 from rollout_queue.api import learner_routes
 from rollout_queue.api.app import create_app
-from rollout_queue.connection import Connection, Limits
+from rollout_queue.api.connection import Connection, ConnectionLimits
 from rollout_queue.ledger import validation
 from rollout_queue.service import listen
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
@@ -50,7 +50,7 @@ async def door(connections: int = 64, token: str | None = None, **limits: Any) -
     class Hasty(Connection):
         pass
 
-    Hasty.limits = Limits(**limits)
+    Hasty.limits = ConnectionLimits(**limits)
     app = create_app(config(queue={"token": token}), SqliteStore(MEMORY))
     settings = uvicorn.Config(
         app, http=Hasty, limit_concurrency=connections, access_log=False, log_level="warning", ws="none"

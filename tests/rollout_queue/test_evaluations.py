@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from protocol.client import QueueClient, Refused
+from protocol.client import QueueClient, QueueRefused
 from protocol.evaluations import Evaluation, EvaluationRequest, figures
 from protocol.messages import (
     BeginSession,
@@ -75,8 +75,8 @@ async def take_evals(client: QueueClient, count: int = 4, worker: str = "w") -> 
     return [ticket for ticket in await take(client, count, worker) if ticket.kind == "eval"]
 
 
-async def refusal(call: Any) -> Refused:
-    with pytest.raises(Refused) as refused:
+async def refusal(call: Any) -> QueueRefused:
+    with pytest.raises(QueueRefused) as refused:
         await call
     return refused.value
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from protocol import codec, reasons, routes
-from protocol.client import QueueClient, QueueError, Refused
+from protocol.client import QueueClient, QueueError, QueueRefused
 from protocol.messages import BeginSession, LeaseRequest, TicketFailure, TicketRequest, Trouble, WorkerReport
+from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.records import TicketRecord
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.trial import Trial
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.queue import serve_version, serving
@@ -20,8 +20,8 @@ from tests.kit.queue import serve_version, serving
 REWARD = reasons.failed(reasons.REWARD)
 
 
-def trial(after: int = 3) -> Trial:
-    return Trial(config(rollout={"give_up_after": after}))
+def trial(after: int = 3) -> EarlyFailureCheck:
+    return EarlyFailureCheck(config(rollout={"give_up_after": after}))
 
 
 def ticket(index: int, worker: str = "w", attempt: int = 0) -> TicketRecord:
@@ -96,7 +96,7 @@ async def test_attack_2_bodies_that_no_worker_of_ours_sends_end_no_run(body: byt
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)
         for issued in (await client.tickets(TicketRequest("w", 3, wait_s=0.0))).tickets:
-            with pytest.raises(Refused):
+            with pytest.raises(QueueRefused):
                 await client._call("PUT", routes.GROUP_OF.format(id=issued.id), body)
         assert (await client.status()).gave_up is None
 
@@ -140,7 +140,7 @@ async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> Non
         await asyncio.sleep(0.05)
         bad = group(tickets[1])
         bad.rollouts[0].reward = float("nan")
-        with pytest.raises(Refused):
+        with pytest.raises(QueueRefused):
             await client.submit(bad)
         async with asyncio.timeout(5.0):
             for waiting in (leasing, asking):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from protocol import codec
-from protocol.client import QueueClient, Refused, RunFinished
+from protocol.client import QueueClient, QueueRefused, RunFinished
 from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
 from rollout_queue.service import listen, serve
@@ -92,7 +92,7 @@ class Traffic:
             for ticket in reply.tickets:
                 try:
                     await self.client.submit(group(ticket, worker_id=name))
-                except Refused as refusal:
+                except QueueRefused as refusal:
                     if refusal.reason != "ticket_ended":
                         raise
                 else:

@@ -15,6 +15,7 @@ from protocol import reasons
 from protocol.messages import BeginSession, LeaseAck, Server, ServerState, SessionStart
 from rollout_queue.ledger import leases, servers, tickets
 from rollout_queue.ledger.admission import Admission, Load
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import (
@@ -27,7 +28,6 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import Fleet
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER

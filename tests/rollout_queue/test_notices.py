@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol import reasons, routes
-from protocol.client import QueueClient, Refused
+from protocol.client import QueueClient, QueueRefused
 from protocol.messages import (
     BeginSession,
     LearnerReport,
@@ -20,7 +20,7 @@ from protocol.messages import (
     Trouble,
     WorkerReport,
 )
-from rollout_queue.broker import Broker, Clock
+from rollout_queue.broker.broker import Broker, Clock
 from rollout_queue.observe.notices import MOST_CHARACTERS, MOST_NOTICES, Notices
 from rollout_queue.observe.variance import WINDOW, Rewards, Variance
 from tests.kit import config, group
@@ -226,7 +226,7 @@ async def test_the_first_group_that_the_door_refuses_for_a_reason_is_told() -> N
         for ticket in (await client.tickets(TicketRequest("w", 3, wait_s=0.0))).tickets:
             bad = group(ticket)
             bad.rollouts[0].reward = float("nan")
-            with pytest.raises(Refused):
+            with pytest.raises(QueueRefused):
                 await client.submit(bad)
         notices = (await client.status()).notices
         assert [(n.kind, n.who, n.text) for n in notices] == [("reward_not_finite", "w", "rollout 0: reward is nan")]

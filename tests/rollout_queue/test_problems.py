@@ -11,7 +11,7 @@ import pytest
 import rollout_queue
 from protocol import codec, reasons
 from protocol.messages import Problem
-from rollout_queue.api import problems
+from rollout_queue.api import requests
 from rollout_queue.ledger.refusal import Refusal
 
 PACKAGE = Path(rollout_queue.__file__).parent
@@ -45,7 +45,7 @@ def refused_in(source: str) -> Iterator[str]:
 
 def test_the_table_covers_every_reason_that_is_refused_anywhere_and_no_other() -> None:
     refused = {reason for file in PACKAGE.rglob("*.py") for reason in refused_in(file.read_text())}
-    assert refused == set(problems.STATUS)
+    assert refused == set(requests.HTTP_STATUS)
 
 
 def test_a_reason_that_is_spelt_out_or_made_up_is_found() -> None:
@@ -56,7 +56,7 @@ def test_a_reason_that_is_spelt_out_or_made_up_is_found() -> None:
 
 
 def test_the_statuses_on_the_wire_stay_what_they_are() -> None:
-    assert {reason: status for status, named in ON_THE_WIRE.items() for reason in named.split()} == problems.STATUS
+    assert {reason: status for status, named in ON_THE_WIRE.items() for reason in named.split()} == requests.HTTP_STATUS
 
 
 def test_only_the_api_knows_http() -> None:
@@ -68,10 +68,10 @@ def test_only_the_api_knows_http() -> None:
             assert not {name.split(".")[0] for name in imported} & {"fastapi", "starlette", "uvicorn"}, file
 
 
-@pytest.mark.parametrize("reason", sorted(problems.STATUS))
+@pytest.mark.parametrize("reason", sorted(requests.HTTP_STATUS))
 def test_every_refusal_becomes_a_problem(reason: str) -> None:
-    answer = problems.answer(Refusal(reason, "what and how to mend it", retry_after_s=2.5))
-    assert answer.status_code == problems.STATUS[reason]
+    answer = requests.error_response(Refusal(reason, "what and how to mend it", retry_after_s=2.5))
+    assert answer.status_code == requests.HTTP_STATUS[reason]
     assert codec.decode_json(bytes(answer.body), Problem) == Problem(reason, "what and how to mend it")
     assert answer.headers["retry-after"] == "2.5"
     assert ("www-authenticate" in answer.headers) == (reason == reasons.UNAUTHORIZED)

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from protocol import routes
-from protocol.client import QueueClient, Refused
+from protocol.client import QueueClient, QueueRefused
 from protocol.messages import BeginSession, TicketRequest
 from protocol.rollouts import RolloutView
-from rollout_queue.observe.recent import GROUPS, MOST_BYTES, RecentRollouts, pick
+from rollout_queue.observe.windows import GROUPS, MOST_BYTES, RecentRollouts, pick_rollouts
 from tests.kit import config, group
 from tests.kit.queue import serve_version, serving
 
@@ -21,7 +21,7 @@ from tests.kit.queue import serve_version, serving
 def with_messages(messages: bytes | None, **fields: Any) -> RolloutView:
     made = group(rewards=(0.5, 1.0), **fields)
     made.rollouts[0].messages = messages
-    return msgspec.json.decode(pick(made)[0].json, type=RolloutView)
+    return msgspec.json.decode(pick_rollouts(made)[0].json, type=RolloutView)
 
 
 def read(recent: RecentRollouts, limit: int = 256, worst: bool = False) -> list[RolloutView]:
@@ -50,27 +50,27 @@ async def test_recent_rollouts_are_there_before_any_step_newest_first_or_worst_f
         assert [view.reward for view in await shown("?worst=1&limit=2")] == [0.0, 0.25]
         assert (await shown("?limit=1"))[0].messages == [{"role": "assistant", "content": "42"}]
         for limit in ("0", "-1", "many", "9" * 5000):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(QueueRefused) as refused:
                 await client._call("GET", f"{routes.ROLLOUTS}?limit={limit}")
             assert refused.value.status == 422
 
 
 def test_of_a_large_group_the_worst_the_best_and_some_between_are_kept() -> None:
-    views = [msgspec.json.decode(shown.json, type=RolloutView) for shown in pick(group(rewards=range(64)))]
+    views = [msgspec.json.decode(shown.json, type=RolloutView) for shown in pick_rollouts(group(rewards=range(64)))]
     assert [(view.number, view.reward) for view in views] == [(0, 0.0), (21, 21.0), (42, 42.0), (63, 63.0)]
 
 
 def test_the_window_is_bounded_in_groups_and_in_bytes() -> None:
     recent = RecentRollouts()
     for number in range(3 * GROUPS):
-        recent.add(pick(group(f"{number}.0")), now=0.0)
+        recent.add(pick_rollouts(group(f"{number}.0")), now=0.0)
     assert {view.ticket_id for view in read(recent)} == {f"{number}.0" for number in range(2 * GROUPS, 3 * GROUPS)}
     long = json.dumps([{"role": "assistant", "content": "x" * 3000}] * 20).encode()
     for number in range(GROUPS):
         large = group(f"{number}.0", rewards=range(4))
         for rollout in large.rollouts:
             rollout.messages = long
-        recent.add(pick(large), now=0.0)
+        recent.add(pick_rollouts(large), now=0.0)
     assert len(recent.json(256, worst=False)) <= MOST_BYTES + 1024
     assert read(recent)[0].ticket_id == f"{GROUPS - 1}.0"
 
@@ -79,7 +79,7 @@ def test_a_full_window_takes_few_groups_a_second() -> None:
     recent = RecentRollouts()
     for _ in range(GROUPS):
         assert recent.wants(10.0)
-        recent.add(pick(group()), 10.0)
+        recent.add(pick_rollouts(group()), 10.0)
     assert [recent.wants(now) for now in (10.0, 10.4, 10.5)] == [False, False, True]
 
 
@@ -102,7 +102,7 @@ def test_hole_6_eight_megabytes_of_empty_containers_take_no_memory() -> None:
     made = group()
     made.rollouts[0].messages = b"[" + b"{}," * (8 * 1024**2 // 3) + b"{}]"
     tracemalloc.start()
-    pick(made)
+    pick_rollouts(made)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1024**2

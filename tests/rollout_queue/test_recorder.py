@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from protocol import codec, reasons, record
+from protocol import codec, reasons, trained_record
 from protocol.client import QueueClient
 from protocol.config import RunConfig
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, TicketRequest
-from protocol.record import Head
+from protocol.trained_record import Head
 from rollout_queue import store
-from rollout_queue.recorder import Recorder
+from rollout_queue.broker.recorder import Recorder
 from tests.kit import config, group
 from tests.kit.queue import Served, serve_version, serving
 
@@ -30,10 +30,10 @@ async def lease(client: QueueClient, count: int, name: str) -> list[str]:
 
 
 def tickets(run: RunConfig) -> list[tuple[int, int, list[str], list[list[str]]]]:
-    def ids(places: list[record.Place]) -> list[str]:
+    def ids(places: list[trained_record.RecordPosition]) -> list[str]:
         return [place.head.ticket_id for place in places]
 
-    found = record.read(run.run_dir / record.FOLDER).steps
+    found = trained_record.read_record(run.run_dir / trained_record.RECORD_FOLDER).steps
     return [(of.step, of.version, ids(of.trained), [ids(batch) for batch in of.left_out.values()]) for of in found]
 
 
@@ -57,7 +57,7 @@ async def test_it_holds_what_was_trained_and_what_was_left_out_and_nothing_else(
         second = await lease(client, 1, "d")
         await client.ack("d", LeaseAck(1, second, step=2, version=2))
         assert tickets(run) == [(1, 1, first[::-1], []), (2, 2, second, [bad])], "it can be read while the run goes on"
-    place = record.read(run.run_dir / record.FOLDER).steps[0].trained[0]
+    place = trained_record.read_record(run.run_dir / trained_record.RECORD_FOLDER).steps[0].trained[0]
     assert place.group().ticket_id == first[-1]
     assert place.head.groups == 2
 
@@ -71,7 +71,7 @@ async def test_a_queue_that_starts_again_goes_on_in_a_part_of_its_own(tmp_path: 
             ids = await lease(client, 1, f"l{step}")
             await client.ack(f"l{step}", LeaseAck(1, ids, step=step, version=step))
     assert [of[:2] for of in tickets(run)] == [(1, 1), (2, 2)]
-    assert len(record.parts(run.run_dir / record.FOLDER)) == 2
+    assert len(trained_record.record_parts(run.run_dir / trained_record.RECORD_FOLDER)) == 2
 
 
 async def test_a_run_that_does_not_ask_for_it_has_none(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ async def test_a_run_that_does_not_ask_for_it_has_none(tmp_path: Path) -> None:
 async def test_a_record_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
     run = recording(tmp_path)
     run.run_dir.mkdir(parents=True)
-    (run.run_dir / record.FOLDER).write_text("in the way")
+    (run.run_dir / trained_record.RECORD_FOLDER).write_text("in the way")
     async with serving(run) as queue, QueueClient(queue.url, patience_s=5.0) as client:
         await begun(queue, client)
         for step in (1, 2):
@@ -103,7 +103,7 @@ async def test_i2_a_step_of_which_a_group_was_not_written_is_not_taken_for_whole
         await begun(queue, client)
         await client.ack("a", LeaseAck(1, await lease(client, 2, "a"), step=1, version=1))
         await client.ack("b", LeaseAck(1, await lease(client, 2, "b"), step=2, version=2))
-    (part,) = record.parts(run.run_dir / record.FOLDER)
+    (part,) = trained_record.record_parts(run.run_dir / trained_record.RECORD_FOLDER)
     part.write_bytes(part.read_bytes()[:-1])
     assert [of[:2] for of in tickets(run)] == [(1, 1)]
 
@@ -122,9 +122,9 @@ async def test_i3_it_keeps_the_newest_steps_within_its_bytes(tmp_path: Path) -> 
             step += 1
             assert writer.append([head(step, len(payload))], lambda _: payload) is None
         writer.close()
-        sizes = sum(part.stat().st_size for part in record.parts(tmp_path))
+        sizes = sum(part.stat().st_size for part in trained_record.record_parts(tmp_path))
         assert sizes <= most * 1.02
-    kept = [of.step for of in record.read(tmp_path).steps]
+    kept = [of.step for of in trained_record.read_record(tmp_path).steps]
     assert kept == list(range(kept[0], step + 1))
     assert sizes >= most * 0.7
 

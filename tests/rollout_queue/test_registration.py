@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import fingerprint, reasons, routes
-from protocol.client import QueueClient, Refused
+from protocol import reasons, routes
+from protocol.client import QueueClient, QueueRefused
+from protocol.config import fingerprint
 from protocol.messages import (
     BeginSession,
     Fingerprint,
@@ -65,7 +66,7 @@ async def ask(client: QueueClient, worker: str = "w", count: int = 1, **fields: 
 
 
 async def refusal(call: Any) -> tuple[int, str]:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(QueueRefused) as refused:
         await call
     return refused.value.status, refused.value.reason
 

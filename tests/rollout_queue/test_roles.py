@@ -5,19 +5,19 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from protocol import codec, routes, tokens
-from protocol.client import QueueClient, Refused
+from protocol import access, codec, routes
+from protocol.client import QueueClient, QueueRefused
 from protocol.config import ConfigError
 from protocol.messages import Problem
 from rollout_queue import service
+from rollout_queue.api.access import roles_for
 from rollout_queue.api.app import create_app
-from rollout_queue.api.guards import roles_for
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.queue import serving
 
 SECRET = "0123456789abcdef"
-ANYONE, WORKER, LEARNER = tokens.ROLES, ("worker",), ("learner",)
+ANYONE, WORKER, LEARNER = access.ROLES, ("worker",), ("learner",)
 ROUTES = {
     ("POST", routes.TICKETS): WORKER,
     ("POST", routes.TICKET_FAIL_OF): WORKER,
@@ -70,8 +70,8 @@ def test_i8_the_table_of_roles(method: str, path: str) -> None:
 async def test_i8_a_role_s_token_is_refused_where_another_s_is_needed_and_nothing_is_changed() -> None:
     async with serving(config(queue={"token": SECRET})) as queue, aiohttp.ClientSession() as session:
         for (method, path), roles in ROUTES.items():
-            for role in tokens.ROLES:
-                headers = {"Authorization": f"Bearer {tokens.derived(SECRET, role)}"}
+            for role in access.ROLES:
+                headers = {"Authorization": f"Bearer {access.derive_token(SECRET, role)}"}
                 async with session.request(method, queue.url + written(path), headers=headers) as response:
                     body = await response.read()
                 if role in roles:
@@ -86,24 +86,24 @@ async def test_i8_a_role_s_token_is_refused_where_another_s_is_needed_and_nothin
 
 async def test_i8_the_secret_and_every_role_read_status_and_a_worker_may_not_lease() -> None:
     async with serving(config(queue={"token": SECRET})) as queue:
-        for token in (SECRET, *(tokens.derived(SECRET, role) for role in tokens.ROLES)):
+        for token in (SECRET, *(access.derive_token(SECRET, role) for role in access.ROLES)):
             async with QueueClient(queue.url, token) as client:
                 assert (await client.status()).step == 0
-        async with QueueClient(queue.url, tokens.derived(SECRET, "worker"), patience_s=0.0) as client:
-            with pytest.raises(Refused, match="`slipstream token learner`"):
+        async with QueueClient(queue.url, access.derive_token(SECRET, "worker"), patience_s=0.0) as client:
+            with pytest.raises(QueueRefused, match="`slipstream token learner`"):
                 await client.finish(0)
 
 
 async def test_i8_what_another_run_derived_opens_nothing() -> None:
-    another = tokens.derived("another run's secret", "learner")
+    another = access.derive_token("another run's secret", "learner")
     async with serving(config(queue={"token": SECRET})) as queue, QueueClient(queue.url, another) as client:
         with pytest.raises(
-            Refused, match="the token is not one of the queue's: set SLIPSTREAM_TOKEN to the run's secret, or"
+            QueueRefused, match="the token is not one of the queue's: set SLIPSTREAM_TOKEN to the run's secret, or"
         ):
             await client.status()
 
 
 def test_i8_a_queue_that_has_a_role_s_token_only_does_not_start() -> None:
-    held = tokens.derived(SECRET, "learner")
+    held = access.derive_token(SECRET, "learner")
     with pytest.raises(ConfigError, match="holds a learner's token, and what checks the tokens of others"):
         service.serve(config(queue={"token": held, "port": 1}))

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from protocol.messages import Rollout, Server, ServerState
 from rollout_queue.ledger import leases
+from rollout_queue.ledger.fleet import ALLOWED, Fleet
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import ALLOWED, Fleet, distrust_unproven, drain, put, remove
+from rollout_queue.ledger.servers import distrust_unproven, drain, put, remove
 from tests.kit import config, group
 from tests.kit.messages import segment
 

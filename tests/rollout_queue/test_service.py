@@ -13,9 +13,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from deploy.vllm_server import announce
+from deploy.servers.vllm_server import announce
 from protocol import codec, reasons, routes
-from protocol.client import JSON, QueueClient, Refused, RunFinished
+from protocol.client import JSON, QueueClient, QueueRefused, RunFinished
 from protocol.messages import (
     BeginSession,
     Group,
@@ -32,7 +32,7 @@ from protocol.messages import (
     Trouble,
     WorkerReport,
 )
-from rollout_queue.broker import Broker, Clock
+from rollout_queue.broker.broker import Broker, Clock
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
@@ -70,8 +70,8 @@ async def step(client: QueueClient, ids: list[str], number: int, **fields: Any) 
     await client.ack("l", LeaseAck(1, ids, step=number, version=number, **fields))
 
 
-async def refusal(call: Any) -> Refused:
-    with pytest.raises(Refused) as refused:
+async def refusal(call: Any) -> QueueRefused:
+    with pytest.raises(QueueRefused) as refused:
         await call
     return refused.value
 
@@ -394,7 +394,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
         async def submit(ticket: Ticket, name: str) -> None:
             try:
                 await client.submit(group(ticket, worker_id=name))
-            except Refused:
+            except QueueRefused:
                 if not queue.broker.ledger.run.finished:
                     raise
 
@@ -927,11 +927,11 @@ async def test_a_server_that_leaves_is_gone_once_every_worker_has_said_that_noth
         await says(client, "w", draining={SERVER: 2})
         await says(client, "x", draining={SERVER: 0})
         assert [server.state for server in await client.servers()] == [ServerState.DRAINING]
-        with pytest.raises(Refused, match="is draining and cannot become joining"):
+        with pytest.raises(QueueRefused, match="is draining and cannot become joining"):
             await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))
         await says(client, "w", draining={SERVER: 0})
         assert await client.servers() == []
-        with pytest.raises(Refused, match="not registered"):
+        with pytest.raises(QueueRefused, match="not registered"):
             await client.remove_server(SERVER)
 
 
@@ -1016,7 +1016,7 @@ def _place(url: str) -> dict[str, Any]:
 async def test_one_server_is_not_registered_under_two_names() -> None:
     async with running() as (_, client):
         url = (await client.servers())[0].url
-        with pytest.raises(Refused, match=f"registered already, as '{SERVER}'"):
+        with pytest.raises(QueueRefused, match=f"registered already, as '{SERVER}'"):
             await client.put_server(Server("twin", url))
 
 

@@ -21,11 +21,11 @@ from protocol.client import QueueClient
 from protocol.config import ConfigError
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
 from rollout_queue.ledger import leases, tickets
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.group_facts import SampledBy
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import LIVE, Decision, Distrust, RunState, ServerRecord, TicketRecord, TicketState
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import Fleet
 from rollout_queue.store import migrations
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of

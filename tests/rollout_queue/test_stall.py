@@ -11,7 +11,7 @@ from protocol.messages import Server, ServerState
 from protocol.status import GroupCounts
 from rollout_queue.ledger.records import TicketRecord, TicketState
 from rollout_queue.observe.progress import Progress, alarm_after_s
-from rollout_queue.observe.stall import Scene, judge
+from rollout_queue.observe.stall import StallInputs, judge
 
 SERVING = [Server("vllm-0", "u", ServerState.SERVING, 3)]
 DOWN = [*SERVING, Server("vllm-1", "u", ServerState.DOWN, 3, "connection refused")]
@@ -23,7 +23,7 @@ def groups(tickets: int = 0, ready: int = 0, leased: int = 0) -> GroupCounts:
     return GroupCounts(tickets, ready, leased, outstanding, bytes=0, capacity_groups=9, capacity_bytes=9, limit=9)
 
 
-def scene(**changes: Any) -> Scene:
+def scene(**changes: Any) -> StallInputs:
     values: dict[str, Any] = {
         "quiet_s": 130.0,
         "alarm_after_s": 120.0,
@@ -41,7 +41,7 @@ def scene(**changes: Any) -> Scene:
         "learner_waits_for": None,
         "worker_seen_s_ago": 1.0,
     }
-    return Scene(**{**values, **changes})
+    return StallInputs(**{**values, **changes})
 
 
 @pytest.mark.parametrize(

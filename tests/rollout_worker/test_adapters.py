@@ -171,6 +171,6 @@ def test_only_our_own_names_have_a_version(name):
 
 
 def make(count):
-    from rollout_worker.inference.pool import Affinity
+    from rollout_worker.inference.router import Affinity
 
     return (Affinity() for _ in range(count))

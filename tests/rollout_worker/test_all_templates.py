@@ -7,8 +7,8 @@ import pytest
 
 from protocol.config import ConfigError
 from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, ToolCall
-from rollout_worker.chat.proof import prove
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.chat.format_check import check_tool_format
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit.template_cases import CASES, TEMPLATES, shipped
 from tests.kit.worker import multiply
 
@@ -25,7 +25,7 @@ def named(template):
 
 
 def proof_of(template, **settings):
-    return asyncio.run(prove(template.format(SCHEMAS, **settings), SCHEMAS))
+    return asyncio.run(check_tool_format(template.format(SCHEMAS, **settings), SCHEMAS))
 
 
 def test_all_that_trl_ships_are_here_and_the_25_that_work_there_work_here():
@@ -41,7 +41,7 @@ def test_all_that_trl_ships_are_here_and_the_25_that_work_there_work_here():
 def test_a_template_that_is_fit_is_proven_to_be(template, variables):
     """Schemas shown, the rendered call read back, the suffix what the whole conversation has, over two rounds."""
     chat = template.format(SCHEMAS, variables=variables)
-    proof = asyncio.run(prove(chat, SCHEMAS))
+    proof = asyncio.run(check_tool_format(chat, SCHEMAS))
     assert proof.problems == []
     assert proof.fit_for_tools
     assert chat.parser_name == template.format(SCHEMAS).parser_name
@@ -117,7 +117,7 @@ def test_d13_the_notation_is_told_from_the_template_and_not_from_its_text(templa
     original = template.format(SCHEMAS)
     edited = type(original)(tokenizer, original.stop_token_ids, SCHEMAS, "mine")
     assert edited.parser_name == original.parser_name
-    assert asyncio.run(prove(edited, SCHEMAS)).fit_for_tools
+    assert asyncio.run(check_tool_format(edited, SCHEMAS)).fit_for_tools
 
 
 @pytest.mark.parametrize("stem", ["qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_nano", "gemma4_v5"])

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from rollout_worker.task.tools import reading
-from rollout_worker.task.tools.arguments import MOST, MOST_DEPTH, Arguments, Parameters, small
-from rollout_worker.task.tools.base import ArgumentsError
 from rollout_worker.task.tools.plain_check import plain_check
+from rollout_worker.tools import argument_text
+from rollout_worker.tools.arguments import MOST, MOST_DEPTH, Arguments, Parameters, small
+from rollout_worker.tools.base import ArgumentsError
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 SCHEMA: dict[str, Any] = {
@@ -259,8 +259,8 @@ def test_f19_pairs_of_one_name_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
         read.append(text)
         return text
 
-    monkeypatch.setattr(reading, "_plain", plain)
-    assert reading.read("s: 1, " * 10_000, ["s"]) == {"s": "1"}
+    monkeypatch.setattr(argument_text, "_plain", plain)
+    assert argument_text.read_arguments("s: 1, " * 10_000, ["s"]) == {"s": "1"}
     assert read == ["1"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.config import ChatSection
 from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.worker import END_OF_TURN, TOKENIZER, multiply

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.task.columns import MOST_ROWS, Findings, check_rows, prompt_fault
-from rollout_worker.task.rows import Stream, Table, spread
+from rollout_worker.data.columns import MOST_ROWS, Findings, check_rows, prompt_fault
+from rollout_worker.data.rows import Stream, Table, spread
 
 ASKED = [{"role": "user", "content": "What is 2 + 2?"}]
 

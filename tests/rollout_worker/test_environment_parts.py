@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from protocol.config import ConfigError
 from rollout_worker.chat.proof_of_answers import prove_answers
 from rollout_worker.task.environment.face import face_of, tools_of
-from rollout_worker.task.environment.observation import EMPTY_PROMPT, answered, folded, observed
-from rollout_worker.task.environment.pool import Pool
+from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, folded, observed
+from rollout_worker.task.environment_pool import Pool
 from rollout_worker.task.rewards import RewardBatch, RewardFunctions
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode, UserCodeError
 from tests.kit.renderer_cases import CASES as RENDERERS
 from tests.kit.template_cases import CASES as TEMPLATES
@@ -318,7 +318,7 @@ async def test_i9_what_is_still_being_made_when_the_pool_closes_is_waited_for_an
 
 
 async def test_the_pool_waits_for_what_is_being_made_for_a_bounded_time(monkeypatch, caplog):
-    monkeypatch.setattr("rollout_worker.task.environment.pool.CLOSE_S", 0.01)
+    monkeypatch.setattr("rollout_worker.task.environment_pool.CLOSE_S", 0.01)
     gate = Gate()
     async with UserCode() as code:
         pool = Pool({None: gate.in_a_thread}, code, 0.01)

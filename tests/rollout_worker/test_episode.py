@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from rollout_queue.ledger import validation
 from rollout_worker.budget import Limits
-from rollout_worker.capacity import Capacity
 from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.episode import MOST_SEGMENTS, EpisodeRunner
-from rollout_worker.inference.errors import EpisodeFailed
+from rollout_worker.episodes.capacity import Capacity
+from rollout_worker.episodes.episode import whole_conversation
+from rollout_worker.episodes.runner import MOST_SEGMENTS, EpisodeRunner
+from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.scene import Scene
-from rollout_worker.segment import whole_conversation
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import UserCode
 from tests.kit import config
@@ -249,7 +249,7 @@ async def test_an_episode_whose_format_cannot_go_on_ends_with_what_the_policy_sa
 
 
 async def test_an_episode_has_no_more_segments_than_the_queue_takes(monkeypatch):
-    monkeypatch.setattr("rollout_worker.episode.MOST_SEGMENTS", 3)
+    monkeypatch.setattr("rollout_worker.episodes.runner.MOST_SEGMENTS", 3)
     troubles = Troubles()
     episode, _ = await play(CALL, chat=NoSuffix(), prompt=QUESTION, troubles=troubles)
     assert (episode.rollout.finish_reason, len(episode.drafts)) == ("aborted", 3)

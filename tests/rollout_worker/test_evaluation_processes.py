@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol import codec, fingerprint
+from protocol import codec
 from protocol.client import QueueClient
-from protocol.config import RunConfig, to_toml
+from protocol.config import RunConfig, fingerprint, to_toml
 from protocol.evaluations import Evaluation, EvaluationRequest
-from protocol.labels import label_of
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState
+from protocol.versions import label_of
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fake_vllm import serving as serving_vllm

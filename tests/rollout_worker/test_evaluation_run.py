@@ -11,15 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import fingerprint
 from protocol.client import QueueClient
-from protocol.config import RunConfig
+from protocol.config import RunConfig, fingerprint
 from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession
 from rollout_queue.store.sqlite import SqliteStore
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools import open_tools
+from rollout_worker.task.tools.opening import open_tools
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config

@@ -14,7 +14,7 @@ import pytest
 from protocol import reasons
 from protocol.config import TaskSection
 from rollout_worker.user_code import UserCode, UserCodeError, threads
-from rollout_worker.user_code.child_process import ChildProcess
+from rollout_worker.user_code.isolation import ChildProcess
 from tests.kit.worker import until
 
 FILE = Path(__file__).with_name("isolated_task.py")

@@ -20,8 +20,9 @@ import pytest
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import ToolCall
-from rollout_worker.task.tools import ToolBox, mcp, mcp_server
-from rollout_worker.task.tools.mcp import check_addresses, mcp_tools
+from rollout_worker.tools import mcp, mcp_connection
+from rollout_worker.tools.mcp import check_addresses, mcp_tools
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.ports import free_port
@@ -153,7 +154,7 @@ async def test_a_server_that_dies_fails_its_calls_once_and_is_connected_again():
 
 
 async def test_an_http_server_that_is_started_again_is_connected_again(monkeypatch):
-    monkeypatch.setattr("rollout_worker.task.tools.mcp_server.RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr("rollout_worker.tools.mcp_connection.RETRY_AFTER_S", 0.0)
     port = free_port()
     async with http_server(port) as (url, process), box_of(url) as box:
         process.kill()
@@ -169,13 +170,13 @@ async def test_an_http_server_that_is_started_again_is_connected_again(monkeypat
 async def test_calls_of_a_server_that_stays_away_share_one_try(monkeypatch):
     """No storm of connections, or of processes: not of calls at one time, nor of those in the pause after it."""
     tries = []
-    monkeypatch.setattr("rollout_worker.task.tools.mcp_server.RETRY_AFTER_S", 600.0)
+    monkeypatch.setattr("rollout_worker.tools.mcp_connection.RETRY_AFTER_S", 600.0)
     async with http_server() as (url, process), box_of(url) as box:
         process.kill()
         process.wait()
         await one(box, "add", a=2, b=3)
-        opened = mcp_server._Connection.open
-        monkeypatch.setattr(mcp_server._Connection, "open", lambda *given: tries.append(1) or opened(*given))
+        opened = mcp_connection._Connection.open
+        monkeypatch.setattr(mcp_connection._Connection, "open", lambda *given: tries.append(1) or opened(*given))
         for _ in range(2):
             results = await box.run([ToolCall("add", {"a": 2, "b": 3})] * 20)
             assert all("cannot be reached" in result.content for result in results)
@@ -198,7 +199,7 @@ async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path)
         "time.sleep(600)\n"
     )
     worker = (
-        "import asyncio\nfrom pathlib import Path\nfrom rollout_worker.task.tools.mcp import mcp_tools\n"
+        "import asyncio\nfrom pathlib import Path\nfrom rollout_worker.tools.mcp import mcp_tools\n"
         "async def main():\n"
         f"    async with mcp_tools([{shlex.join([sys.executable, 'stubborn.py'])!r}], Path({str(tmp_path)!r})): pass\n"
         "asyncio.run(main())\n"
@@ -259,7 +260,7 @@ async def test_a_name_that_two_servers_have_is_refused_naming_both():
 
 
 async def test_the_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("rollout_worker.task.tools.mcp.find_spec", lambda name: None)
+    monkeypatch.setattr("rollout_worker.tools.mcp.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\[mcp\]'"):
         async with mcp_tools([STDIO], HERE):
             pass

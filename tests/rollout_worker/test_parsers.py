@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from protocol.config import ConfigError
 from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, ToolCall
 from rollout_worker.chat.parsers import NAMES, Before, Thought, atem, by_name, scan
-from rollout_worker.chat.parsers.base import MOST_CALLS, Source
-from rollout_worker.chat.parsers.own import load_own
+from rollout_worker.chat.parsers.base import MOST_CALLS, CallFinder
+from rollout_worker.chat.parsers.custom import load_own
 from rollout_worker.chat.parsers.response_template import ResponseTemplate
 from rollout_worker.chat.sameness import same_value
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
@@ -305,7 +305,7 @@ def test_i9_any_text_can_be_parsed(text):
             assert turn.message()["role"] == "assistant"
 
 
-class CountingSource(Source):
+class CountingSource(CallFinder):
     """Counts the characters that are searched."""
 
     searched = 0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from protocol import codec, fingerprint, routes
-from protocol.config import RunConfig, to_toml
+from protocol import codec, routes
+from protocol.config import RunConfig, fingerprint, to_toml
 from protocol.messages import Group, Problem, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer

@@ -8,12 +8,12 @@ from renderers.base import MODEL_RENDERER_MAP
 
 from protocol.config import ConfigError
 from rollout_worker import chat as chat_package
-from rollout_worker.chat import build_chat_format, renderer_choice
+from rollout_worker.chat import build_chat_format, renderer_settings
 from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.proof import Proof
+from rollout_worker.chat.format_check import ToolFormatCheck
 from rollout_worker.chat.renderer import RendererFormat
 from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.renderer_cases import tokenizer_of
@@ -43,7 +43,7 @@ def plain(tmp_path_factory):
 @pytest.fixture
 def proved(monkeypatch):
     """What the start check finds, as the test sets it."""
-    found = {"proof": Proof(True, True, True, True, True), "asked": 0}
+    found = {"proof": ToolFormatCheck(True, True, True, True, True), "asked": 0}
 
     async def prove(chat, schemas):
         found["asked"] += 1
@@ -56,20 +56,20 @@ def proved(monkeypatch):
 
 @pytest.mark.parametrize(("model", "name"), sorted(MODEL_RENDERER_MAP.items()))
 def test_a_model_that_the_library_knows_gets_its_renderer(model, name):
-    assert renderer_choice.renderer_name(run_file(model)) == name
-    assert renderer_choice.renderer_name(run_file(model, format="renderer")) == name
-    assert renderer_choice.renderer_name(run_file(model, format="template")) is None
-    assert renderer_choice.renderer_config(run_file(model).chat, name).name == name
+    assert renderer_settings.renderer_name(run_file(model)) == name
+    assert renderer_settings.renderer_name(run_file(model, format="renderer")) == name
+    assert renderer_settings.renderer_name(run_file(model, format="template")) is None
+    assert renderer_settings.renderer_config(run_file(model).chat, name).name == name
 
 
 def test_other_models_keep_their_template_unless_a_renderer_is_named():
-    assert renderer_choice.renderer_name(run_file("Qwen/Qwen3-0.6B-my-own")) is None
-    assert renderer_choice.renderer_name(run_file(renderer="qwen3")) == "qwen3"
+    assert renderer_settings.renderer_name(run_file("Qwen/Qwen3-0.6B-my-own")) is None
+    assert renderer_settings.renderer_name(run_file(renderer="qwen3")) == "qwen3"
 
 
 def test_who_gives_a_template_or_a_parser_gets_a_template():
-    assert renderer_choice.renderer_name(run_file("Qwen/Qwen3-0.6B", template="my.jinja")) is None
-    assert renderer_choice.renderer_name(run_file("Qwen/Qwen3-0.6B", parser="hermes")) is None
+    assert renderer_settings.renderer_name(run_file("Qwen/Qwen3-0.6B", template="my.jinja")) is None
+    assert renderer_settings.renderer_name(run_file("Qwen/Qwen3-0.6B", parser="hermes")) is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_who_gives_a_template_or_a_parser_gets_a_template():
 )
 def test_settings_that_do_not_go_together_are_refused(path, chat, told):
     with pytest.raises(ConfigError, match=told):
-        renderer_choice.renderer_name(run_file(path, **chat))
+        renderer_settings.renderer_name(run_file(path, **chat))
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_settings_that_do_not_go_together_are_refused(path, chat, told):
 )
 def test_options_that_a_renderer_does_not_have_are_refused_with_those_that_it_has(chat, told):
     with pytest.raises(ConfigError, match=told):
-        renderer_choice.renderer_config(run_file(renderer="qwen3", **chat).chat, "qwen3")
+        renderer_settings.renderer_config(run_file(renderer="qwen3", **chat).chat, "qwen3")
 
 
 def test_a_renderer_of_ones_own_is_named_by_its_import_path(tmp_path):
     options = {"import_path": f"{tmp_path}/mine.py:Mine"}
     with pytest.raises(ConfigError, match=r"'custom' cannot be made .*mine.py.* does not exist"):
-        renderer_choice.renderer_config(run_file(renderer="custom", renderer_options=options).chat, "custom")
+        renderer_settings.renderer_config(run_file(renderer="custom", renderer_options=options).chat, "custom")
     with pytest.raises(ConfigError, match=r"import_path.*required"):
-        renderer_choice.renderer_config(run_file(renderer="custom").chat, "custom")
+        renderer_settings.renderer_config(run_file(renderer="custom").chat, "custom")
 
 
 @pytest.mark.parametrize("setting", ["renderer_options", "chat_template_kwargs"])
@@ -136,7 +136,7 @@ def test_d13_with_tools_the_start_check_decides_and_without_it_is_not_asked(qwen
     run = run_file(qwen3, renderer="qwen3")
     assert isinstance(build_chat_format(run, SCHEMAS), RendererFormat)
     assert proved["asked"] == 1
-    proved["proof"] = Proof(True, True, False, problems=["the suffix is not exact; set chat.parser"])
+    proved["proof"] = ToolFormatCheck(True, True, False, problems=["the suffix is not exact; set chat.parser"])
     with pytest.raises(ConfigError, match=re.escape(str(qwen3)) + ".*the suffix is not exact; set chat.parser"):
         build_chat_format(run, SCHEMAS)
     build_chat_format(run, [])

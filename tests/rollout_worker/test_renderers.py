@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollout_worker import user_code
 from rollout_worker.chat.base import MalformedCall, PromptError, ToolCall
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit.renderer_cases import CASES, SPECIAL_TOKENS, build
 
 pytestmark = pytest.mark.families("case")

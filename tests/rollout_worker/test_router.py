@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from protocol.messages import Server, ServerState
 from rollout_worker.inference.pool import ServerPool
-from rollout_worker.inference.router import Affinity, Leave, Load, Router, Siblings, stays
+from rollout_worker.inference.router import Affinity, Leave, Router, ServerLoad, Siblings, stays
 
 NEED = 100
 
@@ -35,21 +35,21 @@ def start(router, affinities, need=NEED, **options):
 @pytest.mark.parametrize(
     ("current", "best", "expected"),
     [
-        (Load(0, 9), Load(0, 0), True),
-        (Load(99, 1), Load(0, 0), True),  # less than one request like this
-        (Load(100, 1), Load(0, 0), False),  # F21: the other stands idle
-        (Load(400, 4), Load(0, 1), True),  # its episodes are in their tools
-        (Load(401, 4), Load(0, 1), False),
-        (Load(1000, 8), Load(1000, 8), True),
-        (Load(2400, 8), Load(1000, 8), True),
-        (Load(2401, 8), Load(1000, 8), False),
+        (ServerLoad(0, 9), ServerLoad(0, 0), True),
+        (ServerLoad(99, 1), ServerLoad(0, 0), True),  # less than one request like this
+        (ServerLoad(100, 1), ServerLoad(0, 0), False),  # F21: the other stands idle
+        (ServerLoad(400, 4), ServerLoad(0, 1), True),  # its episodes are in their tools
+        (ServerLoad(401, 4), ServerLoad(0, 1), False),
+        (ServerLoad(1000, 8), ServerLoad(1000, 8), True),
+        (ServerLoad(2400, 8), ServerLoad(1000, 8), True),
+        (ServerLoad(2401, 8), ServerLoad(1000, 8), False),
     ],
 )
 def test_an_episode_returns_to_its_prefix_unless_its_server_is_clearly_overloaded(current, best, expected):
     assert stays(current, best, NEED) is expected
 
 
-LOADS = st.builds(Load, st.integers(0, 10**6), st.integers(0, 100))
+LOADS = st.builds(ServerLoad, st.integers(0, 10**6), st.integers(0, 100))
 
 
 @given(LOADS, LOADS, st.integers(1, 10**5), st.integers(0, 10**5))
@@ -61,7 +61,7 @@ def test_f21_more_load_at_home_never_makes_an_episode_stay(current, best, need, 
 @given(LOADS, LOADS, st.integers(1, 10**5))
 def test_f20_an_episode_never_moves_to_a_server_that_carries_as_much(current, best, need):
     assume(best.tokens >= current.tokens)
-    assume(best != Load(0, 0))
+    assume(best != ServerLoad(0, 0))
     assert stays(current, best, need)
 
 
@@ -88,7 +88,7 @@ def test_an_episode_in_its_tools_is_no_load_but_stays_tied():
         affinity.siblings = waiting[0].siblings
     start(router, waiting, need=300)
     router.end("a", 300)
-    assert router.load_of("a") == Load(0, 3)
+    assert router.load_of("a") == ServerLoad(0, 3)
     assert start(router, [Affinity()]) == "b", "of two that run nothing the one with fewer ties"
     assert start(router, waiting[:1]) == "a"
 
@@ -105,7 +105,7 @@ def test_a_group_begins_on_one_server_and_siblings_follow_the_first_that_moves()
     router.end("b", 400)
     assert [start(router, [affinity]) for affinity in group] == ["c"] * 4
     assert [affinity.moves for affinity in group] == [1] * 4
-    assert (router.load_of("b"), router.load_of("c")) == (Load(0, 0), Load(400, 4))
+    assert (router.load_of("b"), router.load_of("c")) == (ServerLoad(0, 0), ServerLoad(400, 4))
 
 
 def test_parts_of_a_group_that_is_too_large_for_one_server_spread():
@@ -277,7 +277,7 @@ class Routing(RuleBasedStateMachine):
             tokens[name] += need
         ties = Counter(one.server for group in self.open for one in group if one.server is not None)
         for name in "abc":
-            assert self.router.load_of(name) == Load(tokens[name], ties[name])
+            assert self.router.load_of(name) == ServerLoad(tokens[name], ties[name])
         assert set(self.router.serving) == self.trusted
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol import reasons
-from rollout_worker.row_reader import RowReader
+from rollout_worker.task.row_reader import RowReader
 from rollout_worker.user_code import UserCode, UserCodeError
 from tests.kit.worker import row, task
 

@@ -6,8 +6,9 @@ import pytest
 
 from protocol.messages import ServerState
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.errors import EpisodeFailed
-from rollout_worker.inference.pool import Affinity, ServerPool
+from rollout_worker.inference.failures import EpisodeFailed
+from rollout_worker.inference.pool import ServerPool
+from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.inference.wire import SampledSpan
 from tests.kit import WORKER, config

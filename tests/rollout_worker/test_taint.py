@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import Server, ServerState
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import Fleet
 from rollout_worker.inference.router import Affinity, Router
 
 Q, S, Y, J, D = (

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from protocol.config import ConfigError, ModelSection
 from rollout_worker.chat.base import UNCLOSED_THOUGHT, PromptError, ToolCall
-from rollout_worker.chat.proof import Proof, prove
+from rollout_worker.chat.format_check import ToolFormatCheck, check_tool_format
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.chat.tokenizer import load_tokenizer, stop_ids
 from rollout_worker.chat.variables import read_by
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_model_folder
 from tests.kit.template_cases import templates_folder
@@ -142,7 +142,7 @@ def test_i7_a_syntax_error_in_a_template_is_named_with_its_line(tools):
     ],
 )
 def test_a_template_that_is_not_what_it_seems_is_found_by_the_start_check(template, why):
-    proof = asyncio.run(prove(with_template(template), SCHEMAS))
+    proof = asyncio.run(check_tool_format(with_template(template), SCHEMAS))
     assert not proof.fit_for_tools
     assert why in "; ".join(proof.problems)
     assert all("chat.template" in problem and "chat.renderer" in problem for problem in proof.problems)
@@ -150,14 +150,14 @@ def test_a_template_that_is_not_what_it_seems_is_found_by_the_start_check(templa
 
 def test_the_start_check_names_a_parser_that_does_not_read_the_templates_calls():
     chat = TemplateFormat(TOKENIZER, [END_OF_TURN], SCHEMAS, "my-model", parser="mistral")
-    proof = asyncio.run(prove(chat, SCHEMAS))
+    proof = asyncio.run(check_tool_format(chat, SCHEMAS))
     assert (proof.schemas_shown, proof.suffix_exact, proof.call_parses_back) == (True, True, False)
     assert "is read as no call; name the notation with chat.parser" in proof.problems[0]
     assert not proof.fit_for_tools
 
 
 def test_without_tools_there_is_nothing_to_prove():
-    assert asyncio.run(prove(chat_format(), [])) == Proof()
+    assert asyncio.run(check_tool_format(chat_format(), [])) == ToolFormatCheck()
 
 
 def test_a_template_that_renders_the_last_turn_differently_is_fine():
@@ -167,7 +167,7 @@ def test_a_template_that_renders_the_last_turn_differently_is_fine():
         "'<|im_start|>assistant\\n' + ('' if not loop.last else '<think>') + message.content",
     )
     assert "<think>" in template
-    assert asyncio.run(prove(with_template(template), SCHEMAS)).fit_for_tools
+    assert asyncio.run(check_tool_format(with_template(template), SCHEMAS)).fit_for_tools
 
 
 async def test_f19_a_long_text_is_tokenised_beside_the_loop():
@@ -320,7 +320,7 @@ def test_a_parser_of_ones_own_reads_the_turns(tmp_path):
     )
     chat = loaded(tmp_path, parser=f"{file}:calls")
     assert chat.parser_name == f"{file}:calls"
-    assert asyncio.run(prove(chat, SCHEMAS)).fit_for_tools
+    assert asyncio.run(check_tool_format(chat, SCHEMAS)).fit_for_tools
 
 
 def test_auto_takes_the_tokenizers_response_template_where_it_reads_the_calls_and_else_a_notation():
@@ -334,7 +334,7 @@ def test_auto_takes_the_tokenizers_response_template_where_it_reads_the_calls_an
             "fields": {"tool_calls": call, "content": ends},
         }
         chat = TemplateFormat(tokenizer, [END_OF_TURN], SCHEMAS, "my-model")
-        assert asyncio.run(prove(chat, SCHEMAS)).fit_for_tools
+        assert asyncio.run(check_tool_format(chat, SCHEMAS)).fit_for_tools
         return chat.parser_name
 
     assert chosen("<tool_call>") == "response template"
@@ -389,7 +389,7 @@ MISTRAL = """\
 async def test_a_call_has_mistrals_nine_characters_and_its_answer_names_it():
     chat = with_template(MISTRAL)
     assert chat.parser_name == "mistral"
-    assert (await prove(chat, SCHEMAS)).fit_for_tools
+    assert (await check_tool_format(chat, SCHEMAS)).fit_for_tools
     prompt = await chat.prompt_ids([USER])
 
     def turn(call_id):
@@ -436,7 +436,7 @@ def test_arguments_are_json_text_for_a_template_that_takes_them_so(arguments):
     )
     chat = with_template(CHAT_TEMPLATE.replace(call, names))
     assert chat.parser_name == "hermes"
-    assert asyncio.run(prove(chat, SCHEMAS)).fit_for_tools
+    assert asyncio.run(check_tool_format(chat, SCHEMAS)).fit_for_tools
 
 
 async def test_messages_that_the_template_refuses_open_a_segment():

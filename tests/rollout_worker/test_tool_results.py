@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.task.tools import ToolResult
-from rollout_worker.tool_results import cut, cut_results, token_counter
+from rollout_worker.episodes.tool_results import cut, cut_results, token_counter
+from rollout_worker.tools.base import ToolResult
 from tests.kit.worker import END_OF_TURN, TOKENIZER
 
 COUNT = token_counter(TOKENIZER)

@@ -16,8 +16,8 @@ from transformers.utils import get_json_schema
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import ToolCall
-from rollout_worker.task.tools import ToolBox
-from rollout_worker.task.tools.function import FunctionTool, callables
+from rollout_worker.tools.function import FunctionTool, callables
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCodeError
 
 

@@ -16,9 +16,10 @@ from pydantic import BaseModel
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.task.tools import MOST_COUNTED, ToolBox
-from rollout_worker.task.tools.arguments import Parameters
+from rollout_worker.task.tools.counts import MOST_COUNTED
 from rollout_worker.task.tools.results import as_text
+from rollout_worker.tools.arguments import Parameters
+from rollout_worker.tools.toolbox import ToolBox
 
 
 def look_up(key: str, depth: int | None = None, kind: Literal["a", "b"] = "a") -> str:

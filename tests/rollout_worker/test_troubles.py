@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from protocol.client import Refused
+from protocol.client import QueueRefused
 from protocol.config import TaskSection
 from protocol.messages import Problem
 from rollout_worker.task.task import load_task
@@ -199,7 +199,7 @@ async def test_a_failure_in_the_task_file_is_told_with_its_line(tmp_path):
     """The data set's own code is looked for in the task file."""
     file = tmp_path / "own.py"
     file.write_text(
-        "from rollout_worker.task import Task\n"
+        "from rollout_worker.task.task import Task\n"
         "class Rows(list):\n"
         "    def __getitem__(self, place):\n"
         "        return super().__getitem__(place) if place == 0 else self.gone[place]\n"
@@ -223,7 +223,7 @@ async def test_an_episode_that_vllm_refuses_is_told():
 
 async def test_a_group_that_the_queue_refuses_is_told():
     queue = StandInQueue(tickets_for(2, 2), keep_open=True)
-    queue.submit_error = Refused(422, Problem("logprob_positive", "rollout 0: a log-prob is 3, above 0"))
+    queue.submit_error = QueueRefused(422, Problem("logprob_positive", "rollout 0: a log-prob is 3, above 0"))
     run = await roll(
         task(),
         fake(),

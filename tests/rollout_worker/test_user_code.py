@@ -17,16 +17,7 @@ import time
 import pytest
 
 from protocol import reasons
-from rollout_worker.user_code import (
-    Followed,
-    Kind,
-    NotCalled,
-    UserCode,
-    UserCodeError,
-    event_loop,
-    steps,
-    threads,
-)
+from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, async_code, steps, threads
 from rollout_worker.user_code.steps import LOOKS
 from tests.kit.worker import until
 
@@ -426,7 +417,7 @@ async def test_i9_a_coroutine_whose_caller_goes_before_it_begins_is_closed(monke
         given.append(later())
         return given[0]
 
-    monkeypatch.setattr(event_loop.EventLoop, "begin", lambda loop, call: offered.append(call))
+    monkeypatch.setattr(async_code.EventLoop, "begin", lambda loop, call: offered.append(call))
     async with UserCode() as code:
         calling = asyncio.create_task(call(code, give))
         await until(lambda: bool(offered))
@@ -514,7 +505,7 @@ class Looks:
                 self._more.notify_all()
             return dataclasses.replace(steps.sighting(thread, clock), **{name: make() for name, make in seen.items()})
 
-        monkeypatch.setattr(event_loop, "sighting", sighting)
+        monkeypatch.setattr(async_code, "sighting", sighting)
 
     def take(self, more):
         """Hold up the thread for so many."""

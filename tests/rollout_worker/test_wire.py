@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.inference.errors import BadSample, Rejected, ServerFailed, ServerUnfit, UnknownWeights, error_of
+from rollout_worker.inference.failures import (
+    BadSample,
+    RequestRejected,
+    ServerFailed,
+    ServerUnfit,
+    UnknownWeights,
+    error_of,
+)
 from rollout_worker.inference.wire import (
     Asked,
     Choice,
@@ -192,7 +199,7 @@ def test_a_turn_that_was_ended_for_repeating_itself_was_cut_off():
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        *((status, Rejected) for status in (400, 413, 422)),
+        *((status, RequestRejected) for status in (400, 413, 422)),
         *((status, ServerUnfit) for status in (401, 403, 404, 405)),
         *((status, ServerFailed) for status in (408, 425, 429, 500, 503)),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deploy.keeper import RunFailed
+from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, RunConfig, TaskSection
 from rollout_worker.task.task import Task, load_task
 from slipstream import script as script_module

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from deploy import run_directory
+from deploy.run import run_directory
 from protocol import checkpoints
 from protocol.checkpoints import Best
 from protocol.config import ConfigError, RunConfig, TaskSection, resolve
 from rollout_worker.task.task import Task, load_task
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from slipstream import script as script_module
 from slipstream.script import overrides
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput

@@ -15,15 +15,15 @@ import torch
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine
 from tests.kit.stand_in_nccl import Blocking, World, stand_in_gpu
 from tests.weight_sync.receivers import Receiver
-from weight_sync.cancellation import on_thread, together
 from weight_sync.manifest import Manifest
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.cancellation import gather, on_thread
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.gpu import nccl_receiver as nccl_staged
 from weight_sync.transports.ipc import reception as ipc
 from weight_sync.transports.nccl.chunks import chunks
 from weight_sync.transports.nccl.streams import Gpu
-from weight_sync.transports.nccl_staged import reception as nccl_staged
 from weight_sync.vllm.staging import Staging
+from weight_sync.weights.snapshot import Snapshot
 
 
 class NcclReceiverEnd(Receiver):
@@ -60,14 +60,14 @@ class NcclReceiverEnd(Receiver):
         self._info = init_info
         unique_id, size = base64.b64decode(init_info["nccl_unique_id_b64"]), init_info["world_size"]
         ranks = range(init_info["rank_offset"], init_info["rank_offset"] + self._workers)
-        self.groups = await together(*(on_thread(Blocking, self.world, unique_id, rank, size) for rank in ranks))
+        self.groups = await gather(*(on_thread(Blocking, self.world, unique_id, rank, size) for rank in ranks))
 
     async def _receive(self, update_info: dict[str, Any]) -> None:
         if not update_info:
             raise EngineError("Invalid update_info")
         assert self._engine.paused, "the model was touched beside generation"
         manifest = Manifest(update_info["names"], update_info["dtype_names"], update_info["shapes"])
-        self.loaded += await together(*(on_thread(self._unpack, group, manifest) for group in self.groups))
+        self.loaded += await gather(*(on_thread(self._unpack, group, manifest) for group in self.groups))
 
     def _unpack(self, group: Blocking, manifest: Manifest) -> dict[str, torch.Tensor]:
         views: dict[str, torch.Tensor] = {}
@@ -159,7 +159,7 @@ class NcclStagedReceiver(StagedReceiver):
 
     def _joined(self, init_info: dict[str, Any], rank: int) -> Any:
         gpu = stand_in_gpu(self.world, self.own_uuid)
-        return nccl_staged.Reception(gpu, nccl_staged.InitInfo(**init_info), rank)
+        return nccl_staged.NcclReceiver(gpu, nccl_staged.NcclInitInfo(**init_info), rank)
 
     def _arrivals(self, update_info: dict[str, Any]) -> list[Callable[[], dict[str, torch.Tensor]]]:
         manifest = Manifest(**update_info)

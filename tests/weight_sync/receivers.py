@@ -11,16 +11,16 @@ import torch
 
 from tests.kit.fake_vllm.engine import FakeEngine
 from tests.kit.stand_in_nccl import SharedMemory
-from weight_sync.cancellation import on_thread, together
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports.gloo.group import GlooGroup, InitInfo
-from weight_sync.transports.gloo.reception import Reception as GlooReception
-from weight_sync.transports.gloo.reception import UpdateInfo as GlooUpdateInfo
-from weight_sync.transports.http.depot import Depot
+from weight_sync.server.cancellation import gather, on_thread
+from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
+from weight_sync.transports.gloo.receiver import GlooReceiver as GlooReception
+from weight_sync.transports.gloo.receiver import GlooUpdateInfo
+from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.reception import InitInfo as HttpInitInfo
 from weight_sync.transports.http.reception import Reception, UpdateInfo
 from weight_sync.transports.nccl.streams import Gpu
 from weight_sync.vllm.staging import Staging
+from weight_sync.weights.snapshot import Snapshot
 
 
 class Receiver:
@@ -79,10 +79,10 @@ class GlooReceiverEnd(Receiver):
         self._engine.hooks["update_weights"] = lambda update_info: None
 
     async def _join(self, init_info: dict[str, Any]) -> None:
-        info = InitInfo(**init_info)
+        info = GlooInitInfo(**init_info)
         self._timeout_s = info.timeout_s
         ranks = range(1, self._workers + 1)
-        self.groups = await together(*(on_thread(GlooGroup.join, info, rank) for rank in ranks))
+        self.groups = await gather(*(on_thread(GlooGroup.join, info, rank) for rank in ranks))
         self.receptions = [GlooReception(group) for group in self.groups]
 
     def _receive(self, update_info: dict[str, Any]) -> None:
@@ -126,20 +126,20 @@ class HttpReceiverEnd(Receiver):
         self._engine.hooks["update_weights"] = lambda update_info: None
 
     def damage(self, sent: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
-        put = Depot.put
+        put = BlobServer.put
 
-        def damaged(depot: Depot, flat: torch.Tensor) -> str:
+        def damaged(depot: BlobServer, flat: torch.Tensor) -> str:
             other = flat.clone()
             other[len(other) // 2] ^= 1
             return put(depot, other)
 
-        monkeypatch.setattr(Depot, "put", damaged)
+        monkeypatch.setattr(BlobServer, "put", damaged)
 
     async def _join(self, init_info: dict[str, Any]) -> None:
         for reception in self.receptions:
             reception.close()
         self.receptions = [Reception(HttpInitInfo(**init_info)) for _ in range(self._workers)]
-        await together(*(on_thread(reception.greet) for reception in self.receptions))
+        await gather(*(on_thread(reception.greet) for reception in self.receptions))
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         info = UpdateInfo(**update_info)

@@ -89,15 +89,15 @@ def stored(folder: Path, sent: dict[str, torch.Tensor]) -> str:
 
 
 def found(folder: Path, name: str, worker: Worker, fault: Callable[[Worker], None] | None = None) -> Any:
-    from weight_sync.vllm import adapter_layers
+    from weight_sync.vllm.engine import adapter_proof
 
-    copied = adapter_layers.copy(worker, (name, 5, str(folder)))
+    copied = adapter_proof.copy_adapter_slots(worker, (name, 5, str(folder)))
     if fault is not None:
         fault(worker)
         active, worker._set_active_loras = worker._set_active_loras, lambda *_: None  # type: ignore[method-assign]
-        copied = adapter_layers.copy(worker, (name, 5, str(folder)))
+        copied = adapter_proof.copy_adapter_slots(worker, (name, 5, str(folder)))
         worker._set_active_loras = active  # type: ignore[method-assign]
-    reading = adapter_layers.AdapterReading(copied, name, folder)
+    reading = adapter_proof.AdapterReading(copied, name, folder)
     reading.start()
     reading.join(10)
     return SimpleNamespace(**reading.result())
@@ -172,9 +172,9 @@ def test_layers_of_another_kind_are_named_as_not_read(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_is_in_no_slot_is_an_error(tmp_path: Path) -> None:
-    from weight_sync.vllm import adapter_layers
+    from weight_sync.vllm.engine import adapter_proof
 
     worker = Worker(tensors())
     worker._set_active_loras = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"policy is in no slot"):
-        adapter_layers.copy(worker, ("policy", 5, str(tmp_path)))
+        adapter_proof.copy_adapter_slots(worker, ("policy", 5, str(tmp_path)))

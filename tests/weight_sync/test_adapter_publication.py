@@ -13,13 +13,13 @@ from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import against, probe
-from weight_sync.adapters import publication
-from weight_sync.fleet.at_queue import way_to
-from weight_sync.proof.server_proof import ProofFailed
-from weight_sync.server_answers import EngineState
-from weight_sync.server_control import ControlError
-from weight_sync.snapshot import Snapshot
+from weight_sync.fleet import adapter_publication
+from weight_sync.fleet.queue_status import way_to
+from weight_sync.server.answers import EngineState
+from weight_sync.server.control import ControlError
+from weight_sync.server.proof import ProofFailed
 from weight_sync.transports.base import TransferError
+from weight_sync.weights.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -84,7 +84,7 @@ async def test_a_server_that_computes_nothing_new_is_found_by_the_proof() -> Non
 async def test_f2_a_chunk_that_was_damaged_ends_the_publication_and_the_next_one_sends_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publication, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(adapter_publication, "CHUNK_BYTES", 1000)
     async with against(fake()) as s:
         adapters(s.fake).damaged = 1
         with pytest.raises(ControlError, match="damaged on its way"):

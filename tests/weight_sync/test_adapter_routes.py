@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from protocol.adapter_names import name_of
 from weight_sync.adapters.payload import digest_of
-from weight_sync.vllm.condition import condition_of
+from weight_sync.vllm.engine_state import condition_of
 
 pytest.importorskip("vllm")
 

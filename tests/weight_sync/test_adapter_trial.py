@@ -13,7 +13,7 @@ from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.test_adapter_publication import adapters, fake, snapshot
 from weight_sync.adapters import trial
-from weight_sync.cancellation import on_thread
+from weight_sync.server.cancellation import on_thread
 
 GONE = "http://127.0.0.1:1"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.messages import Server, ServerState
-from weight_sync.fleet.at_queue import AtQueue
+from weight_sync.fleet.queue_status import QueueReporter
 
 DRAINS = Server("a", "http://a", ServerState.DRAINING, 3, changed_at=7.0)
 
@@ -16,7 +16,7 @@ async def test_of_a_server_that_drains_the_verdict_is_told_as_it_is_and_once_tha
         told.append((server.state, server.version))
         return DRAINS
 
-    at_queue = AtQueue(DRAINS, put)
+    at_queue = QueueReporter(DRAINS, put)
     await at_queue.tell(ServerState.SERVING, 4)
     await at_queue.quarantine(5, "its proof failed")
     await at_queue.settled()

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from weight_sync import cancellation
-from weight_sync.cancellation import on_thread, to_its_end, together
+from weight_sync.server import cancellation
+from weight_sync.server.cancellation import gather, on_thread, shielded
 
 
 async def test_what_must_not_be_cut_short_runs_on_through_cancellations() -> None:
@@ -19,7 +19,7 @@ async def test_what_must_not_be_cut_short_runs_on_through_cancellations() -> Non
         await go_on.wait()
         ended.set()
 
-    task = asyncio.create_task(to_its_end(work()))
+    task = asyncio.create_task(shielded(work()))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()
@@ -73,7 +73,7 @@ async def test_the_first_error_of_several_cancels_the_rest_and_comes_bare() -> N
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        await together(wait(), fail())
+        await gather(wait(), fail())
     assert cancelled == ["wait"]
 
 
@@ -83,5 +83,5 @@ async def test_results_come_in_the_order_of_the_work() -> None:
             await asyncio.sleep(0)
         return value
 
-    assert await together(give(1), give(2), give(3)) == [1, 2, 3]
-    assert await together() == []
+    assert await gather(give(1), give(2), give(3)) == [1, 2, 3]
+    assert await gather() == []

@@ -13,12 +13,12 @@ import torch
 from tests.kit.stand_in_nccl import World, stand_in_gpu
 from weight_sync.manifest import Manifest
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.gpu.communicator import Communicator
+from weight_sync.transports.gpu.nccl_library import Nccl, NcclError
+from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver
 from weight_sync.transports.nccl.checksum import checksum
 from weight_sync.transports.nccl.chunks import chunks, wire_order
-from weight_sync.transports.nccl.communicator import Communicator
-from weight_sync.transports.nccl.library import Nccl, NcclError
 from weight_sync.transports.nccl.streams import own_gpu
-from weight_sync.transports.nccl_staged.reception import InitInfo, Reception
 
 
 def met(world: World, ranks: int, timeout_s: float = 5) -> list[Communicator]:
@@ -70,8 +70,8 @@ def test_f16_a_reception_that_waits_for_a_learner_that_died_ends_when_the_next_o
     world = World()
     gpu, worker = stand_in_gpu(world), stand_in_gpu(world, "GPU-1")
     unique_id = gpu.library.unique_id()
-    info = InitInfo(base64.b64encode(unique_id).decode(), 2, "GPU-0", 1024, 60)
-    reception = Reception(worker, info, 1)
+    info = NcclInitInfo(base64.b64encode(unique_id).decode(), 2, "GPU-0", 1024, 60)
+    reception = NcclReceiver(worker, info, 1)
     Communicator(gpu, 5).meet(unique_id, 2, 0)
     manifest = Manifest(["a"], ["uint8"], [[2000]])
     with ThreadPoolExecutor(1) as pool:
@@ -85,7 +85,7 @@ def test_f16_a_reception_that_waits_for_a_learner_that_died_ends_when_the_next_o
 
 def test_a_learner_on_the_same_gpu_is_refused_with_the_remedy() -> None:
     with pytest.raises(TransferError, match=r"share the GPU GPU-0.*transport = ipc"):
-        Reception(stand_in_gpu(World(), "GPU-0"), InitInfo("", 2, "GPU-0", 1024, 1), 1)
+        NcclReceiver(stand_in_gpu(World(), "GPU-0"), NcclInitInfo("", 2, "GPU-0", 1024, 1), 1)
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 4099])
@@ -128,6 +128,6 @@ def test_without_a_gpu_the_error_says_what_to_set() -> None:
 
 def test_without_nccl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/nowhere/libnccl.so.2")
-    monkeypatch.setattr("weight_sync.transports.nccl.library._places", lambda: ["/nowhere/libnccl.so.2"])
+    monkeypatch.setattr("weight_sync.transports.gpu.nccl_library._places", lambda: ["/nowhere/libnccl.so.2"])
     with pytest.raises(NcclError, match=r"/nowhere/libnccl\.so\.2.*install torch for CUDA"):
         Nccl()

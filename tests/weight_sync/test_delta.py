@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.sync import probe
-from weight_sync.delta import codec
-from weight_sync.delta.book import STEPS_KEPT, Book
-from weight_sync.delta.codec import Delta, DeltaError, apply, encode
 from weight_sync.manifest import Manifest
-from weight_sync.snapshot import Snapshot
 from weight_sync.transports.http.chunks import ChunkList
+from weight_sync.weights import delta_codec
+from weight_sync.weights.delta_base import STEPS_KEPT, DeltaHistory
+from weight_sync.weights.delta_codec import Delta, DeltaError, apply, encode_delta
+from weight_sync.weights.snapshot import Snapshot
 
 DTYPES = [
     torch.float32,
@@ -76,7 +76,7 @@ layouts = st.lists(
     layout=layouts,
     share=st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.9, 1.0]),
     near=st.booleans(),
-    piece=st.sampled_from([64, 4096, codec.PIECE_BYTES]),
+    piece=st.sampled_from([64, 4096, delta_codec.PIECE_BYTES]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_delta_gives_every_bit_of_the_whole(
@@ -90,8 +90,8 @@ def test_a_delta_gives_every_bit_of_the_whole(
     base = flat_of(manifest, seed)
     new = changed(manifest, base, share, near, seed + 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "PIECE_BYTES", piece)
-        delta = encode(base, new, manifest)
+        patch.setattr(delta_codec, "PIECE_BYTES", piece)
+        delta = encode_delta(base, new, manifest)
         assert torch.equal(laid_on(delta, base, manifest), new)
     assert 0 <= delta.share <= 1
     assert (delta.changed == 0) == torch.equal(base, new)
@@ -105,7 +105,7 @@ def test_a_delta_keeps_nan_payloads_and_the_sign_of_zero(dtype: torch.dtype) -> 
     minus_zero = torch.tensor([-0.0], dtype=dtype).view(bits)
     new = torch.stack([minus_zero, nan + 1, nan, minus_zero]).view(dtype).flatten()
     manifest = Manifest.of({"w": old})
-    delta = encode(old.view(torch.uint8), new.view(torch.uint8), manifest)
+    delta = encode_delta(old.view(torch.uint8), new.view(torch.uint8), manifest)
     assert torch.equal(laid_on(delta, old.view(torch.uint8), manifest), new.view(torch.uint8))
     assert (delta.changed, delta.elements) == (3, 4)
 
@@ -117,7 +117,7 @@ def test_places_far_apart_and_steps_of_all_sizes_survive() -> None:
     words[[0, 254, 255, 511, 700_000, 2_999_999]] = torch.tensor([1, -1, 127, -128, 2**31 - 1, -(2**31)]).int()
     words[1000:1300] = torch.arange(300).int() * 1000 - 32768 - 1000
     manifest = Manifest.of({"w": old})
-    delta = encode(old.view(torch.uint8), new.view(torch.uint8), manifest)
+    delta = encode_delta(old.view(torch.uint8), new.view(torch.uint8), manifest)
     assert torch.equal(laid_on(delta, old.view(torch.uint8), manifest), new.view(torch.uint8))
     assert len(delta.payload) < 4000
 
@@ -127,7 +127,7 @@ def test_a_step_of_a_bf16_run_at_a_low_rate_takes_about_as_many_hundredths_as_va
     new = old.clone()
     where = torch.rand(400_000, generator=torch.Generator().manual_seed(1)) < 0.015
     new.view(torch.int16)[where] += 1
-    delta = encode(old.view(torch.uint8), new.view(torch.uint8), Manifest.of({"w": old}))
+    delta = encode_delta(old.view(torch.uint8), new.view(torch.uint8), Manifest.of({"w": old}))
     assert delta.share == pytest.approx(0.015, abs=0.001)
     assert len(delta.payload) / old.nbytes < 0.017
 
@@ -136,7 +136,7 @@ def test_a_step_of_a_bf16_run_at_a_low_rate_takes_about_as_many_hundredths_as_va
 def test_f2_a_payload_with_a_part_dropped_is_refused(cut: int) -> None:
     manifest = Manifest(["w"], ["bfloat16"], [[1000]])
     base = flat_of(manifest, 0)
-    delta = encode(base, changed(manifest, base, 0.1, False, 1), manifest)
+    delta = encode_delta(base, changed(manifest, base, 0.1, False, 1), manifest)
     with pytest.raises(DeltaError, match="does not fit"):
         apply(delta.payload[:-cut].clone(), base.clone(), manifest)
 
@@ -144,7 +144,7 @@ def test_f2_a_payload_with_a_part_dropped_is_refused(cut: int) -> None:
 def test_f2_a_payload_that_is_not_one_is_refused_whatever_its_bytes() -> None:
     manifest = Manifest(["w"], ["float32"], [[1000]])
     base = flat_of(manifest, 0)
-    delta = encode(base, changed(manifest, base, 0.1, False, 1), manifest)
+    delta = encode_delta(base, changed(manifest, base, 0.1, False, 1), manifest)
     generator = np.random.default_rng(2)
     refused = 0
     for _ in range(200):
@@ -162,7 +162,7 @@ def test_f2_a_delta_on_another_base_is_found_by_the_chunks_digests() -> None:
     base = flat_of(manifest, 0)
     new = changed(manifest, base, 0.02, True, 1)
     chunks = ChunkList.of(new, 1000)
-    delta = encode(base, new, manifest)
+    delta = encode_delta(base, new, manifest)
     other = base.clone()
     other[4321] ^= 1
     apply(delta.payload, other, manifest)
@@ -173,7 +173,7 @@ def test_f2_a_delta_on_another_base_is_found_by_the_chunks_digests() -> None:
 def test_a_buffer_of_another_size_is_refused() -> None:
     manifest = Manifest(["w"], ["float32"], [[4]])
     with pytest.raises(DeltaError, match="15 x"):
-        encode(torch.zeros(15, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), manifest)
+        encode_delta(torch.zeros(15, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), manifest)
 
 
 def snapshot(version: int, weights: torch.Tensor) -> Snapshot:
@@ -188,7 +188,7 @@ def weights_of(version: int, size: int = 10_000) -> torch.Tensor:
 
 class TestBook:
     def test_it_leads_from_any_of_the_last_versions_to_the_newest_though_buffers_are_filled_again(self) -> None:
-        book = Book()
+        book = DeltaHistory()
         shots = [snapshot(version, weights_of(version)) for version in range(4)]
         flats = [shot.flat.clone() for shot in shots]
         for shot in shots:
@@ -207,7 +207,7 @@ class TestBook:
             assert way.total_bytes < 0.05 * len(flat)
 
     def test_there_is_no_way_from_a_version_that_is_not_known_or_to_one_that_was_overtaken(self) -> None:
-        book = Book()
+        book = DeltaHistory()
         shots = [snapshot(version, weights_of(version)) for version in range(3)]
         book.way(None, shots[0])
         book.way(None, shots[2])
@@ -217,19 +217,19 @@ class TestBook:
         assert book.way("0", shots[2]) is not None
 
     def test_there_is_none_where_everything_is_no_larger(self) -> None:
-        book = Book()
+        book = DeltaHistory()
         generator = torch.Generator().manual_seed(0)
         book.way(None, snapshot(0, torch.randn(1000, generator=generator)))
         assert book.way("0", snapshot(1, torch.randn(1000, generator=generator))) is None
 
     def test_other_shapes_begin_anew(self) -> None:
-        book = Book()
+        book = DeltaHistory()
         book.way(None, snapshot(0, torch.ones(4000)))
         assert book.way("0", snapshot(1, torch.ones(4001))) is None
         assert book.way("1", snapshot(2, torch.ones(4001))) is not None
 
     def test_it_keeps_so_many_steps(self) -> None:
-        book = Book()
+        book = DeltaHistory()
         for version in range(STEPS_KEPT + 2):
             newest = snapshot(version, weights_of(version))
             book.way(None, newest)

@@ -13,12 +13,12 @@ from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooReceiverEnd
-from weight_sync.memory import Staging
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo.sender import GlooTransport
+from weight_sync.weights.flat_buffer import Staging
+from weight_sync.weights.snapshot import Snapshot
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.report.record import published
+from learner.report.records import published
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
@@ -20,11 +20,11 @@ from tests.weight_sync.receivers import GlooReceiverEnd
 from tests.weight_sync.test_delta import changed, flat_of
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.manifest import Manifest
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent, TransferError
 from weight_sync.transports.gloo.sender import GlooTransport
+from weight_sync.weights.snapshot import Snapshot
 
 DTYPES = ["float32", "bfloat16", "float16", "int64"]
 SIZE = 4000

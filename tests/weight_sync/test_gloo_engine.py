@@ -15,12 +15,13 @@ import torch
 
 from protocol.config import WeightSyncSection
 from tests.kit.sync import probe
-from weight_sync.cancellation import on_thread
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl, Staged, Swap
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.answers import Staged, Swap
+from weight_sync.server.cancellation import on_thread
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo.sender import GlooTransport
+from weight_sync.weights.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,7 @@ async def test_a_manifest_of_another_shape_is_refused(rig: Rig, info: dict[str, 
 
 def test_a_reload_warns_of_modules_with_parameters_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
-    module = importlib.import_module("weight_sync.vllm.reload")
+    module = importlib.import_module("weight_sync.vllm.engine.reload")
 
     class Rotary(torch.nn.Module):
         def __init__(self) -> None:

@@ -20,11 +20,11 @@ from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.weight_sync.receivers import GlooReceiverEnd
 from tests.weight_sync.test_gloo import snapshot
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo import peers, rendezvous
-from weight_sync.transports.gloo.group import GlooGroup, InitInfo
+from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.rendezvous import KeyStore, Line, NotProven, Rendezvous, come
 from weight_sync.transports.gloo.sender import GlooTransport
 
@@ -165,7 +165,7 @@ def gloo_port(address: bytes) -> int:
     return int.from_bytes(address[at - 2 : at])
 
 
-def groups(infos: list[InitInfo], met: Rendezvous) -> list[Any]:
+def groups(infos: list[GlooInitInfo], met: Rendezvous) -> list[Any]:
     """What became of the learner (0) and the worker (1): their group or their error."""
 
     def learner() -> Any:
@@ -181,7 +181,7 @@ def test_i8_each_pair_proves_itself_over_gloo_and_another_secret_is_found_there(
 ) -> None:
     """As if a stranger had come as far as gloo's own connections."""
     with listening() as met:
-        right = InitInfo(HOST, met.port, 2, 1024, 5, SECRET.hex())
+        right = GlooInitInfo(HOST, met.port, 2, 1024, 5, SECRET.hex())
         wrong = replace(right, secret=bytes(32).hex())
         monkeypatch.setattr(rendezvous, "come", lambda host, port, secret, *rest: come(host, port, SECRET, *rest))
         for end in groups([right, wrong], met):
@@ -206,7 +206,7 @@ def test_i8_who_takes_a_worker_s_connection_gets_no_byte_of_weights(monkeypatch:
 
     monkeypatch.setattr(KeyStore, "set", come_first)
     with listening(timeout_s=3) as met:
-        info = InitInfo(HOST, met.port, 2, 1024, 3, SECRET.hex())
+        info = GlooInitInfo(HOST, met.port, 2, 1024, 3, SECRET.hex())
         ends = groups([info, info], met)
     heard = b""
     for one in crowd:
@@ -227,7 +227,7 @@ async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> Non
     transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=10))
     plain = transport._listen
 
-    def with_a_stranger(workers: int) -> InitInfo:
+    def with_a_stranger(workers: int) -> GlooInitInfo:
         info = plain(workers)
         stranger = replace(info, secret=bytes(32).hex())
         with pytest.raises(NotProven):
@@ -250,7 +250,7 @@ async def test_i8_a_server_s_workers_are_told_where_strangers_came_instead() -> 
     transport = GlooTransport(WeightSyncSection(timeout_s=1))
     plain = transport._listen
 
-    def with_a_stranger(workers: int) -> InitInfo:
+    def with_a_stranger(workers: int) -> GlooInitInfo:
         info = plain(workers)
         with socket.create_connection((HOST, info.master_port), 5) as one:
             one.sendall(bytes(44))
@@ -299,7 +299,7 @@ def test_an_end_that_is_closed_wakes_who_waits_there() -> None:
 
 def test_a_tensor_travels_over_the_group_that_was_proven() -> None:
     with listening() as met:
-        info = InitInfo(HOST, met.port, 2, 1024, 5, SECRET.hex())
+        info = GlooInitInfo(HOST, met.port, 2, 1024, 5, SECRET.hex())
         learner, worker = groups([info, info], met)
         into = torch.zeros(3000, dtype=torch.uint8)
         thread = threading.Thread(target=lambda: list(worker.buckets(into)))

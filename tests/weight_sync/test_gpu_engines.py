@@ -17,15 +17,16 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit.stand_in_nccl import SharedMemory, World, stand_in_gpu
 from tests.kit.sync import probe
-from weight_sync import pause
-from weight_sync.cancellation import on_thread
-from weight_sync.pause import Pause
-from weight_sync.server_control import ControlError, EngineState, ServerControl, Staged, Swap
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports import TRANSPORTS, build
+from weight_sync.server import pause
+from weight_sync.server.answers import EngineState, Staged, Swap
+from weight_sync.server.cancellation import on_thread
+from weight_sync.server.control import ControlError, ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError, Transport
 from weight_sync.transports.ipc import handles
 from weight_sync.transports.nccl import streams
+from weight_sync.transports.registry import TRANSPORTS, build_transport
+from weight_sync.weights.snapshot import Snapshot
 
 
 class Shadow:
@@ -80,7 +81,7 @@ class Rig:
         pytest.importorskip("vllm")
         self.world, self.memory, self.model = World(), SharedMemory(), dict[str, torch.Tensor]()
         module, _, cls = TRANSPORTS[name].engine.partition(":")
-        shadow: Any = importlib.import_module("weight_sync.vllm.shadow")
+        shadow: Any = importlib.import_module("weight_sync.vllm.engine.shadow")
         monkeypatch.setattr(shadow, "build", lambda model, config, weights: Shadow(model, weights))
         monkeypatch.setattr(streams, "own_gpu", lambda device=None: self._gpu(own if device else learner))
         monkeypatch.setattr(handles, "export", self.memory.export)
@@ -96,7 +97,7 @@ class Rig:
 
     async def connect(self, name: str, timeout_s: float = 10, workers: int = 1) -> Transport:
         section = WeightSyncSection(transport=name, bucket_bytes=1024, timeout_s=timeout_s)  # type: ignore[arg-type]
-        transport = build(section)
+        transport = build_transport(section)
         self.transports.append(transport)
         await transport.connect(self.server, workers)
         return transport

@@ -17,16 +17,16 @@ from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import HttpReceiverEnd
-from weight_sync.delta import codec
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import offers, ranges
-from weight_sync.transports.http.depot import Depot
-from weight_sync.transports.http.peer import serve_chunks
+from weight_sync.transports.http.blob_server import BlobServer
+from weight_sync.transports.http.receiver import record_of
 from weight_sync.transports.http.sender import DEPOTS, HttpTransport
-from weight_sync.transports.http.share import record_of
+from weight_sync.vllm.chunk_route import serve_chunks
+from weight_sync.weights import delta_codec
+from weight_sync.weights.snapshot import Snapshot
 
 SIZE = 4096
 
@@ -41,7 +41,7 @@ class Rig:
     """Servers with their real receiving ends, and the transport to each. `depot`: what serves them all."""
 
     section: WeightSyncSection
-    depot: Depot
+    depot: BlobServer
     receivers: list[HttpReceiverEnd] = field(default_factory=list)
     transports: list[HttpTransport] = field(default_factory=list)
     controls: list[ServerControl] = field(default_factory=list)
@@ -234,14 +234,14 @@ class TestDelta:
     async def test_f2_a_payload_cut_short_is_found_and_everything_that_differs_pulled(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def cut(*arguments: Any) -> codec.Delta:
-            delta = codec.encode(*arguments)
-            return codec.Delta(delta.payload[:-8].clone(), delta.changed, delta.elements)
+        def cut(*arguments: Any) -> delta_codec.Delta:
+            delta = delta_codec.encode_delta(*arguments)
+            return delta_codec.Delta(delta.payload[:-8].clone(), delta.changed, delta.elements)
 
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
-            monkeypatch.setattr("weight_sync.delta.book.encode", cut)
-            monkeypatch.setattr("weight_sync.delta.book.apply", lambda *arguments: None)
+            monkeypatch.setattr("weight_sync.weights.delta_base.encode", cut)
+            monkeypatch.setattr("weight_sync.weights.delta_base.apply", lambda *arguments: None)
             await r.publish(snapshot(2))
         assert "the delta could not be used" in caplog.text
 

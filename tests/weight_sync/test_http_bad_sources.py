@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import sources
+from weight_sync.transports.http import pull_sources
+from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.depot import Depot
 from weight_sync.transports.http.pull import Pull, PullReport
 
 CHUNK = 1 << 20
@@ -31,16 +31,16 @@ def flat() -> torch.Tensor:
 
 
 @pytest.fixture
-def depot() -> Iterator[Depot]:
-    with Depot("127.0.0.1") as depot:
+def depot() -> Iterator[BlobServer]:
+    with BlobServer("127.0.0.1") as depot:
         yield depot
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(sources, "SILENCE_S", 0.3)
-    monkeypatch.setattr(sources, "PACE_S", 0.5)
+    monkeypatch.setattr(pull_sources, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(pull_sources, "SILENCE_S", 0.3)
+    monkeypatch.setattr(pull_sources, "PACE_S", 0.5)
 
 
 @contextmanager
@@ -151,7 +151,7 @@ BAD: dict[str, Handler] = {
 }
 
 
-def pull(flat: torch.Tensor, depot: Depot, urls: list[str], timeout_s: float = 20) -> PullReport:
+def pull(flat: torch.Tensor, depot: BlobServer, urls: list[str], timeout_s: float = 20) -> PullReport:
     """A pull that must bring the right bytes."""
     into = memoryview(bytearray(SIZE))
     report = Pull(ChunkList.of(flat, CHUNK), depot.secret, urls, into, timeout_s).run()
@@ -160,13 +160,13 @@ def pull(flat: torch.Tensor, depot: Depot, urls: list[str], timeout_s: float = 2
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_f5_a_bad_peer_is_passed_over_in_time(depot: Depot, flat: torch.Tensor, name: str) -> None:
+def test_f5_a_bad_peer_is_passed_over_in_time(depot: BlobServer, flat: torch.Tensor, name: str) -> None:
     with source(BAD[name]) as bad:
         report = pull(flat, depot, [bad, depot.url_of(depot.put(flat))])
     assert report.seconds < 5
 
 
-def test_f5_all_bad_peers_at_once_are_passed_over(depot: Depot, flat: torch.Tensor) -> None:
+def test_f5_all_bad_peers_at_once_are_passed_over(depot: BlobServer, flat: torch.Tensor) -> None:
     with ExitStack() as stack:
         bad = [stack.enter_context(source(handler)) for handler in BAD.values()]
         assert pull(flat, depot, [*bad, depot.url_of(depot.put(flat))], 60).seconds < 30
@@ -174,14 +174,16 @@ def test_f5_all_bad_peers_at_once_are_passed_over(depot: Depot, flat: torch.Tens
 
 def test_f5_a_slow_network_is_no_bad_source(flat: torch.Tensor) -> None:
     """Both are far below the pace that is asked of them, and both are used to the end."""
-    with Depot("127.0.0.1", mbytes_per_s=2) as depot:
+    with BlobServer("127.0.0.1", mbytes_per_s=2) as depot:
         url = depot.url_of(depot.put(flat))
         report = pull(flat, depot, [url, url], 60)
     assert report.seconds < 20
     assert report.bytes_pulled == SIZE
 
 
-def test_f4_a_proxy_that_cuts_off_again_and_again_only_costs_new_connections(depot: Depot, flat: torch.Tensor) -> None:
+def test_f4_a_proxy_that_cuts_off_again_and_again_only_costs_new_connections(
+    depot: BlobServer, flat: torch.Tensor
+) -> None:
     whole = flat.numpy().tobytes()
 
     def cuts(connection: socket.socket) -> None:
@@ -189,14 +191,16 @@ def test_f4_a_proxy_that_cuts_off_again_and_again_only_costs_new_connections(dep
         connection.sendall(heading(end - start) + whole[start : min(end, start + 100_000)])
 
     with pytest.MonkeyPatch.context() as patch, source(cuts) as url:
-        patch.setattr(sources, "RETRY_PAUSE_S", 1.0)
+        patch.setattr(pull_sources, "RETRY_PAUSE_S", 1.0)
         report = pull(flat, depot, [url])
     assert report.seconds < 5
     assert report.bytes_pulled == SIZE
     assert report.resumed > 50
 
 
-def test_a_source_that_closes_after_each_answer_is_asked_over_new_connections(depot: Depot, flat: torch.Tensor) -> None:
+def test_a_source_that_closes_after_each_answer_is_asked_over_new_connections(
+    depot: BlobServer, flat: torch.Tensor
+) -> None:
     whole = flat.numpy().tobytes()
 
     def closes(connection: socket.socket) -> None:
@@ -207,7 +211,7 @@ def test_a_source_that_closes_after_each_answer_is_asked_over_new_connections(de
         assert pull(flat, depot, [url]).resumed == 0
 
 
-def test_a_proxy_that_says_503_for_a_moment_is_asked_again(depot: Depot, flat: torch.Tensor) -> None:
+def test_a_proxy_that_says_503_for_a_moment_is_asked_again(depot: BlobServer, flat: torch.Tensor) -> None:
     whole, refusals = flat.numpy().tobytes(), [503, 502, 504]
 
     def hesitates(connection: socket.socket) -> None:
@@ -226,7 +230,7 @@ def test_f4_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weight_sync.transports.http.pull.REFUSED_MOST_S", 0.5)
-    depot = Depot("127.0.0.1", mbytes_per_s=4)
+    depot = BlobServer("127.0.0.1", mbytes_per_s=4)
     depot.start()
     url = depot.url_of(depot.put(flat))
     threading.Timer(0.3, depot.stop).start()
@@ -237,7 +241,7 @@ def test_f4_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
     assert time.monotonic() - began < 10
 
 
-def test_f5_a_pull_that_is_late_says_what_each_source_did(depot: Depot, flat: torch.Tensor) -> None:
+def test_f5_a_pull_that_is_late_says_what_each_source_did(depot: BlobServer, flat: torch.Tensor) -> None:
     wanted = "7 of 7 chunks are missing .*: OSError.*'abc'.*: it said nothing for"
     with source(BAD["length_abc"]) as bad, source(says_nothing) as silent, pytest.raises(TransferError, match=wanted):
         pull(flat, depot, [bad, silent], 1.5)

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from weight_sync.transports.http import door
+from weight_sync.transports.http import listener
+from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.depot import Depot
 from weight_sync.transports.http.pull import Pull
 
 CHUNK = 1 << 18
@@ -33,25 +33,25 @@ def flat() -> torch.Tensor:
 
 
 @pytest.fixture
-def depot() -> Iterator[Depot]:
-    with Depot("127.0.0.1") as depot:
+def depot() -> Iterator[BlobServer]:
+    with BlobServer("127.0.0.1") as depot:
         yield depot
 
 
-def address(depot: Depot) -> tuple[str, int]:
+def address(depot: BlobServer) -> tuple[str, int]:
     parts = urlsplit(depot.url)
     assert parts.hostname is not None
     assert parts.port is not None
     return parts.hostname, parts.port
 
 
-def head(depot: Depot, key: str, range_: str = "bytes=0-9", token: str | None = None) -> bytes:
+def head(depot: BlobServer, key: str, range_: str = "bytes=0-9", token: str | None = None) -> bytes:
     token = depot.secret if token is None else token
     lines = f"GET /slipstream/chunks/{key} HTTP/1.1\r\nHost: x\r\nRange: {range_}\r\nAuthorization: Bearer {token}"
     return f"{lines}\r\n\r\n".encode("latin-1")
 
 
-def pull(depot: Depot, key: str, flat: torch.Tensor) -> bool:
+def pull(depot: BlobServer, key: str, flat: torch.Tensor) -> bool:
     """Whether the right bytes came."""
     into = memoryview(bytearray(SIZE))
     Pull(ChunkList.of(flat, CHUNK), depot.secret, [depot.url_of(key)], into, 20).run()
@@ -83,7 +83,7 @@ def wait_until_closed(connection: socket.socket, timeout_s: float) -> float:
 
 
 @contextmanager
-def flood(depot: Depot) -> Iterator[list[int]]:
+def flood(depot: BlobServer) -> Iterator[list[int]]:
     """Strangers that connect without end and say nothing. Yields how many came, in one item."""
     came, stop = [0], threading.Event()
 
@@ -108,32 +108,34 @@ def flood(depot: Depot) -> Iterator[list[int]]:
 
 
 def test_i8_silent_connections_are_bounded_and_a_server_still_pulls(
-    depot: Depot, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    depot: BlobServer, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(listener, "MOST_STRANGERS", 8)
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(address(depot), 5)) for _ in range(100)]
         assert pull(depot, depot.put(flat), flat)
         assert still_open(silent) <= 8
 
 
-def test_i8_many_servers_pull_behind_a_flood_of_strangers(depot: Depot, flat: torch.Tensor) -> None:
+def test_i8_many_servers_pull_behind_a_flood_of_strangers(depot: BlobServer, flat: torch.Tensor) -> None:
     key = depot.put(flat)
     with flood(depot) as came, ThreadPoolExecutor(24) as pool:
         assert all(pool.map(lambda _: pull(depot, key, flat), range(24)))
-    assert came[0] > door.MOST_STRANGERS
+    assert came[0] > listener.MOST_STRANGERS
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /slipstream/chunks/0 HTTP/1.1\r\nHost: x\r\n"])
-def test_i8_who_does_not_prove_itself_is_sent_away(depot: Depot, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "IDLE_S", 0.3)
+def test_i8_who_does_not_prove_itself_is_sent_away(
+    depot: BlobServer, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "IDLE_S", 0.3)
     with socket.create_connection(address(depot), 5) as stranger:
         stranger.sendall(said)
         assert 0.2 < wait_until_closed(stranger, 5) < 3
 
 
-def test_i8_a_stranger_that_keeps_talking_is_sent_away_too(depot: Depot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "IDLE_S", 0.3)
+def test_i8_a_stranger_that_keeps_talking_is_sent_away_too(depot: BlobServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "IDLE_S", 0.3)
     with socket.create_connection(address(depot), 5) as stranger:
         began = time.monotonic()
         with suppress(ConnectionError):
@@ -152,18 +154,18 @@ def test_i8_a_stranger_that_keeps_talking_is_sent_away_too(depot: Depot, monkeyp
         b"\0\1\2\n\n",
     ],
 )
-def test_i8_who_is_refused_holds_no_connection(depot: Depot, request_: bytes) -> None:
+def test_i8_who_is_refused_holds_no_connection(depot: BlobServer, request_: bytes) -> None:
     with socket.create_connection(address(depot), 5) as stranger:
         stranger.sendall(request_)
-        assert wait_until_closed(stranger, 5) < door.IDLE_S / 2
+        assert wait_until_closed(stranger, 5) < listener.IDLE_S / 2
 
 
 def test_i8_an_idle_connection_of_a_server_ends_and_a_busy_one_does_not(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "IDLE_S", 0.3)
+    monkeypatch.setattr(listener, "IDLE_S", 0.3)
     # The answer takes longer than that.
-    with Depot("127.0.0.1", mbytes_per_s=1.5) as depot, socket.create_connection(address(depot), 5) as server:
+    with BlobServer("127.0.0.1", mbytes_per_s=1.5) as depot, socket.create_connection(address(depot), 5) as server:
         server.sendall(head(depot, depot.put(flat), f"bytes=0-{SIZE - 1}"))
         server.settimeout(5)
         got, began = 0, time.monotonic()
@@ -178,8 +180,8 @@ def test_i8_an_idle_connection_of_a_server_ends_and_a_busy_one_does_not(
 def test_i8_proven_connections_are_bounded_too_and_the_others_come_again(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "MOST_PROVEN", 3)
-    with Depot("127.0.0.1", mbytes_per_s=20) as depot, ThreadPoolExecutor(3) as pool:
+    monkeypatch.setattr(listener, "MOST_PROVEN", 3)
+    with BlobServer("127.0.0.1", mbytes_per_s=20) as depot, ThreadPoolExecutor(3) as pool:
         key = depot.put(flat)
         assert all(pool.map(lambda _: pull(depot, key, flat), range(3)))
         with ExitStack() as stack:
@@ -196,7 +198,7 @@ def test_i8_proven_connections_are_bounded_too_and_the_others_come_again(
 
 
 def test_a_connection_that_could_not_be_taken_is_no_end_of_the_port(
-    depot: Depot, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    depot: BlobServer, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process was out of file descriptors."""
     inner, failures = asyncio.BaseEventLoop.connect_accepted_socket, [errno.EMFILE] * 3
@@ -214,7 +216,7 @@ def test_a_connection_that_could_not_be_taken_is_no_end_of_the_port(
 
 @pytest.mark.parametrize("token", ["\xff\xfe", "\xe9" * 40, ""])
 def test_i8_a_token_of_any_bytes_is_refused_and_logs_nothing(
-    depot: Depot, token: str, caplog: pytest.LogCaptureFixture
+    depot: BlobServer, token: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_connection(address(depot), 5) as stranger:
         stranger.sendall(head(depot, "0", token=token))
@@ -222,7 +224,7 @@ def test_i8_a_token_of_any_bytes_is_refused_and_logs_nothing(
     assert not caplog.records
 
 
-def test_i8_digits_of_other_alphabets_are_no_range(depot: Depot, flat: torch.Tensor) -> None:
+def test_i8_digits_of_other_alphabets_are_no_range(depot: BlobServer, flat: torch.Tensor) -> None:
     connection = http.client.HTTPConnection(*address(depot), timeout=5)
     headers = {"Authorization": f"Bearer {depot.secret}", "Range": "bytes=\u0660-\u0661".encode()}
     connection.request("GET", f"/slipstream/chunks/{depot.put(flat)}", headers=headers)
@@ -230,7 +232,9 @@ def test_i8_digits_of_other_alphabets_are_no_range(depot: Depot, flat: torch.Ten
     connection.close()
 
 
-def test_a_receiver_that_goes_away_in_the_middle_is_no_error(depot: Depot, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_goes_away_in_the_middle_is_no_error(
+    depot: BlobServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     large = torch.zeros(64 << 20, dtype=torch.uint8)
     key = depot.put(large)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import depot as depot_module
-from weight_sync.transports.http import sources as sources_module
+from weight_sync.transports.http import blob_server as depot_module
+from weight_sync.transports.http import pull_sources as sources_module
+from weight_sync.transports.http.blob_server import BlobServer, SharedDepots
 from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.depot import Depot, SharedDepots
 from weight_sync.transports.http.pull import Pull
 from weight_sync.transports.http.throttle import Throttle
 
@@ -31,8 +31,8 @@ def flat() -> torch.Tensor:
 
 
 @pytest.fixture
-def depot() -> Iterator[Depot]:
-    with Depot("127.0.0.1") as depot:
+def depot() -> Iterator[BlobServer]:
+    with BlobServer("127.0.0.1") as depot:
         yield depot
 
 
@@ -42,7 +42,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "SILENCE_S", 1.0)
 
 
-def pull_of(flat: torch.Tensor, depot: Depot, sources: list[str], timeout_s: float = 20, lanes: int = 2) -> Pull:
+def pull_of(flat: torch.Tensor, depot: BlobServer, sources: list[str], timeout_s: float = 20, lanes: int = 2) -> Pull:
     return Pull(ChunkList.of(flat, CHUNK), depot.secret, sources, buffer(), timeout_s, lanes=lanes)
 
 
@@ -103,7 +103,9 @@ def _quietly(work: Callable[[socket.socket, int], None], client: socket.socket, 
         work(client, number)
 
 
-def test_everything_arrives_over_several_connections_and_is_asked_for_once(depot: Depot, flat: torch.Tensor) -> None:
+def test_everything_arrives_over_several_connections_and_is_asked_for_once(
+    depot: BlobServer, flat: torch.Tensor
+) -> None:
     into = buffer()
     report = Pull(ChunkList.of(flat, CHUNK), depot.secret, [depot.url_of(depot.put(flat))], into, 20).run()
     assert same(into, flat)
@@ -111,13 +113,15 @@ def test_everything_arrives_over_several_connections_and_is_asked_for_once(depot
     assert report.resumed == 0
 
 
-def test_nothing_at_all_is_a_pull_too(depot: Depot) -> None:
+def test_nothing_at_all_is_a_pull_too(depot: BlobServer) -> None:
     empty = torch.zeros(0, dtype=torch.uint8)
     pull = Pull(ChunkList.of(empty), depot.secret, [depot.url_of(depot.put(empty))], memoryview(bytearray()), 5)
     assert pull.run().bytes_pulled == 0
 
 
-def test_f4_an_interrupted_pull_goes_on_inside_the_chunk_where_it_broke_off(depot: Depot, flat: torch.Tensor) -> None:
+def test_f4_an_interrupted_pull_goes_on_inside_the_chunk_where_it_broke_off(
+    depot: BlobServer, flat: torch.Tensor
+) -> None:
     seen: dict[int, int] = {}
 
     def breaks(connection: int, data: bytes) -> bytes | None:
@@ -133,7 +137,7 @@ def test_f4_an_interrupted_pull_goes_on_inside_the_chunk_where_it_broke_off(depo
     assert report.bytes_pulled == SIZE
 
 
-def test_f2_a_damaged_chunk_is_found_and_fetched_again(depot: Depot, flat: torch.Tensor) -> None:
+def test_f2_a_damaged_chunk_is_found_and_fetched_again(depot: BlobServer, flat: torch.Tensor) -> None:
     damaged = []
 
     def damages(connection: int, data: bytes) -> bytes:
@@ -149,7 +153,9 @@ def test_f2_a_damaged_chunk_is_found_and_fetched_again(depot: Depot, flat: torch
     assert report.bytes_pulled == SIZE + CHUNK
 
 
-def test_f2_what_is_damaged_at_its_source_is_an_error_that_names_the_chunk(depot: Depot, flat: torch.Tensor) -> None:
+def test_f2_what_is_damaged_at_its_source_is_an_error_that_names_the_chunk(
+    depot: BlobServer, flat: torch.Tensor
+) -> None:
     other = flat.clone()
     other[2 * CHUNK + 5] ^= 1
     pull = pull_of(flat, depot, [depot.url_of(depot.put(other))])
@@ -157,7 +163,7 @@ def test_f2_what_is_damaged_at_its_source_is_an_error_that_names_the_chunk(depot
         pull.run()
 
 
-def test_f2_a_peer_whose_bytes_are_wrong_is_not_asked_again(depot: Depot, flat: torch.Tensor) -> None:
+def test_f2_a_peer_whose_bytes_are_wrong_is_not_asked_again(depot: BlobServer, flat: torch.Tensor) -> None:
     wrong = depot.url_of(depot.put(torch.zeros_like(flat)))
     right = depot.url_of(depot.put(flat))
     pull = pull_of(flat, depot, [wrong, right], lanes=1)
@@ -165,7 +171,9 @@ def test_f2_a_peer_whose_bytes_are_wrong_is_not_asked_again(depot: Depot, flat: 
     assert report.by_source == {wrong: CHUNK, right: SIZE}
 
 
-def test_a_peer_that_cannot_be_reached_costs_little_and_the_learner_is_asked(depot: Depot, flat: torch.Tensor) -> None:
+def test_a_peer_that_cannot_be_reached_costs_little_and_the_learner_is_asked(
+    depot: BlobServer, flat: torch.Tensor
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}/slipstream/chunks/0"
     right = depot.url_of(depot.put(flat))
@@ -174,7 +182,7 @@ def test_a_peer_that_cannot_be_reached_costs_little_and_the_learner_is_asked(dep
     assert report.seconds < 2
 
 
-def test_f5_a_source_that_says_nothing_is_an_error_in_time_that_names_it(depot: Depot, flat: torch.Tensor) -> None:
+def test_f5_a_source_that_says_nothing_is_an_error_in_time_that_names_it(depot: BlobServer, flat: torch.Tensor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}/slipstream/chunks/0"
         began = time.monotonic()
@@ -183,7 +191,9 @@ def test_f5_a_source_that_says_nothing_is_an_error_in_time_that_names_it(depot: 
         assert time.monotonic() - began < 6
 
 
-def test_f4_what_the_learner_does_not_serve_any_more_ends_the_pull_at_once(depot: Depot, flat: torch.Tensor) -> None:
+def test_f4_what_the_learner_does_not_serve_any_more_ends_the_pull_at_once(
+    depot: BlobServer, flat: torch.Tensor
+) -> None:
     key = depot.put(flat)
     depot.drop(key)
     began = time.monotonic()
@@ -192,7 +202,7 @@ def test_f4_what_the_learner_does_not_serve_any_more_ends_the_pull_at_once(depot
     assert time.monotonic() - began < 2
 
 
-def test_a_drop_in_mid_pull_sends_no_byte_more(depot: Depot, flat: torch.Tensor) -> None:
+def test_a_drop_in_mid_pull_sends_no_byte_more(depot: BlobServer, flat: torch.Tensor) -> None:
     """The buffer is filled with the next version then."""
     key = depot.put(flat)
 
@@ -204,7 +214,7 @@ def test_a_drop_in_mid_pull_sends_no_byte_more(depot: Depot, flat: torch.Tensor)
         pull_of(flat, depot, [url], lanes=1).run()
 
 
-def test_what_the_buffer_holds_already_is_not_pulled(depot: Depot, flat: torch.Tensor) -> None:
+def test_what_the_buffer_holds_already_is_not_pulled(depot: BlobServer, flat: torch.Tensor) -> None:
     into = memoryview(bytearray(flat.numpy().tobytes()))
     into[CHUNK : CHUNK + 9] = bytes(9)
     chunks = ChunkList.of(flat, CHUNK)
@@ -213,7 +223,7 @@ def test_what_the_buffer_holds_already_is_not_pulled(depot: Depot, flat: torch.T
     assert (report.bytes_pulled, report.kept) == (CHUNK, 5)
 
 
-def test_i8_nothing_is_read_without_the_secret_and_its_key(depot: Depot, flat: torch.Tensor) -> None:
+def test_i8_nothing_is_read_without_the_secret_and_its_key(depot: BlobServer, flat: torch.Tensor) -> None:
     key = depot.put(flat)
     for headers, path, status in [
         ({}, key, 401),
@@ -235,7 +245,7 @@ def test_i8_nothing_is_read_without_the_secret_and_its_key(depot: Depot, flat: t
 
 
 def test_a_receiver_that_stops_reading_is_cut_off(
-    depot: Depot, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    depot: BlobServer, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(depot_module, "STALL_TIMEOUT_S", 0.3)
     large = torch.zeros(64 * CHUNK, dtype=torch.uint8)
@@ -253,7 +263,7 @@ def test_a_receiver_that_stops_reading_is_cut_off(
 
 
 def test_the_bound_holds_over_all_who_pull(flat: torch.Tensor) -> None:
-    with Depot("127.0.0.1", mbytes_per_s=20) as depot:
+    with BlobServer("127.0.0.1", mbytes_per_s=20) as depot:
         url = depot.url_of(depot.put(flat))
         pulls = [pull_of(flat, depot, [url]) for _ in range(2)]
         threads = [threading.Thread(target=pull.run) for pull in pulls]
@@ -279,7 +289,7 @@ def test_a_port_that_is_taken_is_named_with_the_settings() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(TransferError, match=rf"weight_sync.http_port = {port}: cannot listen there.*0: any"):
-            Depot("127.0.0.1", port).start()
+            BlobServer("127.0.0.1", port).start()
 
 
 def test_a_depot_is_shared_until_its_last_holder_leaves(flat: torch.Tensor) -> None:

@@ -19,14 +19,14 @@ import torch
 import uvicorn
 
 from tests.kit.ports import free_port
-from weight_sync.cancellation import on_thread
+from weight_sync.server.cancellation import on_thread
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import offers
 from weight_sync.transports.http.chunks import ChunkList, digest_of
 from weight_sync.transports.http.offers import Offer
-from weight_sync.transports.http.peer import serve_chunks
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.share import Record, SharedStaging, record_of
+from weight_sync.transports.http.receiver import Record, SharedStaging, record_of
+from weight_sync.vllm.chunk_route import serve_chunks
 
 KEY = "0123456789abcdef"
 SECRET = "s3cret"

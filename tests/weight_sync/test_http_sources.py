@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_sync.transports.http import pull as pull_module
-from weight_sync.transports.http import sources as rules
+from weight_sync.transports.http import pull_sources as rules
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.pull import Pull, World
-from weight_sync.transports.http.sources import Attempt, Source, Sources
+from weight_sync.transports.http.pull_sources import Attempt, PullSource, Sources
 from weight_sync.transports.http.wire import GoneError, Wire
 
 CHUNK = 200_000
@@ -28,7 +28,7 @@ CHUNKS = ChunkList.of(FLAT, CHUNK)
 LOOK_S = 0.25
 
 
-def fails(sources: Sources, now: float, error: Exception | None = None, brought: int = 0) -> tuple[Source, float]:
+def fails(sources: Sources, now: float, error: Exception | None = None, brought: int = 0) -> tuple[PullSource, float]:
     """One attempt that ends at once. Whom it asked, and the pause behind it."""
     attempt = sources.begin(now)
     if brought:
@@ -36,7 +36,7 @@ def fails(sources: Sources, now: float, error: Exception | None = None, brought:
     return attempt.source, sources.failed(attempt, error or OSError("x"), now)
 
 
-def silent(sources: Sources, now: float) -> tuple[Source, float]:
+def silent(sources: Sources, now: float) -> tuple[PullSource, float]:
     """An attempt that brings nothing until it is ended. Whom it asked, and after how many seconds."""
     attempt = sources.begin(now)
     seconds = 0.0
@@ -127,7 +127,7 @@ def test_a_closed_port_counts_from_its_first_refusal_and_not_while_others_bring_
     fails(sources, 5, ConnectionRefusedError())
     fails(sources, 15, ConnectionRefusedError())
     assert sources.gone_s(25) == 20
-    sources.done(Attempt(Source("peer"), 0, 0, 0), 20)
+    sources.done(Attempt(PullSource("peer"), 0, 0, 0), 20)
     assert sources.gone_s(25) == 5
     fails(sources, 26, OSError("reset"))
     assert sources.gone_s(60) == 0

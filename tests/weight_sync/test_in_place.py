@@ -15,11 +15,11 @@ from aiohttp import web
 
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.sync import FakeTransport, Rig, against, control_calls, nothing, snapshot
-from weight_sync.pause import Pause
-from weight_sync.server_control import ControlError, ServerControl
-from weight_sync.server_sync import ServerSync
-from weight_sync.snapshot import Snapshot
+from weight_sync.fleet.server_publication import ServerSync
+from weight_sync.server.control import ControlError, ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
+from weight_sync.weights.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("quick")
 

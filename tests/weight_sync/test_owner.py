@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.weight_sync.test_vllm_middleware import serving as middleware
 from weight_sync.fleet.whose import of_another_run, what_became
-from weight_sync.server_answers import EngineState
-from weight_sync.server_control import ControlError, ServerControl
+from weight_sync.server.answers import EngineState
+from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.vllm import owner
 from weight_sync.vllm.owner import SILENT_S, Owner
 

@@ -118,10 +118,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
     from transformers import Qwen3Config
 
-    from weight_sync.vllm import prefix_salt
+    from weight_sync.vllm.engine import engine_core
 
-    prefix_salt.install()
-    prefix_salt.install()
+    engine_core.install_prefix_salt()
+    engine_core.install_prefix_salt()
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen3Config(vocab_size=128, num_key_value_heads=1, head_dim=32, max_position_embeddings=256, **sizes)
     config.architectures = ["Qwen3ForCausalLM"]

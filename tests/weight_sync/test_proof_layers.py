@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from weight_sync.vllm import proof_layers
-from weight_sync.vllm.proof_layers import ModelReading, compare, fingerprint, held
+from weight_sync.vllm.engine import fingerprints
+from weight_sync.vllm.engine.fingerprints import ModelReading, compare, fingerprint, held
 from weight_sync.vllm.torch_packing import PackingError, TorchLinear, can_pack
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -141,13 +141,13 @@ def test_live_layers_are_read_on_a_thread() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
 def test_the_fingerprint_on_a_device_sees_every_change(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof_layers, "CHUNK", 100)
+    monkeypatch.setattr(fingerprints, "CHUNK", 100)
     torch.manual_seed(0)
     one = (torch.randn(40, 9) * 100).to(dtype)
     exchanged, changed = one.clone(), one.clone()
     exchanged[[3, 20]] = exchanged[[20, 3]]
     changed[11, 4] += 1
-    prints = [proof_layers._bits_on_device(of) for of in (one, one.clone(), exchanged, changed)]
+    prints = [fingerprints._bits_on_device(of) for of in (one, one.clone(), exchanged, changed)]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
 

@@ -16,9 +16,9 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from weight_sync.vllm import proof_products
-from weight_sync.vllm.proof_layers import Held, ModelReading, cannot_be_read, compare, held
-from weight_sync.vllm.proof_products import HALF, of_weight, vectors, watching
+from weight_sync.vllm.engine import layer_proof
+from weight_sync.vllm.engine.fingerprints import ModelFingerprints, ModelReading, cannot_be_read, compare, held
+from weight_sync.vllm.engine.layer_proof import HALF, of_weight, vectors, watching
 from weight_sync.vllm.torch_packing import can_pack
 
 ROWS, COLUMNS = 96, 64
@@ -100,11 +100,11 @@ class Model(nn.Module):
     def load(self) -> None:
         with watching([("up", self.up, self.up)]) as watched:
             pack(self.up, weight(self.up.params_dtype))
-        self.proven = Held(products=watched.products)
+        self.proven = ModelFingerprints(products=watched.products)
 
     @property
     def wrong(self) -> list[str]:
-        return proof_products.probe(self, self.proven).wrong
+        return layer_proof.probe_products(self, self.proven).wrong
 
 
 @pytest.mark.parametrize(("by", "dtype"), HANDLES, indirect=["by"])
@@ -112,7 +112,7 @@ def test_a_layer_behind_a_handle_is_probed_and_what_is_right_passes(by: str, dty
     model = Model(dtype)
     assert cannot_be_read(model.up)
     assert held(model).unread == ["up.packed0"]
-    reading = ModelReading(model, model.proven, proof_products.probe(model, model.proven))
+    reading = ModelReading(model, model.proven, layer_proof.probe_products(model, model.proven))
     reading.start()
     reading.join(10)
     assert reading.result() == {"checked": 1, "wrong": [], "unread": []}
@@ -190,7 +190,7 @@ def test_f2_an_element_that_is_off_by_less_than_rounding_is_found_when_its_colum
     pack(model.up, changed)
     found = []
     for number in range(COLUMNS // HALF):
-        model.proven = Held(products={"up": of_weight(weight(torch.bfloat16), number)})
+        model.proven = ModelFingerprints(products={"up": of_weight(weight(torch.bfloat16), number)})
         found.append(len(model.wrong))
     assert found == [1] + [0] * (COLUMNS // HALF - 1)
 
@@ -228,7 +228,7 @@ def test_f2_a_quantised_layer_is_probed_within_what_it_rounds() -> None:
     model.up.quant_method.lost = True
     with watching([("up", model.up, model.up)]) as watched:
         pack(model.up, weight(torch.bfloat16, seed=3))
-    model.proven = Held(products=watched.products)
+    model.proven = ModelFingerprints(products=watched.products)
     assert len(model.wrong) == 1
 
 
@@ -236,11 +236,11 @@ def test_after_a_load_in_place_a_layer_is_wrong_only_if_it_was_right_before() ->
     """How a quantised layer rounds is an estimate: one that always rounds more is left to the log-probs."""
     model, known = Model(torch.float32), set[str]()
     right, wrong = weight(torch.float32), weight(torch.float32, seed=9)
-    model.proven = Held(products=model.proven.products, known=known)
+    model.proven = ModelFingerprints(products=model.proven.products, known=known)
     seen = []
     for held_now in (wrong, right, wrong):
         pack(model.up, held_now)
-        found = proof_products.probe(model, model.proven)
+        found = layer_proof.probe_products(model, model.proven)
         seen.append((found.checked, len(found.wrong), found.unread))
     assert seen == [(0, 0, ["up"]), (1, 0, []), (1, 1, [])]
 
@@ -248,7 +248,7 @@ def test_after_a_load_in_place_a_layer_is_wrong_only_if_it_was_right_before() ->
 def test_a_layer_that_cannot_be_multiplied_is_named_as_unread() -> None:
     model = Model(torch.float32)
     model.up.cpu_linear = lambda *_: torch.zeros(3)
-    found = proof_products.probe(model, model.proven)
+    found = layer_proof.probe_products(model, model.proven)
     assert (found.checked, found.wrong, found.unread) == (0, [], ["up"])
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_sync.proof.probe import LENGTH, probe_token_ids, rounds
-from weight_sync.proof.rule import LEARNT, REMEMBERED, ROUNDING, UNUSUAL, Evidence, Floats, Usual, judge
+from weight_sync.server.proof_rule import LEARNT, REMEMBERED, ROUNDING, UNUSUAL, Baseline, Evidence, Floats, judge
 
 PROBES = 63
 SEEDS = st.integers(0, 2**32 - 1)
@@ -21,8 +21,8 @@ def floats(rng: np.random.Generator, scale: float) -> Floats:
     return rng.normal(0.0, scale, PROBES).astype(np.float32)
 
 
-def usual_of(dtype: str, tolerance: float, noise: float) -> Usual:
-    usual = Usual(dtype, tolerance)
+def usual_of(dtype: str, tolerance: float, noise: float) -> Baseline:
+    usual = Baseline(dtype, tolerance)
     for _ in range(LEARNT):
         usual.learn(noise * 0.67)  # the median of |x| is 0.67 standard deviations
     return usual
@@ -33,7 +33,7 @@ def usual_of(dtype: str, tolerance: float, noise: float) -> Usual:
 def test_rounding_is_no_fault(dtype: str, noise: float, tolerance: float, seed: int, step: float, scale: float) -> None:
     """Over many publications, whatever a step moves, and even if the noise is not the same from time to time."""
     rng = np.random.default_rng(seed)
-    usual = Usual(dtype, tolerance)
+    usual = Baseline(dtype, tolerance)
     held = floats(rng, 3.0)
     for _ in range(REMEMBERED + 4):
         learner = held + floats(rng, 10.0**step)
@@ -53,7 +53,7 @@ def test_f2_a_swap_that_was_left_out_is_found_at_any_learning_rate(
     rng = np.random.default_rng(seed)
     before = floats(rng, 3.0)
     learner = before + floats(rng, noise) + floats(rng, 10.0**step)
-    for usual in (Usual(dtype, tolerance), usual_of(dtype, tolerance, noise)):
+    for usual in (Baseline(dtype, tolerance), usual_of(dtype, tolerance, noise)):
         judgement = judge(Evidence(learner, before, before, CHANGED), tolerance, usual)
         assert judgement.fault is not None
         assert judgement.told_apart
@@ -76,14 +76,14 @@ def test_a_difference_beyond_the_tolerance_is_named_with_both_figures() -> None:
     learner = np.full(PROBES, -1.0, dtype=np.float32)
     served = learner.copy()
     served[5] = -1.5
-    judgement = judge(Evidence(learner, served), 0.4, Usual("bfloat16", 0.4))
+    judgement = judge(Evidence(learner, served), 0.4, Baseline("bfloat16", 0.4))
     assert judgement.max_abs_diff == 0.5
     assert judgement.fault == "its log-probs of the probe differ by 0.5 from the learner's, more than 0.4"
 
 
 @pytest.mark.parametrize("served", [np.array([np.nan] * PROBES, dtype=np.float32), np.zeros(3, dtype=np.float32)])
 def test_log_probs_that_are_missing_or_not_finite_are_a_fault(served: Floats) -> None:
-    judgement = judge(Evidence(np.zeros(PROBES, dtype=np.float32), served), 10.0, Usual("float32", 10.0))
+    judgement = judge(Evidence(np.zeros(PROBES, dtype=np.float32), served), 10.0, Baseline("float32", 10.0))
     assert judgement.fault is not None
     assert judgement.max_abs_diff == float("inf")
 
@@ -91,7 +91,7 @@ def test_log_probs_that_are_missing_or_not_finite_are_a_fault(served: Floats) ->
 def test_what_is_unusual_for_a_server_is_a_fault_within_the_tolerance() -> None:
     learner = np.zeros(PROBES, dtype=np.float32)
     served = learner + np.float32(UNUSUAL * 1.1e-6)
-    assert judge(Evidence(learner, served), 1e-3, Usual("float32", 1e-3)).fault is None  # not learnt yet
+    assert judge(Evidence(learner, served), 1e-3, Baseline("float32", 1e-3)).fault is None  # not learnt yet
     fault = judge(Evidence(learner, served), 1e-3, usual_of("float32", 1e-3, ROUNDING["float32"])).fault
     assert fault is not None
     assert "usual" in fault

@@ -21,17 +21,18 @@ from protocol.client import QueueClient, QueueError
 from protocol.config import ModelSection, RunConfig, WeightSyncSection
 from protocol.messages import BeginSession, Server, ServerState
 from rollout_queue.api.app import create_app
+from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.records import ServerRecord
-from rollout_queue.ledger.servers import Fleet
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
-from weight_sync import cancellation, publisher, server_control, server_sync
-from weight_sync.fleet import decisions, fleet, kept_running, member, under_way
+from weight_sync import publisher
+from weight_sync.fleet import decisions, fleet, kept_running, member, server_publication, under_way
 from weight_sync.publisher import Publisher, PublishError
-from weight_sync.snapshot import Snapshot
+from weight_sync.server import cancellation, control
+from weight_sync.weights.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         monkeypatch.setattr(module, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(kept_running, "QUEUE_PAUSE_S", 0.05)
     monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
-    monkeypatch.setattr(server_control, "RESUME_PAUSE_S", 0.01)
+    monkeypatch.setattr(control, "RESUME_PAUSE_S", 0.01)
     monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
     world = World(asyncio.new_event_loop())
     thread = threading.Thread(target=world.loop.run_forever, daemon=True)
@@ -577,14 +578,14 @@ def test_f16_a_server_that_restarted_is_caught_up_without_a_new_version(world: W
 
 def broken_for(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look whether a server is up fails in a way that nobody foresaw."""
-    left, look = [RuntimeError("a bug")] * times, server_control.ServerControl.state
+    left, look = [RuntimeError("a bug")] * times, control.ServerControl.state
 
-    async def state(self: server_control.ServerControl) -> server_control.EngineState:
+    async def state(self: control.ServerControl) -> control.EngineState:
         if left:
             raise left.pop()
         return await look(self)
 
-    monkeypatch.setattr(server_control.ServerControl, "state", state)
+    monkeypatch.setattr(control.ServerControl, "state", state)
 
 
 def test_hole_8_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
@@ -708,14 +709,14 @@ def test_leaving_in_the_moment_in_which_a_publication_fails_is_not_forgotten(
 ) -> None:
     began = threading.Event()
 
-    async def publish(sync: server_sync.ServerSync, snapshot: Snapshot) -> None:
+    async def publish(sync: server_publication.ServerSync, snapshot: Snapshot) -> None:
         began.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            raise server_control.ControlError("no answer within 60 s") from None
+            raise control.ControlError("no answer within 60 s") from None
 
-    monkeypatch.setattr(server_sync.ServerSync, "publish", publish)
+    monkeypatch.setattr(server_publication.ServerSync, "publish", publish)
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         assert began.wait(5)

@@ -13,9 +13,9 @@ import torch
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from weight_sync.proof.probe import Probe, probe_token_ids
-from weight_sync.proof.server_proof import ProofFailed, ServerProof
-from weight_sync.server_control import ControlError, ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ControlError, ServerControl
+from weight_sync.server.proof import ProofFailed, ServerProof
+from weight_sync.weights.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -13,13 +13,13 @@ import pytest
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.sync import Rig, against, control_calls, nothing, snapshot
-from weight_sync import cancellation
-from weight_sync.proof.server_proof import ProofFailed
-from weight_sync.server_control import ControlError, ServerControl
-from weight_sync.server_sync import ServerSync
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports import build
+from weight_sync.fleet.server_publication import ServerSync
+from weight_sync.server import cancellation
+from weight_sync.server.control import ControlError, ServerControl
+from weight_sync.server.proof import ProofFailed
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.registry import build_transport
+from weight_sync.weights.snapshot import Snapshot
 
 FIRST_SWAP = ["/start_weight_update", "/update_weights", "/slipstream/staged", "/slipstream/swap"]
 
@@ -191,7 +191,7 @@ async def test_f26_a_connection_that_cannot_be_made_is_an_error() -> None:
     section = WeightSyncSection(host="192.0.2.1")
     async with serving(FakeVllm()) as url, ServerControl(url, 1) as control:
         with pytest.raises(TransferError, match=r"weight_sync\.host"):
-            await ServerSync(control, lambda: build(section), 1e-3).publish(snapshot(1))
+            await ServerSync(control, lambda: build_transport(section), 1e-3).publish(snapshot(1))
 
 
 async def test_other_weights_than_were_sent_are_an_error_of_the_probe() -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from weight_sync.vllm import shadow, torch_packing
-from weight_sync.vllm.proof_layers import compare, held
+from weight_sync.vllm import torch_packing
+from weight_sync.vllm.engine import shadow
+from weight_sync.vllm.engine.fingerprints import compare, held
 from weight_sync.vllm.torch_packing import PackingError, TorchLinear
 
 ROWS, COLUMNS = 96, 64

@@ -17,14 +17,14 @@ from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import control_calls, probe
 from tests.weight_sync.gpu_receivers import IpcReceiverEnd, NcclReceiverEnd, NcclStagedReceiver
 from tests.weight_sync.receivers import GlooReceiverEnd, HttpReceiverEnd, Receiver
-from weight_sync import cancellation
-from weight_sync.pause import Pause
-from weight_sync.server_control import ControlError, ServerControl
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports import TRANSPORTS, build
+from weight_sync.server import cancellation
+from weight_sync.server.control import ControlError, ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError, Transport
 from weight_sync.transports.ipc import handles
 from weight_sync.transports.nccl import streams
+from weight_sync.transports.registry import TRANSPORTS, build_transport
+from weight_sync.weights.snapshot import Snapshot
 
 RECEIVERS: dict[str, type[Receiver]] = {
     "gloo": GlooReceiverEnd,
@@ -50,7 +50,7 @@ class Rig:
     async def connected(self) -> Transport:
         if not self.receiver.runs_here:
             pytest.skip(f"what receives by {self.section.transport} does not run here")
-        transport = build(self.section)
+        transport = build_transport(self.section)
         await transport.connect(self.control, 1)
         return transport
 
@@ -156,7 +156,7 @@ async def test_f4_workers_that_never_come_are_an_error_in_time(name: str) -> Non
         if not r.receiver.meets:
             pytest.skip(f"nobody meets with {name}: the workers open what the learner names")
         r.fake.engine.hooks.clear()
-        transport = build(r.section)
+        transport = build_transport(r.section)
         began = time.monotonic()
         with pytest.raises((TransferError, ControlError)):
             await transport.connect(r.control, 1)
@@ -186,7 +186,7 @@ async def test_a_cancellation_does_not_wait_for_a_transfer_that_hangs(
 async def test_to_publish_before_connecting_is_an_error_that_asks_nothing_of_the_server(name: str) -> None:
     async with rig(name) as r:
         with pytest.raises(TransferError, match="not connected"):
-            await r.publish(build(r.section), snapshot(1))
+            await r.publish(build_transport(r.section), snapshot(1))
         assert r.fake.calls == []
 
 
@@ -202,7 +202,7 @@ async def test_to_publish_after_closing_is_an_error_that_asks_nothing_of_the_ser
 
 async def test_closing_twice_never_raises(name: str) -> None:
     async with rig(name) as r:
-        for transport in (build(r.section), await r.connected()):
+        for transport in (build_transport(r.section), await r.connected()):
             await transport.close()
             await transport.close()
 

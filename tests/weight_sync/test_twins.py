@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from weight_sync.vllm.twins import twins_of
+from weight_sync.vllm.engine.shadow_modules import twins_of
 
 
 class Layer(torch.nn.Module):

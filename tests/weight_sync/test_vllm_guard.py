@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from deploy import vllm_server
-from protocol import tokens
+from deploy.servers import vllm_server
+from protocol import access
 from protocol.config import ConfigError
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.errors import ServerUnfit
+from rollout_worker.inference.failures import ServerUnfit
 from rollout_worker.inference.wire import GenerateRequest, sampling_params
 from tests.kit import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
@@ -88,12 +88,12 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("role", tokens.ROLES)
+@pytest.mark.parametrize("role", access.ROLES)
 def test_p2_i8_a_role_s_token_opens_its_routes_alone(
-    path: str, role: tokens.Role, monkeypatch: pytest.MonkeyPatch
+    path: str, role: access.Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
-    held = tokens.derived("secret", role)
+    held = access.derive_token("secret", role)
     start, body = ask(path, f"Bearer {held}")
     needed = ROUTES[path].split()
     assert start["status"] == (200 if role in needed else 403)
@@ -105,14 +105,14 @@ def test_p2_i8_a_role_s_token_opens_its_routes_alone(
 def test_i8_a_root_path_opens_no_other_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with vLLM's --root-path /v1, which the router takes away before it looks."""
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
-    held = tokens.derived("secret", "worker")
+    held = access.derive_token("secret", "worker")
     assert ask("/v1/pause", f"Bearer {held}", root="/v1")[0]["status"] == 403
     assert ask("/v1/health", root="/v1")[0]["status"] == 200
 
 
 def test_i8_a_server_that_has_a_role_s_token_only_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_TOKEN", tokens.derived("secret", "worker"))
-    with pytest.raises(tokens.TokenError, match="needs the run's secret"):
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", access.derive_token("secret", "worker"))
+    with pytest.raises(access.TokenError, match="needs the run's secret"):
         RequireToken(served)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs the run's secret"):
         vllm_server.run(config(), 0)

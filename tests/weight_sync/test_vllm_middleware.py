@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from weight_sync.server_facts import ServerFacts
+from weight_sync.fleet.eligibility import ServerFacts
 from weight_sync.vllm import heartbeat, lease
-from weight_sync.vllm.condition import Condition, condition_of
+from weight_sync.vllm.engine_state import EngineStatus, condition_of
 from weight_sync.vllm.middleware import Slipstream
 
 READY = {"stage": "ready", "error": None, "seconds": {"receiving": 1.0}}
@@ -74,7 +74,7 @@ class Engine:
 
 class Server(httpx.AsyncClient):
     engine: Engine
-    condition: Condition
+    condition: EngineStatus
     generating: asyncio.Event
 
 
@@ -154,7 +154,7 @@ async def test_f5_an_engine_that_hangs_is_not_alive_though_the_server_answers(mo
 async def test_f5_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ASK_EVERY_S": 0.01, "ANSWER_WITHIN_S": 0.01, "QUESTIONS": 3}.items():
         monkeypatch.setattr(heartbeat, name, value)
-    monkeypatch.setattr("weight_sync.vllm.condition.TELL_S", 0.01)
+    monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
     async with serving() as server:
         server.engine.hangs = True
         generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
@@ -294,7 +294,7 @@ async def test_a_swap_of_what_is_not_ready_is_refused_and_the_server_goes_on() -
 async def test_p7_i6_a_swap_that_fails_half_way_answers_503_to_all_at_once_and_ends_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weight_sync.vllm.condition.TELL_S", 0.05)
+    monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.05)
     async with serving() as server:
         generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
         await server.generating.wait()
@@ -336,7 +336,7 @@ async def test_i6_a_lease_that_is_renewed_holds() -> None:
 
 async def test_p7_a_model_left_half_loaded_never_generates_and_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease.grant, "__defaults__", (0.1,))
-    monkeypatch.setattr("weight_sync.vllm.condition.TELL_S", 0.01)
+    monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
     async with serving() as server:
         server.engine.vllm_config.weight_transfer_config.backend = "in place"
         await server.post("/pause", headers=OURS)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weight_sync.transports import TRANSPORTS, backend
+from weight_sync.transports.registry import TRANSPORTS, backend
 from weight_sync.vllm.plugin import register
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_the_learners_end_loads_no_vllm(name: str) -> None:
     code = (
         "import sys\n"
         "from protocol.config import WeightSyncSection\n"
-        "from weight_sync.transports import build\n"
+        "from weight_sync.transports.registry import build\n"
         f"build(WeightSyncSection(transport={name!r}))\n"
         "sys.exit('vllm is loaded' if 'vllm' in sys.modules else 0)"
     )

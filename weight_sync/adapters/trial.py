@@ -9,11 +9,11 @@ import asyncio
 import logging
 
 from protocol.config import RunConfig
-from weight_sync.adapters.publication import have_loaded
-from weight_sync.cancellation import on_thread
-from weight_sync.server_control import ControlError, ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.fleet.adapter_publication import have_loaded
+from weight_sync.server.cancellation import on_thread
+from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.transports.base import TransferError
+from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

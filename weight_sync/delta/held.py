@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from weight_sync.delta.book import Book, Way
-from weight_sync.snapshot import Snapshot
+from weight_sync.weights.delta_base import DeltaHistory, DeltaPath
+from weight_sync.weights.snapshot import Snapshot
 
 
 class Held:
@@ -19,7 +19,7 @@ class Held:
         self._base: tuple[str, str] | None = None
         self._since_full = 0
 
-    def way(self, book: Book, snapshot: Snapshot) -> tuple[Way, str] | None:
+    def way(self, book: DeltaHistory, snapshot: Snapshot) -> tuple[DeltaPath, str] | None:
         """A delta to `snapshot`, and the root of what it is to be laid on; None where everything is to be sent.
 
         Blocks, see `Book.way`. Nothing is held any more until `arrived`: what broke off half-way holds nothing.
@@ -40,10 +40,10 @@ class SharedBook:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._book = Book()
+        self._book = DeltaHistory()
         self._holders = 0
 
-    def take(self) -> Book:
+    def take(self) -> DeltaHistory:
         with self._lock:
             self._holders += 1
             return self._book
@@ -53,4 +53,4 @@ class SharedBook:
         with self._lock:
             self._holders -= 1
             if not self._holders:
-                self._book = Book()
+                self._book = DeltaHistory()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from weight_sync.fleet.eligibility import Wanted
 from weight_sync.fleet.suitability import Suitability
 from weight_sync.fleet.whose import of_another_run
-from weight_sync.server_answers import EngineState
-from weight_sync.server_control import ServerControl
-from weight_sync.server_facts import Wanted
+from weight_sync.server.answers import EngineState
+from weight_sync.server.control import ServerControl
 
 
 class Barred:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from protocol.messages import ServerState
 
 RETRY_PAUSE_S = 2.0
+
 LONGEST_PAUSE_S = 60.0
+
 # A server that is a version behind is not stale while it may only be a moment slower than the one that is ahead.
 LEAST_GRACE_S = 0.2
 

@@ -15,25 +15,27 @@ from types import TracebackType
 from typing import Self
 
 from protocol import reasons
-from protocol.client import QueueClient, QueueError, Refused
+from protocol.client import QueueClient, QueueError, QueueRefused
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from weight_sync.fleet.decisions import Behind, Standing, behind
+from weight_sync.fleet.eligibility import Wanted
 from weight_sync.fleet.kept_running import kept_running
 from weight_sync.fleet.member import Member
 from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.server_control import ServerControl
-from weight_sync.server_facts import Wanted
-from weight_sync.server_sync import ServerSync
+from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
 # How often the registry is read, for servers that join, leave or register anew.
 READ_EVERY_S = 1.0
+
 # How long a server waits for room that others take up with an older version, and how long they have to give it free.
 HELD_S = 1.0
+
 LET_GO_S = 5.0
 
 
@@ -244,7 +246,7 @@ class Fleet:
             if found.too_far and now - member.behind_since >= found.grace_s:
                 doing = f"; it waits for {member.waits_for}" if member.waits_for else ""
                 reason = f"{found.versions} versions behind, unlike {found.ahead}{doing}"
-                with suppress(Refused):
+                with suppress(QueueRefused):
                     await member.at_queue.tell(ServerState.STALE, None, reason)
 
     def _make_room(self) -> None:
@@ -266,7 +268,7 @@ class Fleet:
         return 0.1 if any(member.behind_since is not None for member in self.members.values()) else READ_EVERY_S
 
     def _is_troubled(self, error: QueueError) -> None:
-        if isinstance(error, Refused) and error.reason == reasons.SESSION_SUPERSEDED:
+        if isinstance(error, QueueRefused) and error.reason == reasons.SESSION_SUPERSEDED:
             self._on_failure(error)
         if self.trouble is None:
             logger.warning("the servers cannot be brought up to date: %s", error)

@@ -14,23 +14,24 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from protocol.client import Refused
+from protocol.client import QueueRefused
 from protocol.messages import Server, ServerState
-from weight_sync.cancellation import to_its_end
-from weight_sync.fleet.at_queue import AtQueue, Put, way_to
 from weight_sync.fleet.barred import Barred
 from weight_sync.fleet.decisions import Standing, retry_pause_s
+from weight_sync.fleet.eligibility import Wanted
 from weight_sync.fleet.others import Others
 from weight_sync.fleet.persons_pause import PersonsPause
 from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.queue_status import Put, QueueReporter, way_to
+from weight_sync.fleet.server_publication import PUBLISH_ERRORS, ServerSync
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.fleet.under_way import LOOK_EVERY_S, UnderWay
 from weight_sync.fleet.whose import what_became
-from weight_sync.proof.server_proof import ProofFailed
-from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, EngineState
-from weight_sync.server_facts import Wanted
-from weight_sync.server_sync import PUBLISH_ERRORS, ServerSync
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.answers import EngineState
+from weight_sync.server.cancellation import shielded
+from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError
+from weight_sync.server.proof import ProofFailed
+from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Member:
         timeout_s: float,
         wanted: Wanted,
     ) -> None:
-        self.at_queue = AtQueue(server, put)
+        self.at_queue = QueueReporter(server, put)
         self.version: int | None = None
         self.waits_for: str | None = None
         self.not_up: str | None = None
@@ -233,13 +234,13 @@ class Member:
             await self._holds(snapshot, ServerFigures.of(outcome, took_s, self.at_queue.transport))
         except (*PUBLISH_ERRORS, TimeoutError) as error:
             await self._failed(snapshot, state, error)
-        except Refused as refusal:
+        except QueueRefused as refusal:
             # It registered again or was taken out in between: the registry, which is read soon, tells.
             self._is_new_process()
             self._note_failure(snapshot, f"{self.name}: {refusal}")
         except asyncio.CancelledError:
             if self._sync.left_paused:
-                await to_its_end(self.at_queue.leave_quarantined(snapshot.version))
+                await shielded(self.at_queue.leave_quarantined(snapshot.version))
             task = asyncio.current_task()
             if not self.under_way.given_up or (task is not None and task.cancelling()):
                 raise

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from protocol.client import Refused
+from protocol.client import QueueRefused
 from protocol.messages import PAUSED_BY_PERSON, ServerState
-from weight_sync.fleet.at_queue import AtQueue
-from weight_sync.server_control import EngineState
+from weight_sync.fleet.queue_status import QueueReporter
+from weight_sync.server.answers import EngineState
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _S = ServerState
 class PersonsPause:
     """`stands`: whether one did at the last look."""
 
-    def __init__(self, at_queue: AtQueue) -> None:
+    def __init__(self, at_queue: QueueReporter) -> None:
         self.stands = False
         self._at_queue = at_queue
 
@@ -44,7 +44,7 @@ class PersonsPause:
 
     async def ended(self, version: int) -> None:
         """Back into service with `version`, which is proven there: a pause changes no weights (I5)."""
-        with suppress(Refused):
+        with suppress(QueueRefused):
             await self._at_queue.tell(_S.SYNCING)
             await self._at_queue.tell(_S.SERVING, version)
             logger.info("%s serves again: its pause was ended", self._at_queue.server.name)

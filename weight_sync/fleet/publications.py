@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weight_sync.server_sync import Outcome
+from weight_sync.fleet.server_publication import Outcome
 from weight_sync.transports.base import Sent
 
 # Of publications that counted, the newest ones, to which slower servers are still added.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from weight_sync.server_control import LOOK_TIMEOUT_S, ControlError, ServerControl
-from weight_sync.server_facts import Wanted, judge, told
+from weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge
+from weight_sync.server.control import LOOK_TIMEOUT_S, ControlError, ServerControl
 
 
 class Suitability:
@@ -29,5 +29,5 @@ class Suitability:
         except (ControlError, TimeoutError) as error:
             why = str(error) or f"{url}/slipstream/facts: no answer within {LOOK_TIMEOUT_S:g} s"
             return f"it does not say with which flags it was started ({why}); start it with: slipstream vllm run.toml"
-        self._boot, self._fault = boot, f"{url}: {told(faults)}" if faults else None
+        self._boot, self._fault = boot, f"{url}: {describe_mismatches(faults)}" if faults else None
         return self._fault

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from weight_sync.server_control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
-from weight_sync.server_sync import Outcome
+from weight_sync.fleet.server_publication import Outcome
+from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
 
 # A server that is up to date is looked at so often, to notice that it restarted; others as often at first.
 LOOK_EVERY_S = 2.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from protocol.labels import parse
-from weight_sync.server_answers import EngineState, serves_another_run
+from protocol.versions import parse
+from weight_sync.server.answers import EngineState, serves_another_run
 
 
 def of_another_run(url: str, state: EngineState, run_id: str) -> str | None:

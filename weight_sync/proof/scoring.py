@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from weight_sync.proof.rule import Floats
-from weight_sync.server_control import ControlError
+from weight_sync.server.control import ControlError
+from weight_sync.server.proof_rule import Floats
 
 logger = logging.getLogger(__name__)
 

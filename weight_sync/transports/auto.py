@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 
 from protocol.config import WeightSyncSection
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
-from weight_sync.transports import SEND_DELTAS, build, of_backend
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent, TransferError, Transport
+from weight_sync.transports.registry import SEND_DELTAS, build_transport, of_backend
+from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class AutoTransport:
                 f"{server.url}: its weight transfer is {found or 'off'}, which Slipstream does not know; start it with "
                 f"slipstream vllm run.toml"
             )
-        chosen = build(self._section.model_copy(update={"transport": name}))
+        chosen = build_transport(self._section.model_copy(update={"transport": name}))
         if not chosen.stages:
             raise TransferError(
                 f"{server.url} loads weights under the pause ({name}), which is not chosen by itself: set "

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from weight_sync.delta.book import Way
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
+from weight_sync.weights.delta_base import DeltaPath
+from weight_sync.weights.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sent:
     share_changed: float | None = None
 
     @classmethod
-    def of(cls, snapshot: Snapshot, way: Way | None = None) -> Sent:
+    def of(cls, snapshot: Snapshot, way: DeltaPath | None = None) -> Sent:
         """Everything, or by `way` alone."""
         whole = snapshot.manifest.total_bytes()
         return cls(whole, whole) if way is None else cls(way.total_bytes, whole, way.share)

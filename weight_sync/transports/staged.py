@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from protocol.config import WeightSyncSection
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent, TransferError
+from weight_sync.weights.snapshot import Snapshot
 
 
 class StagedTransport(ABC):

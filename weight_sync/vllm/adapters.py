@@ -27,16 +27,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protocol.adapter_names import HEADER
 from weight_sync.vllm import owner
 from weight_sync.vllm.adapter_score import layers, score
-from weight_sync.vllm.adapter_shelf import Shelf
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
-from weight_sync.vllm.condition import condition_of
+from weight_sync.vllm.engine_state import condition_of
+from weight_sync.vllm.loaded_adapters import LoadedAdapters
 from weight_sync.vllm.middleware import body_of, bytes_of, problem
 from weight_sync.vllm.route import RouteError
 
 logger = logging.getLogger(__name__)
 
 ROOT = "/slipstream/adapters"
+
 GENERATE = "/inference/v1/generate"
+
 # Routes that change the weights under all adapters.
 OF_THE_BASE = frozenset({"/slipstream/swap", "/start_weight_update"})
 
@@ -46,7 +48,7 @@ class Adapters:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._shelf: Shelf | None = None
+        self._shelf: LoadedAdapters | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
@@ -65,11 +67,11 @@ class Adapters:
         else:
             await self._app(scope, receive, send)
 
-    def _shelf_of(self, engine: Any, state: Any) -> Shelf:
+    def _shelf_of(self, engine: Any, state: Any) -> LoadedAdapters:
         if self._shelf is None:
             store = AdapterStore()
             atexit.register(store.remove)
-            self._shelf = Shelf(engine, state.openai_serving_models, store)
+            self._shelf = LoadedAdapters(engine, state.openai_serving_models, store)
         return self._shelf
 
     async def _generate(self, served: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +89,7 @@ class Adapters:
 
         await self._app(scope, receive, naming)
 
-    async def _answer(self, shelf: Shelf, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, shelf: LoadedAdapters, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             answer = await _answered(shelf, scope, receive)
         except (RouteError, StoreError) as error:
@@ -108,7 +110,7 @@ def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
     return None
 
 
-async def _answered(shelf: Shelf, scope: Scope, receive: Receive) -> dict[str, Any]:
+async def _answered(shelf: LoadedAdapters, scope: Scope, receive: Receive) -> dict[str, Any]:
     """Raises `RouteError`, `StoreError`."""
     name, _, verb = scope["path"].removeprefix(ROOT).removeprefix("/").partition("/")
     match scope["method"], bool(name), verb:

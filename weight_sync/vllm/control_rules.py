@@ -10,13 +10,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weight_sync.vllm import lease
-from weight_sync.vllm.condition import Condition
+from weight_sync.vllm.engine_state import EngineStatus
 from weight_sync.vllm.route import RouteError
 
 # How long a resume waits for a swap that is under way.
 SWAP_WITHIN_S = 5.0
 
-Rule = Callable[[Any, Condition, ASGIApp, Scope, Receive, Send], Awaitable[None]]
+Rule = Callable[[Any, EngineStatus, ASGIApp, Scope, Receive, Send], Awaitable[None]]
 
 
 async def _status_of(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> int:
@@ -37,7 +37,7 @@ def _owner(scope: Scope) -> str | None:
     return owner.decode("latin-1") if owner else None
 
 
-async def pause(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def pause(engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """With the header `slipstream-owner` a lease; without it a person's, which only a person ends."""
     owner = _owner(scope)
     if owner is not None:
@@ -47,7 +47,9 @@ async def pause(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, r
         condition.persons_pause = True
 
 
-async def resume(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def resume(
+    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
     owner = _owner(scope)
     if condition.swapped is not None:
         await _end_of_swap(condition.swapped)
@@ -70,7 +72,9 @@ async def resume(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, 
     await app(scope, receive, send)
 
 
-async def health(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def health(
+    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Within a swap it is not known whether the server goes on: that takes milliseconds."""
     if condition.swapped is not None:
         with suppress(TimeoutError):
@@ -96,7 +100,7 @@ async def _end_of_swap(swapped: asyncio.Event) -> None:
 
 def _stages(engine: Any) -> bool:
     """Whether this server's transport changes the model by our swap alone."""
-    from weight_sync.transports import TRANSPORTS, of_backend
+    from weight_sync.transports.registry import TRANSPORTS, of_backend
 
     transfer = engine.vllm_config.weight_transfer_config
     name = of_backend(transfer.backend) if transfer is not None else None
@@ -104,7 +108,7 @@ def _stages(engine: Any) -> bool:
 
 
 async def start_update(
-    engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """An in-place transport may touch the model from here on."""
     if not _stages(engine):
@@ -113,7 +117,7 @@ async def start_update(
 
 
 async def finish_update(
-    engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
     if _stages(engine):
         raise RouteError(409, "this transport stages: the weights go live by POST /slipstream/swap")
@@ -121,7 +125,7 @@ async def finish_update(
         condition.whole = True
 
 
-async def label(engine: Any, condition: Condition, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def label(engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     raise RouteError(409, "weights are labelled when they go live: by POST /slipstream/swap or /finish_weight_update")
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from weight_sync.vllm import prefix_salt
+from weight_sync.vllm.engine import engine_core
 
 BOOT = secrets.token_hex(6)
 """Of this process: another after each start of the engine."""
@@ -25,7 +25,7 @@ def install() -> None:
     EngineCore.slipstream_state = state
     EngineCore.slipstream_swap = swap
     EngineCore.slipstream_exchange = exchange
-    prefix_salt.install()
+    engine_core.install_prefix_salt()
 
 
 def state(core: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol import tokens
+from protocol import access
 from weight_sync.transports.http import ranges
 
 HEALTH = "/health"
@@ -21,10 +21,10 @@ _SAMPLING = ("/inference/", "/v1/")
 _CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
-def roles_for(path: str) -> tuple[tokens.Role, ...]:
+def roles_for(path: str) -> tuple[access.Role, ...]:
     """Whose token opens the route. What is not known changes the model, for all that is known, and is the learner's."""
     if path in _EVERYONES:
-        return tokens.ROLES
+        return access.ROLES
     if path in ("/tokenize", "/detokenize") or (path.startswith(_SAMPLING) and not path.startswith(_CHANGING)):
         return ("worker", "learner")
     return ("learner",)
@@ -40,8 +40,8 @@ class RequireToken:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        secret = tokens.given()
-        self._ring = tokens.Ring(secret) if secret else None
+        secret = access.given_token()
+        self._ring = access.AccessTokens(secret) if secret else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._ring is None or scope["type"] == "lifespan" or (path := route_of(scope)) == HEALTH:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from weight_sync.vllm.condition import Condition
+from weight_sync.vllm.engine_state import EngineStatus
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ ANSWER_WITHIN_S = 15.0
 QUESTIONS = 8
 
 
-async def watch(engine: Any, condition: Condition, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
+async def watch(engine: Any, condition: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
     """Break the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
 
     While a publication holds the pause its lease counts, not this. `ask(engine, timeout_s)`: None where no answer came.

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from typing import Any
 
-from weight_sync.vllm.condition import Condition, condition_of
+from weight_sync.vllm.engine_state import EngineStatus, condition_of
 from weight_sync.vllm.route import RouteError
 
 logger = logging.getLogger(__name__)
@@ -41,20 +41,20 @@ def grant(engine: Any, owner: str, seconds: float = FIRST_LEASE_S) -> None:
     _set(engine, condition, owner, seconds)
 
 
-def release(condition: Condition) -> None:
+def release(condition: EngineStatus) -> None:
     """The owner has ended its pause."""
     if condition.lease_ends is not None:
         condition.lease_ends.cancel()
     condition.lease_owner = condition.lease_ends = None
 
 
-def _set(engine: Any, condition: Condition, owner: str, seconds: float) -> None:
+def _set(engine: Any, condition: EngineStatus, owner: str, seconds: float) -> None:
     release(condition)
     condition.lease_owner = owner
     condition.lease_ends = asyncio.get_running_loop().call_later(seconds, _over, engine, condition)
 
 
-def _over(engine: Any, condition: Condition) -> None:
+def _over(engine: Any, condition: EngineStatus) -> None:
     owner = condition.lease_owner
     release(condition)
     if not condition.whole:
@@ -64,7 +64,7 @@ def _over(engine: Any, condition: Condition) -> None:
         condition.ending = asyncio.ensure_future(_resume(engine, condition, owner))
 
 
-async def _resume(engine: Any, condition: Condition, owner: str | None) -> None:
+async def _resume(engine: Any, condition: EngineStatus, owner: str | None) -> None:
     try:
         async with asyncio.timeout(RESUME_TIMEOUT_S):
             await engine.resume_generation()

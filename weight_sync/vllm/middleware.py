@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weight_sync.transports.http import ranges
-from weight_sync.transports.http.peer import serve_chunks
 from weight_sync.vllm import owner
-from weight_sync.vllm.condition import Condition, condition_of
+from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.vllm.control_rules import RULES
+from weight_sync.vllm.engine_state import EngineStatus, condition_of
 from weight_sync.vllm.heartbeat import how_it_died, watch
 from weight_sync.vllm.route import RouteError
 from weight_sync.vllm.routes import ROUTES
@@ -61,7 +61,9 @@ class Slipstream:
         else:
             await self._passed_on(engine, condition, scope, receive, send)
 
-    async def _passed_on(self, engine: Any, condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _passed_on(
+        self, engine: Any, condition: EngineStatus, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if condition.broken is not None:
             await _refuse(condition, scope, receive, send)
             return
@@ -74,7 +76,7 @@ class Slipstream:
         except RouteError as error:
             await problem(error.status, error.message)(scope, receive, send)
 
-    async def _while_whole(self, condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _while_whole(self, condition: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         begun = False
@@ -155,7 +157,7 @@ async def body_of(receive: Receive) -> dict[str, Any]:
     return body
 
 
-async def _refuse(condition: Condition, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(condition: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
     await problem(503, condition.broken or "")(scope, receive, send)
 
 

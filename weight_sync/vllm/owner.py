@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from protocol.labels import RUN_HEADER, RUN_ID
-from weight_sync.server_answers import serves_another_run
+from protocol.versions import RUN_HEADER, RUN_ID
+from weight_sync.server.answers import serves_another_run
 from weight_sync.transports.http import ranges
 from weight_sync.vllm import guard
 from weight_sync.vllm.route import RouteError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from weight_sync.transports import TRANSPORTS, backend
+from weight_sync.transports.registry import TRANSPORTS, backend
 
 
 def register() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from weight_sync.cancellation import both
+from weight_sync.server.cancellation import gather_two
 from weight_sync.vllm.route import Handler, RouteError
 
 # Far more than a probe has.
@@ -41,7 +41,7 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     what was proven before the swap to `label`. 409 where other weights serve, 501 where nothing was proven."""
     label = body.get("label")
     # Asked at once, they are answered between the same two steps of the engine.
-    serving, begun = await both(engine.get_weight_version(), engine.collective_rpc("slipstream_read_layers"))
+    serving, begun = await gather_two(engine.get_weight_version(), engine.collective_rpc("slipstream_read_layers"))
     if label != serving:
         raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
     return await read(engine, begun)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weight_sync.vllm import proof_layers, proof_products, proof_score
 from weight_sync.vllm.active_adapter import put_under
+from weight_sync.vllm.engine import fingerprints, layer_proof, score_proof
 
 
 class ProofMixin:
@@ -13,17 +13,17 @@ class ProofMixin:
 
     model_runner: Any
     weight_transfer_engine: Any
-    _slipstream_reading: proof_layers.Reading
+    _slipstream_reading: fingerprints.Reading
 
     def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
         """`logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
         for ids in token_ids:
-            if (reason := proof_score.reason_not_to(self.model_runner, len(ids))) is not None:
+            if (reason := score_proof.reason_not_to(self.model_runner, len(ids))) is not None:
                 return {"cannot": reason}
         scores = []
         for ids in token_ids:
             put_under(self.model_runner, len(ids), None)
-            scores.append(proof_score.score(self.model_runner, ids))
+            scores.append(score_proof.score(self.model_runner, ids))
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_layers(self) -> dict[str, Any]:
@@ -33,8 +33,8 @@ class ProofMixin:
             return {"cannot": "no weights were staged and proven before they were loaded"}
         model = self.model_runner.model
         # What cannot be read is computed with here: on the engine's thread, and no other.
-        probed = proof_products.probe(model, proven)
-        self._slipstream_reading = proof_layers.ModelReading(model, proven, probed)
+        probed = layer_proof.probe_products(model, proven)
+        self._slipstream_reading = fingerprints.ModelReading(model, proven, probed)
         self._slipstream_reading.start()
         return {}
 

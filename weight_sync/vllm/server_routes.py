@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-from weight_sync.server_control import NO_ANSWER
+from weight_sync.server.control import NO_ANSWER
 from weight_sync.vllm import lease
-from weight_sync.vllm.condition import condition_of
+from weight_sync.vllm.engine_state import condition_of
 from weight_sync.vllm.route import Handler, RouteError
 
 # An engine answers between two steps; one that takes longer is not alive to whoever waits.

@@ -10,7 +10,7 @@ import torch
 
 from learner.algorithm.corrections.base import Corrected, Correction
 from learner.algorithm.objectives.base import MAX_LOG_RATIO
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from learner.algorithm.corrections.base import Corrected, Correction
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 class NoCorrection(Correction):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
 

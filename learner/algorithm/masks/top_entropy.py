@@ -7,7 +7,7 @@ import math
 import torch
 
 from learner.algorithm.masks.base import Mask
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
 # Nats.

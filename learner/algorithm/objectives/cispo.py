@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from learner.algorithm.objectives.ratio import RatioObjective, Terms
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 class Cispo(RatioObjective):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from learner.algorithm.objectives.ratio import RatioObjective, Terms
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
 # `dppo_threshold = "auto"`: what the authors ran each divergence with (verl, examples/dppo_trainer).

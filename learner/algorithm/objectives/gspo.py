@@ -6,7 +6,7 @@ import torch
 
 from learner.algorithm.objectives.clip import ClipObjective
 from learner.algorithm.objectives.ratio import with_own_gradient
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 class Gspo(ClipObjective):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from learner.algorithm.objectives.base import MAX_LOG_RATIO, Objective, TokenLosses
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from learner.algorithm.objectives.clip import ClipObjective
 from learner.algorithm.objectives.ratio import Terms, with_own_gradient
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 class SequenceClip(ClipObjective):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from learner.algorithm.objectives.base import TokenLosses
 from learner.algorithm.rollouts import Floats
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
 

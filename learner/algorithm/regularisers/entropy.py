@@ -6,7 +6,7 @@ import torch
 
 from learner.algorithm.objectives.base import TokenLosses
 from learner.algorithm.regularisers.base import Regulariser
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 class EntropyBonus(Regulariser):

@@ -8,7 +8,7 @@ import torch
 
 from learner.algorithm.objectives.base import MAX_LOG_RATIO, TokenLosses
 from learner.algorithm.regularisers.base import Regulariser
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 class KlInLoss(Regulariser):

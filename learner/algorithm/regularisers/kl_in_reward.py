@@ -7,7 +7,7 @@ import torch
 from learner.algorithm.objectives.base import TokenLosses
 from learner.algorithm.regularisers.base import Regulariser
 from learner.algorithm.rollouts import Floats
-from learner.algorithm.tokens import Tokens
+from learner.algorithm.step_data import Tokens
 
 
 class KlInReward(Regulariser):

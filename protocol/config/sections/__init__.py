@@ -4,7 +4,7 @@ from protocol.config.sections.base import LOOPBACK, Section
 from protocol.config.sections.evaluation import EvalSection
 from protocol.config.sections.learner import LearnerSection
 from protocol.config.sections.lora import LoraSection
-from protocol.config.sections.queue import QueueSection
+from protocol.config.sections.processes import QueueSection
 from protocol.config.sections.rollout import RolloutSection
 from protocol.config.sections.run import ChatSection, ModelSection, RunSection, TaskSection
 from protocol.config.sections.servers import DeploySection, VllmSection, WeightSyncSection

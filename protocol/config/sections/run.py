@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.config.sections.addresses import checked_url, mcp_command
+from protocol.addresses import checked_url, mcp_command
 from protocol.config.sections.base import Section, setting
 
 

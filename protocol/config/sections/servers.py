@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from protocol.config.sections.addresses import checked_url
+from protocol.addresses import checked_url
 from protocol.config.sections.base import (
     WILDCARDS,
     Bytes,

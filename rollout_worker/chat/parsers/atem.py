@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import MalformedCall, ParsedTurn
-from rollout_worker.chat.parsers.base import Before, Calls, Source, no_more
+from rollout_worker.chat.parsers.base import Before, CallFinder, Calls, no_more
 from rollout_worker.chat.parsers.blocks import blocks, said_header
-from rollout_worker.chat.parsers.tagged_values import TaggedValues
+from rollout_worker.chat.parsers.tagged_calls import TaggedValues
 
 _RECIPIENT = re.compile(r"\bto=([\w.-]{1,256})")
 _CALLS = TaggedValues(
@@ -45,7 +45,7 @@ def parse(text: str, before: Before) -> ParsedTurn:
 
 
 def _calls(body: str) -> Calls:
-    source, calls, at = Source(body), Calls(), 0
+    source, calls, at = CallFinder(body), Calls(), 0
     while (opened := _CALLS.opening.search(body, at)) is not None:
         found, at = _CALLS.read(source, opened)
         calls += found

@@ -18,6 +18,7 @@ from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
 MOST_CALLS = 256
 
 Call = ToolCall | MalformedCall
+
 Calls = list[Call]
 
 
@@ -37,7 +38,7 @@ class Parser(Protocol):
 
 
 @dataclass(slots=True)
-class Source:
+class CallFinder:
     """A text that is searched from ever later positions, each stretch once for each pattern."""
 
     text: str
@@ -62,7 +63,7 @@ class Notation(Protocol):
     def opening(self) -> re.Pattern[str]:
         """Where one may begin."""
 
-    def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
         """The calls of the block that `opened` begins, and where it ends, after the opening. No calls: it was none.
         A malformed call's text stays in the content."""
 
@@ -126,7 +127,7 @@ def call_of(value: Any, arguments: tuple[str, ...] = ("arguments", "parameters")
     return ToolCall(value[name], given, call if isinstance(call, str) else None)
 
 
-def malformed(source: Source, following: re.Pattern[str], at: int, why: str) -> tuple[Calls, int]:
+def malformed(source: CallFinder, following: re.Pattern[str], at: int, why: str) -> tuple[Calls, int]:
     """A malformed call, and where it ends: where `following` next matches from `at` on, after it if its group `close`
     does, or at the end of the text."""
     found = source.find(following, at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.chat.parsers.base import Calls, Source, Unreadable, malformed, read_json, skip_space
+from rollout_worker.chat.parsers.base import CallFinder, Calls, Unreadable, malformed, read_json, skip_space
 
 _CLOSES = "<｜tool▁call▁end｜>"
 _NEXT = re.compile("<｜tool▁call▁begin｜>|(?P<close><｜tool▁call▁end｜>)")
@@ -16,7 +16,7 @@ _FENCE = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁ca
 class _DeepSeek:
     opening = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*")
 
-    def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
         named = _NAMED.match(source.text, opened.end())
         if named is None:
             return malformed(source, _NEXT, opened.end(), "the tool call names no function")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import ToolCall
-from rollout_worker.chat.parsers.base import Calls, Source, Unreadable, malformed, skip_space
-from rollout_worker.chat.parsers.literal import Literals
+from rollout_worker.chat.parsers.base import CallFinder, Calls, Unreadable, malformed, skip_space
+from rollout_worker.chat.parsers.literal_calls import Literals
 
 _CLOSES = "<tool_call|>"
 _NEXT = re.compile(r"<\|tool_call>|(?P<close><tool_call\|>)")
@@ -17,7 +17,7 @@ _LITERALS = Literals(quote='<|"|>', bare_keys=re.compile(r"[\w.-]{1,256}"))
 class _Gemma4:
     opening = re.compile(r"<\|tool_call>")
 
-    def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
         text = source.text
         try:
             named = _NAME.match(text, opened.end())

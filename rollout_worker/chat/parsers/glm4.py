@@ -2,7 +2,7 @@
 
 import re
 
-from rollout_worker.chat.parsers.tagged_values import TaggedValues
+from rollout_worker.chat.parsers.tagged_calls import TaggedValues
 
 NOTATION = TaggedValues(
     opening=re.compile(r"<tool_call>"),

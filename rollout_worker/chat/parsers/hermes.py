@@ -3,6 +3,6 @@
 https://huggingface.co/docs/transformers/chat_extras
 """
 
-from rollout_worker.chat.parsers.tagged_json import TaggedJson
+from rollout_worker.chat.parsers.json_calls import TaggedJson
 
 NOTATION = TaggedJson("<tool_call>", "</tool_call>")

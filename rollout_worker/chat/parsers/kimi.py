@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.chat.parsers.base import Calls, Source, Unreadable, malformed, read_json, skip_space
+from rollout_worker.chat.parsers.base import CallFinder, Calls, Unreadable, malformed, read_json, skip_space
 
 _CLOSES = "<|tool_call_end|>"
 _NEXT = re.compile(r"<\|tool_call_begin\|>|(?P<close><\|tool_call_end\|>)")
@@ -17,7 +17,7 @@ _END_OF_SECTION = re.compile(r"\s*<\|tool_calls_section_end\|>")
 class _Kimi:
     opening = re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>")
 
-    def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
         named = _NAMED.match(source.text, opened.end())
         if named is None:
             return malformed(source, _NEXT, opened.end(), "the tool call names no function")

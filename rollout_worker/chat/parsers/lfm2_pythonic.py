@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from rollout_worker.chat.base import ToolCall
-from rollout_worker.chat.parsers.base import Calls, Source, Unreadable, malformed, skip_space
-from rollout_worker.chat.parsers.literal import Literals
+from rollout_worker.chat.parsers.base import CallFinder, Calls, Unreadable, malformed, skip_space
+from rollout_worker.chat.parsers.literal_calls import Literals
 
 _CLOSES = "<|tool_call_end|>"
 _NEXT = re.compile(r"<\|tool_call_start\|>|(?P<close><\|tool_call_end\|>)")
@@ -19,7 +19,7 @@ _LITERALS = Literals()
 class _Lfm2Pythonic:
     opening = re.compile(r"<\|tool_call_start\|>")
 
-    def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
         text = source.text
         try:
             calls, end = _list_of_calls(text, skip_space(text, opened.end()))

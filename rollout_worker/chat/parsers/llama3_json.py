@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import MalformedCall
-from rollout_worker.chat.parsers.base import Calls, Source, Unreadable, call_of, read_json
+from rollout_worker.chat.parsers.base import CallFinder, Calls, Unreadable, call_of, read_json
 
 _KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
 _BEGINS_A_CALL = re.compile(
@@ -19,7 +19,7 @@ _BEGINS_A_CALL = re.compile(
 class _Llama3Json:
     opening = re.compile(r'<\|python_tag\|>\s*(?=\{)|\{(?=\s*"(?:name|type)"\s*:)')
 
-    def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
         tagged = opened[0] != "{"
         begin = opened.end() if tagged else opened.start()
         try:

@@ -3,7 +3,7 @@ MiniMax M2. The outer tags may hold several."""
 
 import re
 
-from rollout_worker.chat.parsers.tagged_values import TaggedValues
+from rollout_worker.chat.parsers.tagged_calls import TaggedValues
 
 NOTATION = TaggedValues(
     opening=re.compile(r"(?:<minimax:tool_call>\s*)?<invoke name="),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.chat.parsers.base import Call, Calls, Source, Unreadable, call_of, read_json, skip_space
+from rollout_worker.chat.parsers.base import Call, CallFinder, Calls, Unreadable, call_of, read_json, skip_space
 
 _NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\]\s*(\w{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -15,7 +15,7 @@ _ID = re.compile(r"[A-Za-z0-9]{9}")
 class _Mistral:
     opening = re.compile(r"\[TOOL_CALLS\]")
 
-    def read(self, source: Source, opened: re.Match[str]) -> tuple[Calls, int]:
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
         named = _NAMED.match(source.text, opened.end())
         try:
             value, end = read_json(source.text, opened.end() if named is None else named.end())

@@ -3,7 +3,7 @@ Nemotron 3. Some of them leave the outer tag out."""
 
 import re
 
-from rollout_worker.chat.parsers.tagged_values import TaggedValues
+from rollout_worker.chat.parsers.tagged_calls import TaggedValues
 
 NOTATION = TaggedValues(
     opening=re.compile(r"<tool_call>(?:\s*<function=)?|<function="),

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, ParsedTurn
-from rollout_worker.chat.parsers.base import MOST_CALLS, Before, Calls, Notation, Source, no_more
+from rollout_worker.chat.parsers.base import MOST_CALLS, Before, CallFinder, Calls, Notation, no_more
 
 OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
 
@@ -44,7 +44,7 @@ class Scan:
         object.__setattr__(self, "_either", either)
 
     def __call__(self, text: str, before: Before) -> ParsedTurn:
-        source, thought = Source(text), self.thought
+        source, thought = CallFinder(text), self.thought
         thoughts: list[str] = []
         content: list[str] = []
         calls: Calls = []
@@ -85,7 +85,7 @@ class Scan:
         reasoning = "\n\n".join(stripped for part in thoughts if (stripped := part.strip())) if thought.told else ""
         return ParsedTurn(text, "".join(content).strip(), no_more(calls), reasoning or None)
 
-    def _unclosed(self, source: Source, at: int) -> Calls:
+    def _unclosed(self, source: CallFinder, at: int) -> Calls:
         """What becomes of the calls in a thought that begins at `at` and is never closed."""
         calls: Calls = []
         for _ in range(MOST_CALLS):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from protocol.config import ConfigError
+from rollout_worker.data.rows import Row, RowPosition, Rows
 from rollout_worker.task.environment.face import no_reset
-from rollout_worker.task.environment.observation import EMPTY_PROMPT
-from rollout_worker.task.rows import Place, Row, Rows
+from rollout_worker.task.environment_instance import EMPTY_PROMPT
 
 # The column that names a row's environment, where there are several; TRL's.
 COLUMN = "environment"
@@ -84,7 +84,7 @@ class WithPrompts:
     def size(self) -> int | None:
         return self._rows.size
 
-    def place_of(self, index: int, seed: int, shuffle: bool) -> Place:
+    def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
         return self._rows.place_of(index, seed, shuffle)
 
     def row_for(self, index: int, seed: int, shuffle: bool) -> Row:

@@ -13,7 +13,7 @@ from typing import Any
 from protocol import reasons
 from rollout_worker.task.environment.face import Face
 from rollout_worker.task.environment.method_tool import MethodTool
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, defined_at
 
 # A coroutine that was cancelled needs a moment to end; a thread that was given up is not waited for.

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from rollout_worker.task.environment.face import Face, face_of
 from rollout_worker.task.environment.instance import Holder
 from rollout_worker.user_code import Followed, Kind, UserCode, defined_at
-from rollout_worker.user_code.failures import name_of
+from rollout_worker.user_code.errors import name_of
 
 Factory: TypeAlias = Callable[..., Any]
 

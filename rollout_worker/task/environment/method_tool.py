@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from protocol.config import ConfigError
-from rollout_worker.task.tools.function import FunctionTool, converted
 from rollout_worker.task.tools.results import as_text
+from rollout_worker.tools.function import FunctionTool, converted
 from rollout_worker.user_code import UserCode
 
 

@@ -11,8 +11,8 @@ from protocol.config import ConfigError, RunConfig, patience
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.task.environment.choice import COLUMN, check_row, factories_of, given_as, no_reward
 from rollout_worker.task.environment.face import Face, tools_of
-from rollout_worker.task.environment.pool import Pool
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.task.environment_pool import Pool
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode, UserCodeError
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_worker.task.tools.base import OTHER
+from rollout_worker.tools.base import OTHER
 
 # A tool's name is part of a metric's: so many are counted by name, all others together.
 MOST_COUNTED = 24

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any, TextIO
 
 from protocol.config import RunConfig
-from rollout_worker.task.tools.base import Tool
-from rollout_worker.task.tools.box import ToolBox
-from rollout_worker.task.tools.mcp import mcp_tools
+from rollout_worker.tools.base import Tool
+from rollout_worker.tools.mcp import mcp_tools
+from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode
 
 

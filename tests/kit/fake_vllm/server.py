@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from protocol import tokens
+from protocol import access
 from protocol.adapter_names import HEADER, label_in
 from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.adapters import FakeAdapters
@@ -51,7 +51,7 @@ class FakeVllm:
         self.adapters = adapters
         self.owner = owner.Owner()
         self._scale_out = scale_out
-        self._ring = tokens.Ring(token) if token else None
+        self._ring = access.AccessTokens(token) if token else None
         self._aborts: dict[str, asyncio.Event] = {}
         self._connections: set[asyncio.BaseTransport] = set()
         self.app = web.Application(middlewares=[self._middleware], client_max_size=1 << 30)
@@ -134,7 +134,7 @@ class FakeVllm:
         except web.HTTPException as error:
             return _refusal(error.status, error.reason, error.reason)
 
-    def _denied(self, ring: tokens.Ring, request: web.Request) -> tokens.Denied | None:
+    def _denied(self, ring: access.AccessTokens, request: web.Request) -> access.AccessDenied | None:
         """As the guard does."""
         given = request.headers.get("Authorization", "").encode()
         return ring.denied(given, roles_for(request.path), f"{request.method} {request.path}", "server")

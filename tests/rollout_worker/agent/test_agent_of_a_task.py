@@ -9,7 +9,7 @@ import pytest
 from protocol.config import ConfigError
 from rollout_worker.task.agent import Agent, read_result
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools.function import FunctionTool
+from rollout_worker.tools.function import FunctionTool
 from tests.kit.agent import agent_task
 from tests.kit.worker import accuracy, multiply, row, task
 

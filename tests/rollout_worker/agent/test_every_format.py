@@ -8,17 +8,17 @@ import pytest
 
 from protocol.config import ConfigError
 from rollout_worker.agent.formats import ChatFormats
-from rollout_worker.agent.session import Session, Stage
+from rollout_worker.agent.session import AgentContext, Session
 from rollout_worker.budget import Limits
-from rollout_worker.capacity import Capacity
 from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.proof import prove, turn_begins, turn_ends
-from rollout_worker.deadline import Deadline
-from rollout_worker.episode import EpisodeRunner
+from rollout_worker.chat.format_check import check_tool_format, turn_begins, turn_ends
+from rollout_worker.episodes.capacity import Capacity
+from rollout_worker.episodes.limits import Deadline
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from rollout_worker.scene import Scene
-from rollout_worker.task.tools import ToolBox
+from rollout_worker.tools.toolbox import ToolBox
 from tests import kit
 from tests.kit import renderer_cases, template_cases
 from tests.kit.agent import MULTIPLY, results_of
@@ -87,7 +87,9 @@ def runner(sampler):
 
 
 def session_of(plain, chat, *turns):
-    stage = Stage(ChatFormats(plain, lambda schemas: chat), runner(ScriptedSampler(*turns)), kit.config().rollout)
+    stage = AgentContext(
+        ChatFormats(plain, lambda schemas: chat), runner(ScriptedSampler(*turns)), kit.config().rollout
+    )
     return Session(stage, Affinity(), 1.0, Deadline(30.0))
 
 
@@ -104,7 +106,7 @@ async def test_f18_the_same_ids_as_in_the_native_loop(case, calls):
         chat, plain = case.build(TOOLS.schemas), case.build([])
     except ConfigError:
         pytest.skip("it takes no tools")
-    proof = await prove(chat, TOOLS.schemas)
+    proof = await check_tool_format(chat, TOOLS.schemas)
     if not proof.fit_for_tools or (calls > 1 and not proof.parallel_calls):
         pytest.skip("it takes no tools, or no two calls in a turn")
     turn, done = await turn_of(chat, [{"a": 100, "b": 107}, {"a": 2, "b": 3}][:calls]), await turn_of(chat)
@@ -132,7 +134,7 @@ async def test_f18_a_users_message_behind_the_results_is_appended_as_the_format_
         chat, plain = case.build(TOOLS.schemas), case.build([])
     except ConfigError:
         pytest.skip("it takes no tools")
-    if not (await prove(chat, TOOLS.schemas)).fit_for_tools:
+    if not (await check_tool_format(chat, TOOLS.schemas)).fit_for_tools:
         pytest.skip("it takes no tools")
     turn, done = await turn_of(chat, [{"a": 100, "b": 107}]), await turn_of(chat)
     session = session_of(plain, chat, turn, done)

@@ -12,7 +12,7 @@ from aiohttp.http_parser import DeflateBuffer
 
 from protocol.config import ConfigError
 from rollout_worker.agent import server as agent_server
-from rollout_worker.drivers import Agents
+from rollout_worker.drivers import AgentSource
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of
 from tests.kit.fake_vllm.policies import in_turn, scripted
@@ -263,4 +263,4 @@ async def test_nothing_of_a_key_is_logged(caplog):
         await talk(ask)
     assert keys
     assert not any(key in caplog.text for key in keys)
-    assert not any(key in repr(Agents) for key in keys)
+    assert not any(key in repr(AgentSource) for key in keys)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.agent import ChatFormats, Session
-from rollout_worker.agent.session import Stage
+from rollout_worker.agent.session import AgentContext
 from rollout_worker.budget import Limits
-from rollout_worker.capacity import Capacity
-from rollout_worker.deadline import Deadline
-from rollout_worker.episode import EpisodeRunner
+from rollout_worker.episodes.capacity import Capacity
+from rollout_worker.episodes.limits import Deadline
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
 from tests import kit
@@ -65,7 +65,7 @@ class Agent:
     def __init__(self, formats):
         self.policy = Policy()
         episodes = EpisodeRunner(self.policy, Limits.of(CONFIG), 60.0, Capacity(64, 64, time.monotonic))
-        self.session = Session(Stage(formats, episodes, CONFIG.rollout), Affinity(), 1.0, Deadline(60.0))
+        self.session = Session(AgentContext(formats, episodes, CONFIG.rollout), Affinity(), 1.0, Deadline(60.0))
         self.conversations = []
         self.turns = 0
 

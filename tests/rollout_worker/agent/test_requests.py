@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollout_worker.agent import parameters
+from rollout_worker.agent import request
 from rollout_worker.agent.errors import ApiError
 from rollout_worker.agent.messages import chained, chained_answer, read_messages
-from rollout_worker.agent.parameters import read_parameters
+from rollout_worker.agent.request import read_parameters
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER
 
@@ -34,7 +34,7 @@ def test_what_is_honoured():
 @pytest.mark.parametrize(
     "fields",
     [
-        *({name: "anything"} for name in sorted(parameters.HARMLESS)),
+        *({name: "anything"} for name in sorted(request.HARMLESS_PARAMETERS)),
         *({name: None} for name in ("temperature", "seed", "stop", "tools", "unheard_of", "max_tokens")),
         {"temperature": 0.7, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0.0, "frequency_penalty": 0},
         {"response_format": {"type": "text"}, "modalities": ["text"], "logit_bias": {}, "top_logprobs": 0},

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from weight_sync.transports.gloo.group import GlooGroup, InitInfo
-from weight_sync.transports.gloo.reception import Reception, UpdateInfo
-from weight_sync.vllm.staged_engine import StagedEngine
+from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
+from weight_sync.transports.gloo.receiver import GlooReceiver, GlooUpdateInfo
+from weight_sync.vllm.engine.staged_engine import StagedEngine
 
 
 class GlooEngine(StagedEngine):
     """Engine of one vLLM worker. See `StagedEngine`."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
 
-    def join(self, init_info: InitInfo) -> Reception:
-        return Reception(GlooGroup.join(init_info, self.group_rank))
+    def join(self, init_info: GlooInitInfo) -> GlooReceiver:
+        return GlooReceiver(GlooGroup.join(init_info, self.group_rank))

@@ -18,19 +18,23 @@ import torch
 from weight_sync.transports.gloo import rendezvous
 from weight_sync.transports.gloo.hosts import leaders
 from weight_sync.transports.gloo.peers import prove_peers
-from weight_sync.transports.gloo.rendezvous import dist as dist  # re-exported
+from weight_sync.transports.gloo.rendezvous import dist  # re-exported
 
 # What a worker says of the bytes.
 OK = 1
+
 BAD_DIGEST = 2
+
 NOT_MAPPED = 3
+
 # Buckets that travel while one is hashed.
 AHEAD = 2
+
 _BUCKET_TAG = 2_000_000
 
 
 @dataclass(frozen=True)
-class InitInfo:
+class GlooInitInfo:
     """Body of `/init_weight_transfer_engine`: where the learner listens, and how it sends.
 
     world_size: the learner and all workers. bucket_bytes: bytes of one broadcast. timeout_s: bounds every wait. secret:
@@ -55,7 +59,7 @@ class GlooGroup:
     Every call raises RuntimeError when the peer is gone or late; the group is of no use after that.
     """
 
-    def __init__(self, store: Any, rank: int, info: InitInfo, local_host: str) -> None:
+    def __init__(self, store: Any, rank: int, info: GlooInitInfo, local_host: str) -> None:
         """Blocks until all `info.world_size` ranks have come to `store`, and each has proved to each other that it
         holds the group's secret. `local_host`: this end's own address."""
         self._timeout = timedelta(seconds=info.timeout_s)
@@ -71,7 +75,7 @@ class GlooGroup:
         self._leaders = leaders(self._group, rank, self.size, self._timeout)
 
     @classmethod
-    def join(cls, info: InitInfo, rank: int) -> GlooGroup:
+    def join(cls, info: GlooInitInfo, rank: int) -> GlooGroup:
         """A worker's place in the group of the learner that `info` names; blocks until all are there."""
         store, line = rendezvous.come(info.master_address, info.master_port, info.key, rank, info.timeout_s)
         with closing(line):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weight_sync.memory import Staging, mapped
+from weight_sync.weights.flat_buffer import Staging, mapped
 
 _OFFER_TAG, _LEADER_TAG = 1_100_001, 1_100_002
 # Process id, file descriptor and the bytes laid out, as int64.

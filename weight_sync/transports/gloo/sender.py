@@ -9,16 +9,16 @@ from dataclasses import asdict
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.cancellation import on_thread, together
-from weight_sync.delta.book import Book, Way
 from weight_sync.delta.held import Held, SharedBook
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.cancellation import gather, on_thread
+from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import Sent, TransferError
-from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, InitInfo
-from weight_sync.transports.gloo.reception import DeltaInfo
+from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, GlooInitInfo
+from weight_sync.transports.gloo.receiver import DeltaInfo
 from weight_sync.transports.gloo.rendezvous import Rendezvous
 from weight_sync.transports.staged import StagedTransport
+from weight_sync.weights.delta_base import DeltaHistory, DeltaPath
+from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class GlooTransport(StagedTransport):
         self._rendezvous: Rendezvous | None = None
         self._group: GlooGroup | None = None
         self._held = Held(section.full_every)
-        self._book: Book | None = None
+        self._book: DeltaHistory | None = None
 
     @property
     def connected(self) -> bool:
@@ -49,7 +49,7 @@ class GlooTransport(StagedTransport):
             self._book = BOOK.take()
         self._held = Held(self._section.full_every)
         info = await on_thread(self._listen, workers)
-        await together(server.init_transfer(asdict(info)), on_thread(self._meet, info))
+        await gather(server.init_transfer(asdict(info)), on_thread(self._meet, info))
 
     async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
         group, book = self._group, self._book
@@ -68,7 +68,7 @@ class GlooTransport(StagedTransport):
     async def close(self) -> None:
         await on_thread(self._let_go)
 
-    def _listen(self, workers: int) -> InitInfo:
+    def _listen(self, workers: int) -> GlooInitInfo:
         host, timeout_s = self._section.host, self._section.timeout_s
         secret = secrets.token_bytes(32)
         try:
@@ -78,9 +78,9 @@ class GlooTransport(StagedTransport):
                 f"weight_sync.host = {host}: cannot listen there: {error}; name an address of the learner's machine"
             ) from error
         port = self._rendezvous.port
-        return InitInfo(host, port, workers + 1, self._section.bucket_bytes, timeout_s, secret.hex())
+        return GlooInitInfo(host, port, workers + 1, self._section.bucket_bytes, timeout_s, secret.hex())
 
-    def _meet(self, info: InitInfo) -> None:
+    def _meet(self, info: GlooInitInfo) -> None:
         rendezvous = self._rendezvous
         if rendezvous is None:
             raise TransferError("the transport was closed")
@@ -95,7 +95,7 @@ class GlooTransport(StagedTransport):
         finally:
             rendezvous.close()  # all are there, or nobody is waited for
 
-    def _send(self, group: GlooGroup, snapshot: Snapshot, way: Way | None) -> Sent:
+    def _send(self, group: GlooGroup, snapshot: Snapshot, way: DeltaPath | None) -> Sent:
         """Returns when every worker has the snapshot staged and its digest agrees."""
         try:
             sent = Sent.of(snapshot, way)

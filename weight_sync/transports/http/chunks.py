@@ -12,6 +12,7 @@ from blake3 import blake3
 
 # Large enough that requests do not count, small enough that little is fetched again after damage.
 CHUNK_BYTES = 8 * 1024**2
+
 THREADS = 2
 
 

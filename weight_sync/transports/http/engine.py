@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weight_sync.transports.http.reception import InitInfo, Reception, UpdateInfo
-from weight_sync.vllm.staged_engine import StagedEngine
+from weight_sync.vllm.engine.staged_engine import StagedEngine
 
 
 class HttpEngine(StagedEngine):

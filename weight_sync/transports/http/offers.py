@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weight_sync.delta.book import Book
-from weight_sync.snapshot import Snapshot
 from weight_sync.transports.http.chunks import CHUNK_BYTES, ChunkList
+from weight_sync.weights.delta_base import DeltaHistory
+from weight_sync.weights.snapshot import Snapshot
 
 LEARNER_SEATS = 2
 PEER_SEATS = 2
@@ -109,7 +109,7 @@ class Offers:
     chunk_bytes = CHUNK_BYTES
 
     def __init__(self, depot: Serves) -> None:
-        self.book = Book()
+        self.book = DeltaHistory()
         self._depot = depot
         self._lock = threading.Lock()
         self._open: dict[Snapshot, Offer] = {}

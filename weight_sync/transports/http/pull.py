@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.sources import REFUSED_MOST_S, Attempt, Source, Sources
+from weight_sync.transports.http.pull_sources import REFUSED_MOST_S, Attempt, PullSource, Sources
 from weight_sync.transports.http.wire import CONNECT_TIMEOUT_S, FAILURES, GoneError, Wire
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class _Part:
     start: int
     end: int
     arrived: int = 0
-    sources: set[Source] = field(default_factory=set)
+    sources: set[PullSource] = field(default_factory=set)
     unmixed: bool = False
     damaged: int = 0
     right: bool = False

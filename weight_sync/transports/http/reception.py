@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from weight_sync.delta.codec import DeltaError, apply
 from weight_sync.manifest import Manifest
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.share import Record, SharedStaging
+from weight_sync.transports.http.receiver import Record, SharedStaging
+from weight_sync.weights.delta_codec import DeltaError, apply
 
 logger = logging.getLogger(__name__)
 

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.cancellation import on_thread
-from weight_sync.delta.book import Way
 from weight_sync.delta.held import Held
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.cancellation import on_thread
+from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import Sent, TransferError
 from weight_sync.transports.http import ranges
+from weight_sync.transports.http.blob_server import BlobServer, SharedDepots
 from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.depot import Depot, SharedDepots
 from weight_sync.transports.http.offers import Offer
 from weight_sync.transports.http.reception import DeltaInfo, InitInfo, UpdateInfo
 from weight_sync.transports.staged import StagedTransport
+from weight_sync.weights.delta_base import DeltaPath
+from weight_sync.weights.snapshot import Snapshot
 
 DEPOTS = SharedDepots()
 
@@ -34,7 +34,7 @@ class HttpTransport(StagedTransport):
 
     def __init__(self, section: WeightSyncSection) -> None:
         super().__init__(section)
-        self._depot: Depot | None = None
+        self._depot: BlobServer | None = None
         self._key = secrets.token_hex(8)
         self._held = Held(section.full_every)
 
@@ -87,7 +87,7 @@ class HttpTransport(StagedTransport):
             await on_thread(DEPOTS.leave, depot)
 
     async def _bring_delta(
-        self, depot: Depot, server: ServerControl, snapshot: Snapshot, offer: Offer, way: Way, base: str
+        self, depot: BlobServer, server: ServerControl, snapshot: Snapshot, offer: Offer, way: DeltaPath, base: str
     ) -> None:
         payload = way.joined
         key = depot.put(payload)

@@ -1,1 +1,1 @@
-"""Weights from the learner to a server on the same GPU: the server opens the learner's memory and copies from it."""
+"""TODO weight_sync/transports/ipc"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weight_sync.manifest import Manifest
 from weight_sync.transports.ipc.reception import InitInfo, Reception, UpdateInfo
 from weight_sync.transports.nccl import streams
-from weight_sync.vllm.device_engine import DeviceEngine
+from weight_sync.vllm.engine.device_engines import DeviceEngine
 from weight_sync.vllm.staging import Weights
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weight_sync.manifest import Manifest
-from weight_sync.snapshot import Snapshot
+from weight_sync.weights.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

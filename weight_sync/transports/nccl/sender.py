@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.pause import Pause
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ServerControl
+from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent
+from weight_sync.transports.gpu.communicator import Communicator
+from weight_sync.transports.gpu.nccl_sender import Link
 from weight_sync.transports.nccl.chunks import chunks, fill, wire_order
-from weight_sync.transports.nccl.communicator import Communicator
-from weight_sync.transports.nccl.link import Link
 from weight_sync.transports.nccl.streams import Gpu
+from weight_sync.weights.snapshot import Snapshot
 
 
 class NcclTransport:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.transports.nccl.library import Library, Nccl, NcclError
+from weight_sync.transports.gpu.nccl_library import Library, Nccl, NcclError
 
 
 class Stream(Protocol):

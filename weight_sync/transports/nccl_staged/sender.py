@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.server_control import ServerControl
-from weight_sync.snapshot import Snapshot
+from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.gpu.communicator import Communicator
+from weight_sync.transports.gpu.nccl_receiver import buckets
+from weight_sync.transports.gpu.nccl_sender import Link
 from weight_sync.transports.nccl.checksum import SIZE, checksum
-from weight_sync.transports.nccl.communicator import Communicator
-from weight_sync.transports.nccl.link import Link
 from weight_sync.transports.nccl.streams import Gpu
-from weight_sync.transports.nccl_staged.reception import buckets
 from weight_sync.transports.staged import StagedTransport
+from weight_sync.weights.snapshot import Snapshot
 
 # Between two looks at whether the workers still receive.
 WATCH_EVERY_S = 1.0

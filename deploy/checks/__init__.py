@@ -1,0 +1,1 @@
+"""Checks that a command makes before it starts anything."""

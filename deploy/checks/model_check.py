@@ -1,0 +1,129 @@
+"""What is checked of the model before a run starts: that it loads, and that vLLM and the learner can use it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from protocol import checkpoints
+from protocol.config import ConfigError, ModelSection, RunConfig
+
+# A config's names for the greatest context, the first that it has counts.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+
+# What gives a network's tensors their names and shapes, by transformers' names.
+_SHAPES = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+)
+
+# Kinds of rotary scaling whose factor is in the length already (vllm 0.32, `_get_and_verify_max_len`).
+_SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+def check(config: RunConfig) -> None:
+    """Raises `ConfigError`."""
+    model = config.model
+    architecture = _architecture(model)
+    if not config.vllm.servers and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        longest = longest_context(architecture)
+        if longest is not None and config.vllm.max_model_len > longest:
+            raise ConfigError(
+                f"vllm.max_model_len = {config.vllm.max_model_len} is more than the model's {longest}: vLLM would "
+                f"refuse to start; lower it to at most {longest}"
+            )
+    if model.attention != ModelSection.model_fields["attention"].default:
+        _check_attention(architecture, model)
+
+
+def check_resumed(config: RunConfig, resume: bool) -> None:
+    """Raises `ConfigError` for a model of another shape than the newest checkpoint, to go on from: the servers would
+    start with `model.path`, and could not take the checkpoint's weights. By the config files alone."""
+    kept = checkpoints.complete(config.run_dir) if resume else {}
+    if not kept:
+        return
+    saved = kept[max(kept)] / checkpoints.MODEL
+    try:
+        was = _architecture(config.model.model_copy(update={"path": str(saved.absolute()), "revision": None}))
+    except ConfigError:
+        return  # damaged: the resume passes over it
+    differs = _differences(was.get_text_config(), _architecture(config.model).get_text_config())
+    if differs:
+        raise ConfigError(
+            f"model.path = {config.model.path} is another model than {saved.parent} was made with: "
+            f"{', '.join(differs)}; go on with the model.path of before, or begin a new run with --run.name"
+        )
+
+
+def _differences(was: Any, now: Any) -> list[str]:
+    pairs = ((name, getattr(was, name, None), getattr(now, name, None)) for name in _SHAPES)
+    return [f"{name} = {new} (was {old})" for name, old, new in pairs if old != new]
+
+
+def context_of(path: str) -> int | None:
+    """Tokens of context of the model at `path`, None where its config does not say. Raises `ConfigError`."""
+    return longest_context(_architecture(ModelSection(path=path)))
+
+
+def longest_context(architecture: Any) -> int | None:
+    """Tokens of context that a transformers config allows, scaling included; None where it does not say."""
+    text = architecture.get_text_config()
+    length = next((value for name in _LENGTHS if (value := getattr(text, name, None))), None)
+    if length is None:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    for parameters in [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]:
+        if parameters.get("rope_type") not in _SCALED and not text.model_type.startswith("gemma3"):
+            return max(int(length * (parameters.get("factor") or 1)), getattr(text, "model_max_length", None) or 0)
+    return max(int(length), getattr(text, "model_max_length", None) or 0)
+
+
+def _architecture(model: ModelSection) -> Any:
+    from transformers import AutoConfig
+
+    path = model.path
+    if Path(path).is_absolute() and not Path(path, "config.json").is_file():
+        lack = "the folder holds no config.json" if Path(path).is_dir() else "there is no such folder"
+        raise ConfigError(f"model.path = {path}: {lack}; give an existing model folder or a hub name")
+    try:
+        return AutoConfig.from_pretrained(
+            path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        revision = f", model.revision = {model.revision}" if model.revision else ""
+        remedy = "give an existing model folder or a hub name"
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            remedy = "read that code, and if you trust it set model.trust_remote_code = true"
+        elif model.revision:
+            remedy += ", and a branch, tag or commit that it has"
+        raise ConfigError(f"model.path = {path}{revision}: not a model that can be loaded: {first}; {remedy}") from None
+
+
+def _check_attention(architecture: Any, model: ModelSection) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):  # the class checks it, and no weight is made
+            AutoModelForCausalLM.from_config(
+                architecture, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
+            )
+    except (ValueError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.attention = {model.attention}: the model cannot use it: {first}") from None

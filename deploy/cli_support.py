@@ -1,0 +1,97 @@
+"""What the commands share: settings anywhere on the line, a hint for a mistyped option, the settings in the help."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
+
+from protocol.config import ConfigError, RunConfig
+from protocol.config.load import OPTION
+from protocol.config.sections.base import toml_value
+from protocol.config.text import find_field, named, nearest, settings
+
+YES_OR_NO = ("true", "false", "yes", "no", "on", "off")
+
+
+def reading(*settings: str, others: bool = False) -> dict[str, Any]:
+    """Arguments of `app.command` for one that reads these settings, each a section or a section.key.
+
+    `others`: it starts processes that read more.
+    """
+    return {
+        "cls": type("SettingsCommand", (SettingsCommand,), {"reads": settings, "others": others}),
+        "context_settings": {"allow_extra_args": True},
+        "options_metavar": "[--section.key VALUE ...] [OPTIONS]",
+    }
+
+
+class SettingsCommand(TyperCommand):
+    """A command with settings among its arguments; `context.args` holds these as `parse_overrides` reads them."""
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    others: ClassVar[bool] = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises `ConfigError` for an option that does not exist, with the name that was meant."""
+        flags = {name for param in self.params if getattr(param, "is_flag", False) for name in param.opts}
+        options = {name for param in self.params for name in param.opts} | {*ctx.help_option_names}
+        given, rest = _apart(args, options)
+        unknown = [word for word in rest if word.startswith("-") and word.partition("=")[0] not in options]
+        if not ctx.resilient_parsing:
+            _refuse(rest, unknown, flags, options)
+        left = super().parse_args(ctx, [word for word in rest if word not in unknown])
+        ctx.args = [*given, *unknown, *left]
+        return left
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        console = Console()
+        if self.reads:
+            console.print("[bold]Settings[/], of the run file or given as --section.key VALUE:\n")
+            console.print(_table(self.reads))
+        if self.others:
+            console.print("\nThe processes that it starts read the others; slipstream config prints all of them.")
+
+
+def _apart(args: list[str], options: Collection[str]) -> tuple[list[str], list[str]]:
+    """The settings with their values, and the rest."""
+    given: list[str] = []
+    rest: list[str] = []
+    words: Iterator[str] = iter(args)
+    for word in words:
+        match = OPTION.fullmatch(word)
+        (given if match else rest).append(word)
+        if match and match[3] is None and (value := next(words, None)) is not None:
+            # What is an option itself is no value: `parse_overrides` says that one is missing.
+            (rest if value.partition("=")[0] in options else given).append(value)
+    return given, rest
+
+
+def _refuse(rest: list[str], unknown: list[str], flags: Collection[str], options: Collection[str]) -> None:
+    """What was mistyped, where it can be told what was meant; `parse_overrides` refuses the others."""
+    for option, value in pairwise(rest):
+        if option in flags and value.lower() in YES_OR_NO:
+            raise ConfigError(f"{option} {value}: {option} takes no value; give it alone, or leave it out")
+    for word in unknown:
+        name = word.partition("=")[0]
+        meant = None if named(RunConfig, name.lstrip("-")) else nearest(name, options)
+        if meant:
+            raise ConfigError(f"{word}: not understood; did you mean {meant}?")
+
+
+def _table(reads: Collection[str]) -> Table:
+    table = Table("setting and default", "meaning", box=None, pad_edge=False, header_style="dim")
+    for name in settings(RunConfig):
+        section, key = name.split(".")
+        field = find_field(RunConfig, section, key)
+        if field is None or not {section, name} & {*reads}:
+            continue
+        default = "(to be set)" if field.is_required() else "" if field.default is None else toml_value(field.default)
+        table.add_row(Text(f"--{name} {default}"), Text(str(field.description)))
+    return table

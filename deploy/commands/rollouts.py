@@ -1,0 +1,206 @@
+"""`slipstream rollouts`: what the policy said, as a person reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from protocol.client import QueueClient, QueueError
+from protocol.config import ConfigError
+from protocol.rollouts import RolloutView
+
+FILE_NAME = "rollouts.jsonl"
+
+EVALUATIONS = "evaluations.jsonl"
+
+# How many the queue is asked for where the choice is made here.
+WINDOW = 100
+
+ROLE_WIDTH = 11
+
+MAX_VALUE = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which rollouts to show: at most `limit`, those of `step` if it is given; `evals`: those of evaluations, which the
+    queue alone has."""
+
+    limit: int
+    step: int | None = None
+    order: Literal["newest", "worst", "best"] = "newest"
+    evals: bool = False
+
+    def choose(self, rollouts: Iterable[RolloutView]) -> list[RolloutView]:
+        """From rollouts in the order in which they were written; holds no more than `limit` of them at a time."""
+        candidates = (rollout for rollout in rollouts if self.step in (None, rollout.step, rollout.evaluation))
+        if self.order == "newest":
+            return list(deque(candidates, maxlen=self.limit))[::-1]
+        sign = 1 if self.order == "worst" else -1
+        return heapq.nsmallest(self.limit, candidates, key=lambda rollout: sign * rollout.reward)
+
+
+def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) -> list[RolloutView]:
+    """Those of the run directory; before its first step, or if `ask` is set, those that the queue remembers.
+
+    Raises `ConfigError` for a step that is not there, and `QueueError`.
+    """
+    path, ask = run_dir / FILE_NAME, ask or wanted.evals
+    if not ask and path.exists() and path.stat().st_size:  # the learner makes it at its start, empty
+        found, where = wanted.choose(_read(path)), str(path)
+    else:
+        try:
+            found, where = wanted.choose(asyncio.run(_ask(client, wanted))), client.url
+        except QueueError as error:
+            if wanted.evals:
+                raise QueueError(
+                    f"{error}; rollouts of evaluations are kept by the queue alone, and gone when the run has ended: "
+                    f"their figures are in {run_dir / EVALUATIONS}"
+                ) from None
+            raise QueueError(str(error) if ask else f"there is no rollout in {path} as yet, and {error}") from None
+    if wanted.step is not None and not found:
+        raise ConfigError(f"--step {wanted.step}: no rollout of that step is kept at {where}; leave --step out")
+    return found
+
+
+def print_json(rollouts: Sequence[RolloutView]) -> None:
+    """One JSON object a line."""
+    for rollout in rollouts:
+        print(msgspec.json.encode(rollout).decode())
+
+
+def print_text(rollouts: Sequence[RolloutView]) -> None:
+    console = Console()
+    for rollout in rollouts:
+        console.print(render(rollout), "")
+    if not rollouts:
+        console.print("no rollout has been kept as yet")
+
+
+def render(rollout: RolloutView) -> RenderableType:
+    """Two lines of facts, then the messages, each call with its answer on one line."""
+    parts = ", ".join(f"{_printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
+    step = "not trained" if rollout.step is None else f"step {rollout.step}"
+    if rollout.evaluation is not None:
+        step = f"evaluation of step {rollout.evaluation}"
+    head = Text.assemble((step, "bold"), "  reward ", (_number(rollout.reward), "bold"), f" ({parts})" if parts else "")
+    if rollout.advantage is not None:
+        head.append(f"  advantage {rollout.advantage:+.2f}")
+    facts = [_versions(rollout.versions)]
+    if rollout.staleness is not None:
+        facts.append(f"staleness {rollout.staleness}")
+    failed = f", {rollout.tool_failures} failed" if rollout.tool_failures else ""
+    facts += [
+        _count(rollout.turns, "turn"),
+        _count(rollout.tool_calls, "call") + failed,
+        _count(rollout.sampled_tokens, "token"),
+        f"ended by {rollout.finish_reason}",
+        f"ticket {rollout.ticket_id}",
+        _printable(rollout.worker_id),
+    ]
+    told = [Text(", ".join(facts), style="dim"), *(_line(f"{name}: {text}") for name, text in rollout.extra.items())]
+    if rollout.messages is None:
+        return Group(head, *told, Text("  its messages were not kept: set worker.keep_messages = true", style="dim"))
+    return Group(head, *told, *_conversation(rollout.messages))
+
+
+def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
+    calls: deque[_Call] = deque()
+    for raw in messages:
+        try:
+            message = msgspec.convert(raw, _Message)
+        except msgspec.ValidationError:  # a worker of another kind, or a user's own message
+            yield _line(json.dumps(raw, ensure_ascii=False, default=str))
+            continue
+        if message.role == "tool":
+            # A call that could not be read has an answer, too, and stands in the text of its turn.
+            answers = bool(calls) and calls[0].function.name == message.name
+            yield _line(f"{calls.popleft().text() if answers else message.name} -> {message.content}")
+            continue
+        yield from (_line(f"{call.text()} (no answer)") for call in calls)
+        calls = deque(message.tool_calls)
+        yield Text(f"  {_printable(message.role)}", style="bold")
+        if message.content.strip() or not calls:
+            yield Padding(Text(_printable(message.content.strip()) or "(nothing)"), (0, 0, 0, 4))
+    yield from (_line(f"{call.text()} (no answer)") for call in calls)
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+    def text(self) -> str:
+        """As Python would write it, long values cut."""
+        written = (f"{name}={_value(value)}" for name, value in self.function.arguments.items())
+        return f"{self.function.name}({', '.join(written)})"
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str = ""
+    name: str | None = None
+    tool_calls: list[_Call] = []
+
+
+def _line(text: str) -> Text:
+    """One line, cut at the terminal's width."""
+    return Text(f"    {_printable(' '.join(text.split()))}", style="cyan", no_wrap=True, overflow="ellipsis")
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 3]}..."
+
+
+def _printable(text: str) -> str:
+    """Sampled text may hold what a terminal would obey."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text.expandtabs(4))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _versions(versions: tuple[int, int] | None) -> str:
+    if versions is None:
+        return "no version"
+    oldest, newest = versions
+    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
+def _read(path: Path) -> Iterator[RolloutView]:
+    """Line by line; the last one may be half-written."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield msgspec.json.decode(line, type=RolloutView)
+            except msgspec.DecodeError as error:
+                if line.endswith(b"\n"):
+                    raise ConfigError(f"{path}: line {number} is not a rollout: {error}") from None
+
+
+async def _ask(client: QueueClient, wanted: Wanted) -> list[RolloutView]:
+    """In the order in which they came."""
+    async with client:
+        if wanted.order == "worst" and wanted.step is None:
+            return await client.rollouts(wanted.limit, worst=True, evals=wanted.evals)
+        return (await client.rollouts(max(wanted.limit, WINDOW), evals=wanted.evals))[::-1]

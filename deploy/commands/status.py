@@ -1,0 +1,215 @@
+"""`slipstream status`: the queue's status as a person reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from learner.report.evaluations import told
+from learner.report.rollout_text import printable
+from protocol.client import QueueClient
+from protocol.status import ServerStatus, Status, episodes_at
+
+_NOTICES_SHOWN = 8
+
+_TOLD_SHARE = 0.05
+
+
+async def show(client: QueueClient, watch: bool) -> None:
+    async with client:
+        if not watch:
+            Console().print(render(await client.status()))
+            return
+        with Live(render(await client.status()), auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(1.0)
+                live.update(render(await client.status()), refresh=True)
+
+
+def render(status: Status) -> RenderableType:
+    """Headline with alarm, notices, figures and waits; then the workers, the servers and what was lost."""
+    parts: list[RenderableType] = [_headline(status)]
+    if status.notices:
+        parts.append(_notices(status))
+    parts.append(_figures(status))
+    parts.append(_workers(status) if status.workers else Text("no workers"))
+    parts.append(_servers(status) if status.servers else Text("no servers"))
+    parts += [
+        _text(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))
+        for what, counts in (("dropped", status.drops), ("rejected", status.rejections))
+        if counts
+    ]
+    if status.workers:
+        parts.append(Text(_open(status)))
+    if hung := sum(worker.hung_calls for worker in status.workers):
+        parts.append(Text(f"hung: {hung} calls of user code have not come back"))
+    return Group(*parts)
+
+
+def _headline(status: Status) -> Text:
+    text = Text.assemble((f"run {status.run}", "bold"), f"  step {status.step}/{status.total_steps}")
+    text.append(f"  version {status.version}, served {_or_dash(status.served_version)}")
+    if status.learner.reward_mean is not None:
+        text.append(f"  reward {status.learner.reward_mean:.3f}")
+    if status.finished:
+        text.append("  finished", style="green")
+    if status.gave_up is not None:
+        text.append(f"\nGAVE UP: {printable(status.gave_up)}", style="bold red")
+    elif status.stall.stalled:
+        text.append(
+            f"\nSTALLED for {status.stall.since_s:.0f} s: {printable(status.stall.why or '')}", style="bold red"
+        )
+    return text
+
+
+def _notices(status: Status) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for notice in status.notices[-_NOTICES_SHOWN:]:
+        who = f" at {notice.who}" if notice.who else ""
+        table.add_row(Text(f"! {_ago(notice.since_s)}", style="yellow"), _text(f"{notice.kind}{who}: {notice.text}"))
+    return table
+
+
+def _figures(status: Status) -> Table:
+    groups, stale, rates = status.groups, status.staleness, status.rates
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row(
+        "outstanding",
+        f"{groups.outstanding} groups of {groups.limit} = "
+        f"{groups.tickets} in work + {groups.ready} ready + {groups.leased} leased",
+    )
+    table.add_row("depth", f"{status.depth:.2f} steps, target {status.depth_target:.2f}")
+    kept = f", {groups.kept_bytes / 1e6:.1f} MB kept for a resume" if groups.kept_bytes else ""
+    table.add_row("stored", f"{groups.bytes / 1e6:.1f} MB of {groups.capacity_bytes / 1e6:.0f} MB{kept}")
+    table.add_row(
+        "staleness",
+        f"mean {stale.mean:.2f} = {stale.in_flight_mean:.2f} in flight + {stale.in_queue_mean:.2f} in queue; "
+        f"max {stale.max}, ever {stale.max_ever}, bound {status.max_staleness}",
+    )
+    table.add_row(
+        "per second",
+        f"{rates.steps:.2f} steps, {rates.groups:.1f} groups, {rates.tokens_sampled:.0f} tokens sampled, "
+        f"{rates.tokens_trained:.0f} trained",
+    )
+    if policy := _policy(status.learner.metrics):
+        table.add_row("policy", policy)
+    for evaluation in _evaluations(status):
+        table.add_row("evaluation", _text(evaluation))
+    learner, workers = _percent(status.learner_wait_share), _percent(status.worker_wait_share)
+    table.add_row("time idle", f"learner {learner}, workers {workers}")
+    waits = [f"{wait.who} for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits]
+    table.add_row("now waiting", _text("\n".join(waits) or "nobody"))
+    return table
+
+
+def _policy(metrics: Mapping[str, float]) -> str:
+    """How far the policy was from the one that sampled, in the newest step, and how busy its device; empty where
+    neither is known."""
+    parts = []
+    ratios = [metrics.get(f"sampler/ratio_p{percent}") for percent in (1, 50, 99)]
+    if None not in ratios:
+        low, middle, high = ratios
+        parts.append(f"ratio to the sampler {middle:.3g}, {low:.3g} to {high:.3g} for 98 % of the tokens")
+    if (ess := metrics.get("ess")) is not None:
+        parts.append(f"effective sample size {ess:.0%}")
+    if (mfu := metrics.get("mfu")) is not None:
+        parts.append(f"FLOPs utilisation {mfu:.0%}")
+    return ", ".join(parts)
+
+
+def _evaluations(status: Status) -> list[str]:
+    """A line for each open one, and one for the newest that has ended."""
+    ended = [evaluation for evaluation in status.evaluations if evaluation.ended is not None]
+    lines = [told(ended[-1]).removeprefix("evaluation ")] if ended else []
+    for evaluation in status.evaluations:
+        if evaluation.ended is None:
+            failed = f", {evaluation.failed} failed" if evaluation.failed else ""
+            rows = "its" if evaluation.rows is None else evaluation.rows
+            line = (
+                f"of step {evaluation.step}: {evaluation.done} of {rows} rows done{failed}, {evaluation.seconds:.0f} s"
+            )
+            lines.append(f"{line}; waits for {evaluation.waits_for}" if evaluation.waits_for else line)
+    return lines
+
+
+def _workers(status: Status) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("worker", overflow="ellipsis", min_width=12)  # the one that is cut where the terminal is narrow
+    for column in ("slots", "done/failed", "tokens", "tools/failed", "idle", "seen"):
+        table.add_column(column, no_wrap=True)
+    for w in status.workers:
+        table.add_row(
+            _text(w.worker_id),
+            f"{w.episodes_generating}/{w.capacity}",
+            f"{w.episodes_done}/{w.episodes_failed}",
+            _short(w.tokens_sampled),
+            f"{w.tool_calls}/{w.tool_failures}",
+            _percent(w.wait_share),
+            _ago(w.seen_s_ago),
+        )
+    return table
+
+
+def _open(status: Status) -> str:
+    """Where the open episodes of all workers are."""
+    at = episodes_at(status)
+    places = ", ".join(f"{count} {place.replace('_', ' ')}" for place, count in at.items())
+    full = max((w.full_share for w in status.workers), default=0.0)
+    why = f"; slots idle at worker.open_episodes: {_percent(full)}" if full >= _TOLD_SHARE else ""
+    return f"{sum(at.values())} episodes open: {places}{why}"
+
+
+def print_servers(servers: Sequence[ServerStatus]) -> None:
+    Console().print(_server_table(servers) if servers else Text("no servers"))
+
+
+def _servers(status: Status) -> Table:
+    return _server_table(status.servers)
+
+
+def _server_table(servers: Sequence[ServerStatus]) -> Table:
+    table = Table("server", "state", "version", "lag", "since", "by", "", box=None, pad_edge=False)
+    for server in servers:
+        what = "; ".join(part for part in (server.waits_for and f"waits for {server.waits_for}", server.reason) if part)
+        table.add_row(
+            _text(server.name),
+            str(server.state),
+            _or_dash(server.version),
+            _or_dash(server.lag),
+            _ago(server.since_s).removesuffix(" ago"),
+            _text(server.transport or "-"),
+            _text(what or server.url),
+        )
+    return table
+
+
+def _text(text: str) -> Text:
+    """Names and reasons are others': a terminal must not obey them."""
+    return Text(printable(text))
+
+
+def _short(count: int) -> str:
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= 10 * unit:
+            return f"{count / unit:.0f} {name}"
+    return str(count)
+
+
+def _ago(seconds: float) -> str:
+    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,186 @@
+"""The run directory before a start: who has it, what an earlier start left, and the run file for all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from protocol import checkpoints
+from protocol.config import ConfigError, RunConfig, to_toml
+from rollout_queue.store import lock
+from rollout_queue.store.sqlite import FILE_NAME, run_of, steps_made
+
+# The folder that a start which made no step is moved to, and what stays where it is.
+FAILED = "failed-start-"
+
+_KEPT = (FAILED, "launcher.lock", "queue.lock")
+
+
+def check(config: RunConfig, resume: bool) -> None:
+    """Raises `ConfigError` where the directory cannot be written, holds a run that would be written over, or, to
+    `resume`, none."""
+    _check_writable(config)
+    name, folder = config.run.name, config.run_dir
+    steps = _steps(config)
+    if resume and not has_checkpoint(config) and not steps:
+        raise ConfigError(
+            f"--resume: {folder} holds nothing to go on from, neither a checkpoint nor a step; start it without "
+            f"--resume"
+        )
+    if not resume and has_checkpoint(config):
+        raise ConfigError(
+            f"run.name = {name}: {folder} already holds a run; go on with it by --resume, or choose another name: "
+            f"--run.name {name}-2"
+        )
+    if not resume and steps:
+        raise ConfigError(
+            f"run.name = {name}: {folder} already holds a run of {steps} steps, without a checkpoint; begin again at "
+            f"its first step by --resume, or choose another name: --run.name {name}-2"
+        )
+
+
+def to_go_on(config: RunConfig) -> str:
+    """What to do when the learner has failed."""
+    if has_checkpoint(config):
+        return "go on from its newest checkpoint with --resume"
+    if _steps(config):
+        return "it made no checkpoint: begin again at its first step with --resume"
+    return "mend it and start again: it made no step, so the run's name is free"
+
+
+def has_checkpoint(config: RunConfig) -> bool:
+    """Whether the directory holds a complete checkpoint."""
+    return bool(checkpoints.complete(config.run_dir))
+
+
+def finished(config: RunConfig) -> int | None:
+    """The steps that the run has made, where it has made all of `learner.steps` and has ended; None for one that has
+    more to do, or of which that is not known before its queue runs. Raises `ConfigError`."""
+    kept, store = checkpoints.complete(config.run_dir), config.run_dir / FILE_NAME
+    if not kept or max(kept) < config.learner.steps or not store.exists() or not run_of(store).finished:
+        return None
+    return max(kept)
+
+
+def clear(config: RunConfig) -> Path | None:
+    """Move what a start that made no step has left into a folder beside it, and return that; None: there is nothing.
+
+    Call it after `check`, without `resume`, and with the directory held. Raises `ConfigError` if a queue still runs.
+    """
+    folder = config.run_dir
+    if not (folder / FILE_NAME).exists():
+        return None
+    left = [path for path in folder.iterdir() if not path.name.startswith(_KEPT)]
+    with _held(
+        config,
+        folder / f"{Path(FILE_NAME).stem}.lock",
+        f"run.name = {config.run.name}: a queue still runs on {folder / FILE_NAME}; stop it, or choose another name: "
+        f"--run.name {config.run.name}-2",
+    ):
+        taken = [path.name.removeprefix(FAILED) for path in folder.glob(f"{FAILED}*")]
+        aside = folder / f"{FAILED}{1 + max((int(number) for number in taken if number.isdigit()), default=0)}"
+        try:
+            aside.mkdir()
+            for path in left:
+                path.rename(aside / path.name)
+        except OSError as error:
+            raise _unwritable(config, aside, error) from None
+    return aside
+
+
+def check_unused(config: RunConfig) -> None:
+    """Raises `ConfigError` if another launcher has the run directory; makes nothing."""
+    if (config.run_dir / "launcher.lock").exists():
+        with held_alone(config):
+            pass
+
+
+@contextlib.contextmanager
+def held_alone(config: RunConfig) -> Iterator[None]:
+    """Hold the run directory against other launchers; raises `ConfigError` if one has it.
+
+    A second one would write its own settings into the run file that the first restarts its processes with.
+    """
+    with _held(
+        config,
+        config.run_dir / "launcher.lock",
+        f"run.name = {config.run.name}: {config.run_dir} is in use by another launcher; stop that one, or choose "
+        f"another name: --run.name {config.run.name}-2",
+    ):
+        yield
+
+
+def resolved(config: RunConfig) -> str:
+    """The text of a run file that says the same from any folder. It holds no token: that goes by the environment."""
+    run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
+    queue = config.queue.model_copy(update={"token": None})
+    return to_toml(config.model_copy(update={"run": run, "queue": queue}))
+
+
+@contextlib.contextmanager
+def kept_if_no_step_is_made(config: RunConfig) -> Iterator[None]:
+    """At the end, put the run file that the directory holds now back in its place where no step was made meanwhile: it
+    says with which settings the run's steps were made, and a start that was refused has made none."""
+    path = config.run_file
+    before = path.read_bytes() if path.exists() else None
+    made = _newest_version(config)
+    try:
+        yield
+    finally:
+        if before is not None and _newest_version(config) == made:
+            path.write_bytes(before)
+
+
+def write_resolved(config: RunConfig) -> Path:
+    """Write the resolved run file into the run directory, where all processes of the run read it."""
+    path = config.run_file
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(resolved(config), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(config, path, error) from None
+    return path
+
+
+def _newest_version(config: RunConfig) -> int:
+    """From the learner's figures: the queue may keep nothing."""
+    from learner.report.journal import newest_version
+
+    return newest_version(config.run_dir / "metrics.jsonl")
+
+
+def _steps(config: RunConfig) -> int:
+    store = config.run_dir / FILE_NAME
+    return steps_made(store) if store.exists() else 0
+
+
+def _check_writable(config: RunConfig) -> None:
+    """By trying: permissions do not tell of a file system that is full or mounted to be read only."""
+    folder = config.run_dir.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slipstream-", dir=existing):
+            pass
+    except OSError as error:
+        raise _unwritable(config, folder, error) from None
+
+
+def _unwritable(config: RunConfig, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir = {config.run.dir}: {path} cannot be written: {error.strerror}; choose another run.dir"
+    )
+
+
+@contextlib.contextmanager
+def _held(config: RunConfig, path: Path, in_use: str) -> Iterator[None]:
+    """Hold the lock file `path`; raises `ConfigError`, with the text `in_use` if another process has it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock.held_alone(path))
+        except BlockingIOError:
+            raise ConfigError(in_use) from None
+        except OSError as error:
+            raise _unwritable(config, path, error) from None
+        yield

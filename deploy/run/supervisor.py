@@ -1,0 +1,161 @@
+"""Everything on one machine: checks, starts, watches, starts again and stops the processes of a run.
+
+Nothing is left running, however the run ends: each child has a process group of its own, which gets SIGTERM and, after
+`deploy.grace_s`, SIGKILL; if the supervisor itself is killed, its watchdog does it. The learner is ended before the
+others, so that the queue still takes its last report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy import epochs
+from deploy.programs import preflight_program, programs
+from deploy.restart import WRONG_SETTING, RestartPolicy
+from deploy.run.process_keeper import ProcessKeeper, RunFailed
+from deploy.run.processes import Children, describe_end
+from deploy.run.run_directory import (
+    check_unused,
+    clear,
+    finished,
+    held_alone,
+    kept_if_no_step_is_made,
+    resolved,
+    to_go_on,
+    write_resolved,
+)
+from deploy.run.terminal import Terminal
+from deploy.servers import devices
+from deploy.servers.vllm_server import on_cpu, with_cache_size
+from protocol import checkpoints, routes
+from protocol.config import ConfigError, RunConfig
+
+SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+
+def supervise(config: RunConfig, resume: bool = False) -> None:
+    """Run everything until the learner has made its last step; nothing, to `resume` a run that has made it.
+
+    Raises `ConfigError` for a wrong setting, before anything is started; `RunFailed`; KeyboardInterrupt on Ctrl-C, and
+    `SystemExit` with 143 or 129 on SIGTERM or SIGHUP. By then every process has ended.
+    """
+
+    async def work(children: Children, terminal: Terminal) -> None:
+        check_unused(config)
+        rows = await _check(config, resume, children, terminal)
+        counted = epochs.in_steps(config, rows)
+        if resume and (made := finished(counted)) is not None:
+            terminal.say(checkpoints.nothing_to_do(config.run.name, made, counted.learner.steps))
+            return
+        planned, counted = devices.settle(counted, on_cpu(), terminal.say)
+        with held_alone(config):
+            if not resume and (aside := clear(config)):
+                terminal.say(f"an earlier start made no step; what it left is in {aside}")
+            if resume:
+                settings.enter_context(kept_if_no_step_is_made(config))
+            run_file = write_resolved(with_cache_size(counted)).absolute()
+            terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
+            if rows is not None and config.learner.epochs is not None:
+                terminal.say(epochs.told(config, rows))
+            policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
+            keeper = ProcessKeeper(counted, children, policy, run_file.parent / "logs", terminal)
+            await keeper.keep(programs(counted, run_file, resume, planned))
+
+    with contextlib.ExitStack() as settings:  # till all have ended: the learner may make a step on its way out
+        under_signals(work, config.deploy.grace_s)
+
+
+def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float) -> None:
+    """Run `work`; at its end, or at a signal, end all children. Raises what `work` raises, and as `supervise` does."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("a run can be supervised from the main thread only, since it handles signals; start it there")
+    number = asyncio.run(_under_signals(work, grace_s))
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number is not None:
+        raise SystemExit(128 + number)
+
+
+async def _under_signals(
+    work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float
+) -> signal.Signals | None:
+    """The signal that ended the work."""
+    signalled: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+
+    def note(number: signal.Signals) -> None:
+        # A second signal changes nothing: all that was started gets its time to end.
+        if not signalled.done():
+            signalled.set_result(number)
+            terminal.complain(f"{SIGNALS[number]}, stopping; what has not ended in {grace_s:g} s is killed")
+
+    children = Children(grace_s)
+    with Terminal() as terminal, _handlers(note, children.reap, terminal.resize), children:
+        working = asyncio.create_task(work(children, terminal))
+        telling = asyncio.create_task(terminal.keep_telling())
+        try:
+            first: list[asyncio.Future[Any]] = [working, signalled]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            working.cancel()
+            telling.cancel()
+            await asyncio.wait({working, telling})
+            await children.end([child for child in children.living if child.program.role == "learner"])
+            await children.end(list(children.living))
+        if signalled.done() and (working.cancelled() or working.exception()):
+            return signalled.result()
+        await working
+        return None
+
+
+@contextlib.contextmanager
+def _handlers(
+    note: Callable[[signal.Signals], None], reap: Callable[[], None], resize: Callable[[], None]
+) -> Iterator[None]:
+    """Handle the signals that stop a run, unless one is ignored (nohup), a child's end, and a terminal's new size."""
+    loop = asyncio.get_running_loop()
+    others = {signal.SIGCHLD: reap, signal.SIGWINCH: resize}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, *others)}
+    handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    for number in handled:
+        loop.add_signal_handler(number, note, number)
+    for number, handler in others.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in (*handled, *others):
+            loop.remove_signal_handler(number)
+            if before[number] is not None:  # None: not set from Python
+                signal.signal(number, before[number])
+
+
+async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> int | None:
+    """Run the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
+    do not belong here. Returns the rows of the data set, None where they cannot be counted. Raises `ConfigError`."""
+    with _scratch_file(resolved(config)) as run_file:
+        child = children.start(preflight_program(config, run_file, resume), run_file.parent)
+        with terminal.waiting_for("the check of run file, task and model"):
+            code = await child.wait()
+        answer = "\n".join(child.tail())
+        await children.end([child])
+    if code == WRONG_SETTING and answer:
+        raise ConfigError(answer)
+    if code:
+        raise RunFailed(describe_end("the check before the start", code), code)
+    return int(answer) if answer.isdigit() else None
+
+
+@contextlib.contextmanager
+def _scratch_file(text: str) -> Iterator[Path]:
+    """A run file outside the run directory, which is made only once the checks have passed."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        path = Path(folder, "run.toml")
+        path.write_text(text, encoding="utf-8")
+        yield path

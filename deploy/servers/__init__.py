@@ -1,0 +1,1 @@
+"""Starts vLLM servers and describes the devices that they use."""

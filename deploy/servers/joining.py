@@ -1,0 +1,217 @@
+"""`slipstream vllm run.toml --join QUEUE`: a vLLM server that joins a running job, and leaves it by draining.
+
+vLLM runs as a child: a SIGTERM or SIGINT lets the queue take the server out first, and ends vLLM when its requests have
+ended. A second signal ends it at once. One that somebody took out of the run (`slipstream servers remove`) ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from deploy.run.watchdog import signal_group
+from deploy.servers.servers import (
+    LEAVE_MARGIN_S,
+    check_free,
+    check_reachable_by_others,
+    checked_name,
+    default_name,
+    until_gone,
+)
+from protocol.client import QueueClient, QueueError
+from protocol.config import ConfigError, RunConfig
+from protocol.config.sections import LOOPBACK
+from protocol.config.sections.base import WILDCARDS, url_of
+from protocol.messages import Server, ServerState
+from protocol.server_address import normal_url
+
+logger = logging.getLogger(__name__)
+
+QUEUE_PATIENCE_S = 10.0
+
+# How often the registry is asked whether the server is still in the run.
+LOOK_EVERY_S = 10.0
+
+# After SIGTERM, what has not ended within this time is killed.
+GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class ServerJoin:
+    """`url`: where others reach the server; `replica`: makes its seed another than that of the run's own servers."""
+
+    name: str
+    url: str
+    queue_url: str
+    replica: int
+
+
+def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> ServerJoin:
+    """Name and address of a server that joins; raises `ConfigError` where others could not reach it."""
+    if not _is_url(queue_url):
+        raise ConfigError(f"--join {queue_url}: give the queue's URL, as http://host:8200")
+    url = (advertise or _own_url(config, queue_url)).rstrip("/")
+    if not urlsplit(url).hostname or urlsplit(url).hostname in WILDCARDS:
+        raise ConfigError(f"--advertise {url}: give the URL at which others reach this server, as http://host:port")
+    try:
+        url = normal_url(url)
+    except ValueError as error:
+        raise ConfigError(f"--advertise: {error}") from None
+    check_reachable_by_others(
+        url, queue_url, "listen for others with --vllm.host 0.0.0.0, and name the address with --advertise URL"
+    )
+    chosen = checked_name(name) if name is not None else default_name(url)
+    return ServerJoin(chosen, url, queue_url, 64 + zlib.crc32(chosen.encode()) % 900)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
+
+
+def _own_url(config: RunConfig, queue_url: str) -> str:
+    """As the run file says; for a wildcard, the address of this machine on the way to the queue."""
+    host, port = config.vllm.host, config.vllm.port
+    if host not in WILDCARDS:
+        return url_of(host, port)
+    queue = urlsplit(queue_url)
+    if queue.hostname in LOOPBACK:
+        return url_of("127.0.0.1", port)
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((queue.hostname, queue.port or 80))  # sends nothing
+            return url_of(probe.getsockname()[0], port)
+    except OSError as error:
+        raise ConfigError(
+            f"no address of this machine leads to the queue at {queue_url} ({error}): name one with --advertise URL"
+        ) from None
+
+
+def run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Register, run the server, and let it leave when told to. Returns the exit code."""
+    return asyncio.run(_run(config, joining, command, env))
+
+
+async def _run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
+    token = config.token_for("learner")
+    async with QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says") as queue:
+        another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "
+        await check_free(queue, joining.name, joining.url, another)
+        await queue.put_server(Server(joining.name, joining.url))
+        logger.info("%s joins the run at %s, as %s", joining.name, joining.queue_url, joining.url)
+        told = asyncio.Queue[int]()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, told.put_nowait, number)
+        # In a session of its own: Ctrl-C is ours to pass on.
+        child = await asyncio.create_subprocess_exec(*command, env=dict(env), start_new_session=True)
+        ended = asyncio.create_task(child.wait())
+        stop = asyncio.create_task(told.get())
+        watch = _Watch(queue, joining)
+        removed = asyncio.create_task(watch.until_removed())
+        await asyncio.wait([ended, stop, removed], return_when=asyncio.FIRST_COMPLETED)
+        removed.cancel()
+        if ended.done():
+            stop.cancel()
+            code = ended.result()
+            # Its engine may have outlived it, and would keep the memory.
+            signal_group(child.pid, signal.SIGKILL)
+            await _say_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
+            return code if code >= 0 else 128 - code
+        if stop.done():
+            await _drain(config, queue, joining, told, ended, watch.silent)
+        else:
+            stop.cancel()
+            if not removed.cancelled() and (error := removed.exception()) is not None:
+                logger.error("%s is not watched any more and ends: %s", joining.name, error)
+        await _end(child, ended)
+        return 0
+
+
+class _Watch:
+    """Looks now and then whether the server is still in the run. `silent`: the queue did not answer the last look."""
+
+    def __init__(self, queue: QueueClient, joining: ServerJoin) -> None:
+        self.silent = False
+        self._queue = queue
+        self._joining = joining
+
+    async def until_removed(self) -> None:
+        """Until its name is gone from the registry, which is once it has drained, or is another server's. A queue that
+        does not answer may be starting again: that is said once, and waited for."""
+        name, url = self._joining.name, self._joining.url
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                servers = await self._queue.servers()
+            except QueueError as error:
+                if not self.silent:
+                    logger.warning("%s keeps running, and waits for the queue: %s", name, error)
+                self.silent = True
+                continue
+            if self.silent:
+                logger.info("%s: the queue answers again", name)
+            self.silent = False
+            if not any((server.name, server.url) == (name, url) for server in servers):
+                logger.info("%s was removed from the run: ends", name)
+                return
+
+
+async def _drain(
+    config: RunConfig,
+    queue: QueueClient,
+    joining: ServerJoin,
+    told: asyncio.Queue[int],
+    ended: asyncio.Task[int],
+    silent: bool,
+) -> None:
+    """Until the queue has let it go, vLLM has ended, or somebody is impatient. `silent`: the queue did not answer
+    lately, so that it is not waited for again."""
+    if silent:
+        logger.warning("%s ends without the queue's word, which does not answer", joining.name)
+        return
+    logger.info("%s leaves: no new episodes; a second signal ends it at once", joining.name)
+
+    async def leave() -> None:
+        timeout_s = config.vllm.drain_timeout_s + LEAVE_MARGIN_S
+        left = await queue.remove_server(joining.name)
+        await until_gone(queue, joining.name, left, timeout_s)
+
+    leaving, again = asyncio.create_task(leave()), asyncio.create_task(told.get())
+    await asyncio.wait([leaving, again, ended], return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not leaving.done():
+        leaving.cancel()
+        with contextlib.suppress(QueueError, TimeoutError):
+            async with asyncio.timeout(5):
+                await queue.remove_server(joining.name, now=True)
+    with contextlib.suppress(asyncio.CancelledError):
+        try:
+            await leaving
+        except QueueError as error:
+            logger.warning("%s ends without the queue's word: %s", joining.name, error)
+
+
+async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    done, _ = await asyncio.wait([ended], timeout=GRACE_S)
+    signal_group(child.pid, signal.SIGKILL)  # and what it has left
+    if not done:
+        await ended
+
+
+async def _say_down(queue: QueueClient, joining: ServerJoin, reason: str) -> None:
+    with contextlib.suppress(QueueError):
+        await queue.put_server(Server(joining.name, joining.url, ServerState.DOWN, None, reason))

@@ -1,0 +1,185 @@
+"""How much memory a vLLM server on a CPU gets for its keys and values.
+
+Left alone, vLLM there takes 92 % of the machine's memory for one server and refuses to start where less is free
+(vllm 0.32, `cpu_worker.py`), which beside a learner or a second server is always.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from protocol.config import ConfigError, RunConfig
+
+FLAG = "--kv-cache-memory-bytes"
+
+# vLLM's own settings of the size; where one is given, it is left alone.
+_FLAGS = (FLAG, "--gpu-memory-utilization")
+
+_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+
+GIB = 1024**3
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# vLLM's block on a CPU; it keeps one back, and the last one of a sequence is seldom full.
+_BLOCK_TOKENS = 128
+
+# A server's interpreters and libraries, and its weights three times: in use, arriving, and being repacked.
+_SERVER_BYTES = 2.0 * GIB
+
+_SERVER_COPIES = 3
+
+# Queue, worker and learner; and of its weights: themselves, gradients, AdamW's two moments, the copy to publish.
+_OTHERS_BYTES = 1.5 * GIB
+
+_LEARNER_COPIES = 5
+
+# What may be taken of the room that is left.
+_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model takes, in bytes: its weights, and keys and values of one token."""
+
+    weights: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one server's cache, in bytes. least: one sequence of `vllm.max_model_len`, without which vLLM refuses to
+    start; most: `vllm.max_num_seqs` of them; room: what is left for it beside everything else, below 0 for nothing."""
+
+    least: int
+    most: int
+    room: int
+
+    @property
+    def size(self) -> int:
+        return min(self.most, max(self.least, self.room))
+
+
+def model_of(architecture: Mapping[str, Any], dtype: str) -> Model | None:
+    """From a model's config.json; None where it is not of the usual kind."""
+    text = architecture.get("text_config", architecture)
+    try:
+        hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
+        key_heads = text.get("num_key_value_heads") or heads
+        head = text.get("head_dim") or hidden // heads
+        experts = text.get("num_experts") or text.get("num_local_experts") or 1
+        inner = experts * (text.get("moe_intermediate_size") or text["intermediate_size"])
+        embeddings = text["vocab_size"] * hidden * (1 if text.get("tie_word_embeddings") else 2)
+    except KeyError:
+        return None
+    layer = 2 * hidden * head * (heads + key_heads) + 3 * hidden * inner
+    size = _BYTES[dtype]
+    return Model((embeddings + layers * layer) * size, 2 * layers * key_heads * head * size)
+
+
+def budget(model: Model, config: RunConfig, available: int) -> Budget:
+    """available: bytes of memory that all processes of the run may take together."""
+    vllm = config.vllm
+    sequence = (vllm.max_model_len + 2 * _BLOCK_TOKENS) * model.token
+    others = _OTHERS_BYTES + _LEARNER_COPIES * model.weights
+    server = _SERVER_BYTES + _SERVER_COPIES * model.weights
+    room = _SHARE * ((available - others) / vllm.count - server)
+    return Budget(sequence, sequence * vllm.max_num_seqs, int(room))
+
+
+def check(config: RunConfig) -> None:
+    """Raises `ConfigError`, with the figures, where one sequence would not fit on each server."""
+    model = _model(config)
+    if is_set(config.vllm.args, os.environ) or model is None:
+        return
+    available = available_bytes()
+    found = budget(model, config, available)
+    if found.room < found.least:
+        raise ConfigError(
+            f"vllm.max_model_len = {config.vllm.max_model_len}: one sequence takes {_gib(found.least)} of a server's "
+            f"cache, and {_gib(max(0, found.room))} is left for it on each of {config.vllm.count} servers, with "
+            f"{_gib(available)} of memory free and weights of {_gib(model.weights)}, which a server holds "
+            f"{_SERVER_COPIES} and the learner {_LEARNER_COPIES} times; lower vllm.max_model_len or vllm.count, take a "
+            f"smaller model, or set the size by {FLAG} in vllm.args"
+        )
+
+
+def sized(config: RunConfig) -> RunConfig:
+    """With the size in `vllm.args`; as it is where that or the environment has one, or the model is of no usual kind.
+
+    To be called once for all servers of a run: what one of them holds is not free any more.
+    """
+    model = _model(config)
+    if is_set(config.vllm.args, os.environ) or model is None:
+        return config
+    size = budget(model, config, available_bytes()).size
+    return config.model_copy(
+        update={"vllm": config.vllm.model_copy(update={"args": [*config.vllm.args, FLAG, str(size)]})}
+    )
+
+
+def weights_bytes(config: RunConfig) -> int | None:
+    """Of the model as it is served; None where it is of no usual kind, or not here yet."""
+    model = _model(config)
+    return None if model is None else model.weights
+
+
+def is_set(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether the user has set the size."""
+    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    return bool(environment.get(_VARIABLE)) or not given.isdisjoint(_FLAGS)
+
+
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), nodes: Path = Path("/sys/devices/system/node")) -> int:
+    """Memory that is free, of the container or of the machine's largest memory node, as vLLM counts it: a server takes
+    all of its own from one node."""
+    free = int(psutil.virtual_memory().available)
+    if of_nodes := [_node_bytes(file.read_text()) for file in nodes.glob("node*/meminfo")]:
+        free = min(free, max(of_nodes))
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            left = int((cgroup / limit).read_text()) - int((cgroup / used).read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        return max(0, min(free, left))
+    return free
+
+
+def _node_bytes(meminfo: str) -> int:
+    """Lines such as "Node 0 MemFree: 11597616 kB"."""
+    parts = (line.split() for line in meminfo.splitlines())
+    kilobytes = {part[2].rstrip(":"): int(part[3]) for part in parts if len(part) > 3}
+    kinds = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+    return 1024 * sum(kilobytes.get(kind, 0) for kind in kinds)
+
+
+def _model(config: RunConfig) -> Model | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = Path(config.model.path)
+    file = (
+        path / "config.json"
+        if path.is_dir()
+        else try_to_load_from_cache(config.model.path, "config.json", revision=config.model.revision)
+    )
+    if not isinstance(file, str | Path):
+        return None
+    try:
+        architecture = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return model_of(architecture, config.model.dtype) if isinstance(architecture, dict) else None
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,60 @@
+"""What the command line does with tokens: print a role's, keep them out of arguments, ask for the secret."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protocol import access
+from protocol.config import ConfigError, RunConfig
+
+
+def print_token(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="worker, learner or viewer")],
+    file: Annotated[Path | None, typer.Option(help="where the secret is, mode 0600; default: SLIPSTREAM_TOKEN")] = None,
+) -> None:
+    """Print the token of a role, for a process elsewhere."""
+    typer.echo(token_of(role, file))
+
+
+def token_of(role: str, file: Path | None) -> str:
+    """The role's token, made of the secret in `file`, else in the environment. Raises `ConfigError`."""
+    if role not in access.ROLES:
+        raise ConfigError(f"ROLE = {role}: there is no such role; the roles are: {', '.join(access.ROLES)}")
+    try:
+        secret = access.read_token_file(file) if file is not None else access.given_token()
+        if not secret:
+            raise ConfigError(
+                f"{access.TOKEN_VARIABLE} is not set: set it to the run's secret, or give a file that holds it with --file"
+            )
+        if len(access.secret_of(secret)) < access.MIN_TOKEN_CHARACTERS:
+            raise ConfigError(
+                f"the secret has {len(secret)} characters, and whoever holds a role's token could find it by trying: "
+                f"take a random one of at least {access.MIN_TOKEN_CHARACTERS}, as from openssl rand -hex 16"
+            )
+        return access.derive_token(secret, role)
+    except access.TokenError as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raises `ConfigError` for a token among them: every user of the machine can read a command line."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name == "--queue.token" or access.role_of(argument) is not None:
+            raise ConfigError(
+                f"{name if name.startswith('--') else 'a token'}: a token does not belong on a command line, which "
+                f"every user of the machine can read: set {access.TOKEN_VARIABLE}, or {access.TOKEN_FILE_VARIABLE} to a file with "
+                f"mode 0600 that holds it"
+            )
+
+
+def check_secret(config: RunConfig) -> None:
+    """Raises `ConfigError` where a process that checks others' tokens was given a role's, not the run's secret."""
+    try:
+        access.secret_of(config.token or "")
+    except access.TokenError as error:
+        raise ConfigError(str(error)) from None

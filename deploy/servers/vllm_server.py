@@ -1,0 +1,205 @@
+"""vLLM's own OpenAI server, with the flags and the environment that RL needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from deploy import extras
+from deploy.servers import devices, kv_cache
+from deploy.servers import joining as joining_of
+from deploy.servers.devices import SHARE, Seat
+from deploy.servers.tokens import check_secret
+from protocol import access
+from protocol.adapter_names import SERVED_MODEL_NAME
+from protocol.client import QueueClient, QueueError
+from protocol.config import ConfigError, ModelSection, RunConfig, adapter_checks
+from protocol.messages import Server
+from weight_sync.fleet.eligibility import ServerFacts, Wanted, judge
+from weight_sync.transports.registry import backend, choice
+
+logger = logging.getLogger(__name__)
+
+# Each takes its place in the server's memory.
+MOST_ADAPTERS = 8
+
+# How long to try to reach the queue, which may be starting beside the server: that takes about two seconds.
+ANNOUNCE_FOR_S = 5.0
+
+THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+
+# By its path: vLLM replaces the short name, "uni", with "mp" on a CPU.
+IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+def on_cpu() -> bool:
+    """Whether the vLLM that is installed here is the CPU build."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def command(config: RunConfig, index: int, seat: Seat | None = None, replica: int | None = None) -> list[str]:
+    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours. seat: its
+    GPUs' part, if it has any; by then `weight_sync.transport` is settled where they decide it. replica: what its seed
+    is made of in place of the number."""
+    vllm = config.vllm
+    transport: str = config.weight_sync.transport
+    if transport == "auto":
+        transport = choice(on_cpu(), shares_gpu=False, quantised=devices.is_quantised(vllm.args))
+    flags = [
+        *("--model", _resolved(config.model.path)),
+        *_model_flags(config.model),
+        *("--served-model-name", SERVED_MODEL_NAME),
+        *("--host", vllm.host),
+        *("--port", str(vllm.port + index)),
+        *("--dtype", config.model.dtype),
+        *("--max-model-len", str(vllm.max_model_len)),
+        *("--max-num-seqs", str(vllm.max_num_seqs)),
+        # Replicas with one seed would sample the same episodes.
+        *("--seed", str(config.run.seed * 1000 + (index if replica is None else replica))),
+        # The log-probs of the sampling distribution, and no sampling defaults from the checkpoint's folder.
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+        # /inference/v1/generate: tokens in, tokens out.
+        "--enable-scale-out",
+        *("--weight-transfer-config", f'{{"backend": "{backend(transport)}"}}'),
+        # Our routes beside vLLM's, and what they ask of its workers.
+        *("--middleware", "weight_sync.vllm.middleware.Slipstream"),
+        *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
+        "--disable-uvicorn-access-log",
+    ]
+    if adapter_checks.is_adapter_published_alone(
+        config.weight_sync.adapter_only, config.model, config.lora, not on_cpu()
+    ):
+        flags += _adapter_flags(config)
+    if config.token:
+        # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
+        flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
+    if seat is not None and seat.share:
+        flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
+    if on_cpu():
+        # A compiled CPU graph would keep using the packed weights that it was compiled with.
+        flags.append("--enforce-eager")
+        if devices.gpus_of_server(vllm.args) == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
+            # The engine computes by itself. vLLM's own choice, a worker process beside it, is there to bind threads to
+            # cores; it starts as long as the engine, and each step waits for both.
+            flags += ["--distributed-executor-backend", IN_ENGINE]
+    # -P: nothing is imported from the working directory.
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
+
+
+def _adapter_flags(config: RunConfig) -> list[str]:
+    """Versions in flight at one time are at most max_staleness + 1, and one is on its way: requests for more adapters
+    than `--max-loras` would wait for those of an older one to end."""
+    rank = adapter_checks.max_adapter_rank(config.lora)
+    at_once = max(2, min(config.queue.max_staleness + 2, MOST_ADAPTERS))
+    return [
+        "--enable-lora",
+        *("--max-lora-rank", str(next(served for served in adapter_checks.SERVED_RANKS if served >= rank))),
+        *("--max-loras", str(at_once)),
+        *("--max-cpu-loras", str(at_once + 1)),
+        # A later one is further out: this one is outside of our other routes, and inside of the token's.
+        *("--middleware", "weight_sync.vllm.adapters.Adapters"),
+    ]
+
+
+def _model_flags(model: ModelSection) -> list[str]:
+    flags = []
+    if model.revision:
+        flags += ["--revision", model.revision]
+    if model.trust_remote_code:
+        flags.append("--trust-remote-code")
+    if model.tokenizer is not None:
+        # Left alone, vLLM takes the model's revision for its tokenizer too (vllm 0.32, `ModelConfig`).
+        flags += ["--tokenizer", _resolved(model.tokenizer), "--tokenizer-revision", "main"]
+    return flags
+
+
+def _resolved(path: str) -> str:
+    """A local folder's absolute path; a hub name as it is."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
+# Each version is built in the memory of the one before the last. Given back to the system, its pages would have to
+# be made anew: that took three times as long as loading and packing (38 M; mallopt(3), other systems ignore it).
+KEPT_PAGES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
+def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
+    """The server's environment: this process's, the RL routes switched on, its GPUs, and what the CPU build needs."""
+    model = config.model
+    wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if on_cpu():
+        wanted |= {"TORCH_COMPILE_DISABLE": "1", THREADS_BIND: NO_BIND, **KEPT_PAGES}
+    if seat is not None and seat.entries:
+        wanted |= {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries)}
+    wanted |= devices.nccl_environment(config)
+    if all(Path(path).exists() for path in (model.path, model.tokenizer_path)) and not model.trust_remote_code:
+        wanted |= {"HF_HUB_OFFLINE": "1"}
+    token = {access.TOKEN_VARIABLE: config.token} if config.token else {}
+    return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
+
+
+def with_cache_size(config: RunConfig) -> RunConfig:
+    """On a CPU, with the memory for keys and values set; the user's own setting stays."""
+    return kv_cache.sized(config) if on_cpu() and not config.vllm.servers else config
+
+
+async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
+    """Register the server as joining: whatever it proved before, it is about to load the checkpoint's weights (I5).
+
+    A queue that is not up yet registers the run file's servers itself when it starts.
+    """
+    name = list(config.server_names)[index]
+    try:
+        async with QueueClient(config.queue.url, config.token_for("learner"), patience_s) as queue:
+            await queue.put_server(Server(name, config.server_names[name]))
+    except QueueError as error:
+        logger.info("not announced at the queue: %s", error)
+
+
+def run(config: RunConfig, index: int) -> None:
+    """Become the server: this process is replaced, so that signals and exit code are vLLM's."""
+    launched = 0 if config.vllm.servers else config.vllm.count
+    if index >= launched:
+        raise ConfigError(
+            f"--index {index}: the run file launches {launched} servers (vllm.servers, vllm.count), counted from 0"
+        )
+    extras.require("slipstream vllm", extras.VLLM)
+    check_secret(config)
+    devices.check_quantised(config)
+    asyncio.run(announce(config, index))
+    line, env = _settled(config, index)
+    os.execve(line[0], line, env)
+
+
+def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:
+    """Run a server that joins the job of a queue elsewhere; returns its exit code."""
+    check_secret(config)
+    devices.check_quantised(config)
+    joining = joining_of.plan(config, queue_url, name, advertise)
+    extras.require("slipstream vllm", extras.VLLM)
+    line, env = _settled(config, 0, joining.replica)
+    return joining_of.run(config, joining, line, env)
+
+
+def _settled(config: RunConfig, index: int, replica: int | None = None) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment, once it is known which GPUs there are and how weights travel."""
+    planned = None if SHARE in os.environ else devices.here(config, on_cpu())
+    config = devices.settled(config, planned, on_cpu())
+    logger.info("weights travel by %s", config.weight_sync.transport)
+    seat = devices.seat_of(planned, index, os.environ)
+    line = command(with_cache_size(config), index, seat, replica)
+    if faults := judge(ServerFacts.of_command(line), Wanted.of(config)):
+        raise ConfigError(
+            f"vllm.args: this server would not suit the run: {'; '.join(fault.what for fault in faults)}; take out of "
+            f"vllm.args what changes it, or give there: {' '.join(fault.flag for fault in faults)}"
+        )
+    return line, environment(config, seat)

@@ -1,0 +1,140 @@
+"""Attention of a packed row, on any device: `attention = "varlen_sdpa"`. Every sequence sees its own path only.
+
+The best exact way that there is: on a CPU the row's trie as it stands (`trie_attention`); on a GPU the same with
+torch's FlashAttention (`flash_trie`), which wants 16 bits; else keys gathered along every path (`paths`). A layer with
+a sliding window takes the paths, too, where one of them is longer.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
+from learner.attention import cpu, cpu_layout, flash, paths
+from learner.feed.packing import PackedRow
+from learner.model.transfer import sent
+from protocol.config import ConfigError
+
+PACKED_ATTENTION = "varlen_sdpa"
+
+# Arguments by which models change what attention computes; ignoring one would train on wrong log-probs.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "attn_logit_softcapping")
+
+
+class RowLayout:
+    """How a row's attention is computed: made once a row, by the first layer that asks, and used by all.
+
+    longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, row: PackedRow) -> None:
+        self.longest = row.longest
+        self._nodes = row.starts, row.reach
+        self._device = row.input_ids.device
+
+    @cached_property
+    def trie(self) -> cpu_layout.TrieLayout:
+        return cpu_layout.trie_layout(*self._nodes)
+
+    @cached_property
+    def flash_row(self) -> flash.FlashLayout:
+        return flash.flash_layout(*self._nodes, self._device)
+
+    @cached_property
+    def paths(self) -> paths.Paths:
+        return paths.layout(*self._nodes, self._device)
+
+
+def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
+    """What a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
+    if implementation == PACKED_ATTENTION:
+        return {"row_layout": RowLayout(row)}
+    bounds = sent(torch.tensor(row.starts, dtype=torch.int32), row.input_ids.device)
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": row.longest,
+        "max_length_k": row.longest,
+    }
+
+
+def varlen_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    row_layout: RowLayout,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of transformers' `AttentionInterface`.
+
+    query: [1, H, T, D]; key: [1, H_kv, T, D]; value: [1, H_kv, T, D_v], H a multiple of H_kv, D_v <= D; returns
+    [1, T, H, D_v]. There is no dropout, on purpose: log-probs must be those of the policy that sampled. Raises
+    `ConfigError` for a model whose attention is another.
+    """
+    _refuse_others(kwargs)
+    window = _window(module, sliding_window)
+    width, value_width = query.shape[-1], value.shape[-1]
+    q, k, v = (_cast(tensor)[0].transpose(0, 1) for tensor in (query, key, value))
+    if value_width < width:
+        v = pad(v, (0, width - value_width))
+    if window is not None and row_layout.longest > window:
+        out = paths.along_paths(q, k, v, row_layout.paths, scaling, window)
+    elif q.device.type == "cpu":
+        out = cpu.trie_attention(q, k, v, row_layout.trie, scaling)
+    elif flash.flash_supports(q):
+        out = flash.flash_trie(q, k, v, row_layout.flash_row, scaling)
+    else:
+        out = paths.along_paths(q, k, v, row_layout.paths, scaling)
+    return out[None, ..., :value_width], None
+
+
+def _refuse_others(arguments: dict[str, Any]) -> None:
+    for name in UNSUPPORTED:
+        if arguments.get(name) is not None:
+            raise ConfigError(
+                f"model.attention = {PACKED_ATTENTION} does not support {name}, which this model uses: choose another"
+            )
+    if arguments.get("is_causal") is False:
+        raise ConfigError(
+            f"model.attention = {PACKED_ATTENTION} is causal, and a layer of this model is not: choose a decoder-only model"
+        )
+
+
+def _window(module: torch.nn.Module, named: int | None) -> int | None:
+    """The layer's sliding window: as the model names it to its attention, or as its config does, for models that mask
+    it outside. None where every token is within it."""
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None) if named is None else named
+    if not window or window >= getattr(config, "max_position_embeddings", window + 1):
+        return None
+    types = getattr(config, "layer_types", None)
+    if named is None and types and types[getattr(module, "layer_idx", 0)] != "sliding_attention":
+        return None
+    if named is None and not types:
+        raise ConfigError(
+            f"model.attention = {PACKED_ATTENTION}: this model has a sliding window of {window} tokens, but does not name the "
+            f"layers that it holds for: choose another model, or set sliding_window to null in its config.json if no "
+            f"sequence is longer than {window} tokens"
+        )
+    return window
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    """As torch's own attention does under autocast: norms and rotary embeddings leave float32 beside 16 bits."""
+    kind = tensor.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
+
+
+# transformers builds a 4-D mask only for implementations in its mask interface, where this one has no entry.
+AttentionInterface.register(PACKED_ATTENTION, varlen_sdpa)

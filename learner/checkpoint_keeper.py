@@ -1,0 +1,197 @@
+"""When checkpoints are written: every so many steps, at the end, and after a signal if the grace time allows; and which
+are kept.
+
+One that cannot be written, as on a full disk, is told; the run goes on, and tries again when the next is due. At the
+end there is no next one: there it ends the run. A learner that another has taken the place of writes none: it would lie
+among those of the other's steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from learner import start
+from learner.best import best_of, spared
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointError, CheckpointInfo
+from learner.evaluator import Evaluator
+from learner.feed.blocking_client import BlockingQueueClient
+from learner.ranks.stopping import Stop
+from learner.report.progress import TerminalProgress
+from learner.training.trainer import Trainer
+from protocol import checkpoints as places
+from protocol.checkpoints import Best
+from protocol.client import QueueError
+from protocol.config import RunConfig
+from protocol.messages import RunPosition
+
+# A checkpoint may take this much longer than the one before.
+MARGIN = 1.5
+
+REPORT_TIMEOUT_S = 5.0
+
+# What a disk surely writes in a second, before a checkpoint was timed.
+DISK_BYTES_PER_S = 50e6
+
+
+class CheckpointKeeper:
+    """One session's checkpoints. `checkpointed`: the step of the newest, None where there is none; `evaluator`: needed
+    where the best by evaluation is to be kept; `report`: told of one that could not be written; `on_saved`: what else
+    is to be done with each that is complete, but for one that a signal asked for."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        client: BlockingQueueClient,
+        progress: TerminalProgress,
+        stop: Stop,
+        checkpointed: int | None,
+        evaluator: Evaluator | None = None,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._client = client
+        self._progress = progress
+        self._stop = stop
+        self._checkpointed = checkpointed
+        self._evaluator = evaluator if config.learner.keep_best else None
+        self._report = report
+        self._best: Best | None = None
+        self._took_s: float | None = None
+        self._saved: Checkpoint | None = None
+        self.on_saved: Callable[[Checkpoint], None] | None = None
+
+    def keep_if_due(self, position: RunPosition, wanted: bool = False) -> None:
+        """After a step: write a checkpoint if it is the turn of one, or if it is `wanted`, and tell the queue."""
+        every = self._config.learner.checkpoint_every
+        if not (wanted or (every and position.step % every == 0)):
+            return
+        try:
+            self._keep(position)
+        except CheckpointError as error:
+            there = (
+                "there is none yet" if self._checkpointed is None else f"step {self._checkpointed}'s stays the newest"
+            )
+            following = position.step - position.step % every + every if every else self._config.learner.steps
+            text = f"{error}; {there}, and the next is tried after step {following}: make room on that disk"
+            self._progress.warn(text)
+            self._report(text)
+
+    def keep_last(self, position: RunPosition) -> None:
+        """At the end: write a checkpoint of `position`, unless there is one, and tell the queue. Raises
+        `CheckpointError`, `QueueError`."""
+        try:
+            self._keep(position)
+        except CheckpointError as error:
+            newest = "the first step" if self._checkpointed is None else f"step {self._checkpointed}"
+            raise CheckpointError(
+                f"{error}; the run cannot end without it: make room on that disk, and go on from {newest} with --resume"
+            ) from error
+
+    def _keep(self, position: RunPosition) -> None:
+        if self._checkpointed != position.step:
+            if (newer := self._newer_session(position)) is not None:
+                raise QueueError(
+                    f"learner session {position.session} is not the current one, {newer}: another learner has begun, "
+                    f"and no checkpoint of step {position.step} is written"
+                )
+            info = self._save(position)
+            self._client.call(lambda queue: queue.checkpointed(position.session, info.step))
+            if self.on_saved is not None and self._saved is not None:
+                self.on_saved(self._saved)
+
+    def settle(self) -> None:
+        """After the last evaluation: name the best checkpoint, and delete those that were kept only until it was
+        known."""
+        if self._evaluator is not None:
+            checkpoints.prune(self._config.run_dir, self._config.learner.keep_checkpoints, self._spared())
+
+    def leave(self, position: RunPosition, halfway: bool) -> None:
+        """After a signal: a checkpoint if there is time, and how to go on. `halfway`: the weights hold a step that the
+        queue has not acknowledged."""
+        say, step, told = self._progress.say, position.step, f"stopped after step {position.step}"
+        expected_s, left_s = self._expected_s(), self._stop.left_s
+        if halfway:
+            say(f"{told}; there is no checkpoint of it, since the queue does not answer")
+        elif step == (self._checkpointed or 0):
+            say(told)
+        elif expected_s > left_s:
+            say(
+                f"{told}; there is no time for a checkpoint: it may take {expected_s:.0f} s, and {left_s:.0f} s are "
+                f"left of deploy.grace_s = {self._config.deploy.grace_s:g}"
+            )
+        elif (newer := self._newer_session(position)) is not None:
+            say(f"{told}; there is no checkpoint of it: another learner has begun, session {newer}", whole=True)
+            return
+        else:
+            say(f"{told}; writing a checkpoint of it")
+            self._last(position)
+        if step == 0:
+            say(f"start it again with: {start.command()}", whole=True)
+        elif self._checkpointed is None:
+            say(f"there is no checkpoint: begin again at the first step with: {start.resume_command()}", whole=True)
+        elif self._checkpointed < self._config.learner.steps:
+            say(f"go on from step {self._checkpointed} with: {start.resume_command()}", whole=True)
+        else:
+            say(f"all steps are done; end the run with: {start.resume_command()}", whole=True)
+
+    def _last(self, position: RunPosition) -> None:
+        try:
+            info = self._save(position)
+        except CheckpointError as error:
+            self._progress.warn(str(error))
+            return
+        # A queue that does not hear of it now will when the run is resumed.
+        with suppress(QueueError, TimeoutError):
+            self._client.call(
+                lambda queue: asyncio.wait_for(queue.checkpointed(position.session, info.step), REPORT_TIMEOUT_S)
+            )
+
+    def _newer_session(self, position: RunPosition) -> int | None:
+        """The session of a learner that has begun since, if one has. A queue that does not answer costs no checkpoint:
+        a resume looks whose it is (`resuming.astray`)."""
+        try:
+            session = self._client.call(lambda queue: asyncio.wait_for(queue.position(), REPORT_TIMEOUT_S)).session
+        except (QueueError, TimeoutError):
+            return None
+        return session if session > position.session else None
+
+    def _save(self, position: RunPosition) -> CheckpointInfo:
+        began = time.monotonic()
+        config = self._config
+        info = CheckpointInfo(position.step, position.version, start.settings(config))
+        sources = checkpoints.Sources(config.model, config.chat.template)
+        kept = config.learner.keep_checkpoints
+        self._saved = checkpoints.save(config.run_dir, info, self._trainer, sources, kept, self._spared())
+        self._checkpointed, self._took_s = info.step, time.monotonic() - began
+        return info
+
+    def _spared(self) -> set[int]:
+        """The steps whose checkpoints stay, however old; the best one is written down, and told if it is another."""
+        if self._evaluator is None:
+            return set()
+        run_dir, evaluator = self._config.run_dir, self._evaluator
+        steps = places.complete(run_dir)
+        best = best_of(steps, evaluator.records)
+        if best is not None and best != (self._best or places.best(run_dir)):
+            try:
+                places.write_best(run_dir, best)
+            except OSError as error:
+                raise CheckpointError(f"the best checkpoint's step cannot be written down: {error}") from error
+            self._progress.say(
+                f"the best checkpoint so far is that of step {best.step}: its evaluation gave reward {best.reward:.3f}"
+            )
+        self._best = best
+        return spared(steps, best, evaluator.pending)
+
+    def _expected_s(self) -> float:
+        if self._took_s is not None:
+            return MARGIN * self._took_s
+        weights = sum(weight.numel() * weight.element_size() for weight in self._trainer.policy.parameters())
+        copies = 3 + (self._config.learner.reference_sync_steps > 0)  # AdamW has two figures for each weight
+        return copies * weights / DISK_BYTES_PER_S

@@ -1,0 +1,3 @@
+"""Checkpoints' models for others: the model card beside the weights, and the way to the Hugging Face hub."""
+
+from __future__ import annotations

@@ -1,0 +1,260 @@
+"""Checkpoints: complete or not there at all.
+
+`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` where one
+trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
+has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set.
+
+Every change that others can see is one rename: killed at any moment, `latest` finds the newest whole one or the one
+before. What a kill leaves behind (`.unfinished-...`, `.discarded-...`) the next `save` removes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+
+from learner.failures import LearnerFailed
+from learner.training import optimiser
+from learner.training.trainer import Trainer
+from protocol import checkpoints as places
+from protocol.config import ConfigError, ModelSection
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "tokenization*",  # code of a tokenizer's own
+    "*.model",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+)
+
+GENERATION_FILES = ("generation_config.json",)
+
+CHAT_TEMPLATE = "chat_template.jinja"
+
+_UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
+
+
+class CheckpointError(LearnerFailed):
+    """A checkpoint could not be written; those before it are whole."""
+
+
+class CheckpointInfo(msgspec.Struct):
+    """When it was written: `step` optimiser steps were done and had made policy version `version`. `settings`: those of
+    the run by name, as text; None in checkpoints of earlier releases."""
+
+    step: int
+    version: int
+    settings: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a server finds what is beside the weights: the tokenizer that the run uses, and the file, if any, that
+    stands in for its chat template."""
+
+    model: ModelSection
+    chat_template: Path | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    info: CheckpointInfo
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / places.MODEL
+
+    @property
+    def adapter_path(self) -> Path:
+        return self.path / places.ADAPTER
+
+
+def latest(run_dir: Path) -> Checkpoint | None:
+    """The complete checkpoint of the highest step, if there is any."""
+    found = places.complete(run_dir)
+    return of_step(run_dir, max(found)) if found else None
+
+
+def of_step(run_dir: Path, step: int) -> Checkpoint:
+    """The complete checkpoint of `step`. Raises `OSError` where there is none."""
+    path = places.folder(run_dir) / places.name_of(step)
+    return Checkpoint(path, read_info(path / places.STATE))
+
+
+def read_info(path: Path) -> CheckpointInfo:
+    """What a checkpoint's state.json says. Raises `OSError`, `msgspec.DecodeError`."""
+    return msgspec.json.decode(path.read_bytes(), type=CheckpointInfo)
+
+
+def save(
+    run_dir: Path,
+    info: CheckpointInfo,
+    trainer: Trainer,
+    sources: Sources,
+    keep: int,
+    spared: Collection[int] = (),
+) -> Checkpoint:
+    """Write a checkpoint, durable when this returns, and delete all but the newest `keep` and those of the steps
+    `spared`.
+
+    It is written aside, flushed to disk and then renamed. Raises `CheckpointError`, and has freed what it took.
+    """
+    home = places.folder(run_dir)
+    final = home / places.name_of(info.step)
+    unfinished = home / f"{_UNFINISHED}{final.name}"
+    try:
+        _sweep(home)
+        unfinished.mkdir(parents=True)
+        trainer.save_model(unfinished / places.MODEL)
+        if trainer.policy.adapter is not None:
+            trainer.policy.adapter.save(unfinished / places.ADAPTER)
+        _copy_sources(sources, unfinished / places.MODEL)
+        torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
+        (unfinished / places.STATE).write_bytes(msgspec.json.encode(info))
+        _flush(unfinished)
+        if final.exists():  # from a time line that a resume gave up
+            _discard(final)
+        unfinished.rename(final)
+        _flush_one(home)
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last two: how libraries tell of a full disk
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
+    prune(run_dir, keep, spared)
+    return Checkpoint(final, info)
+
+
+def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
+    """Raise `ConfigError` if one of checkpoint and run has an adapter, and the other has none."""
+    has = checkpoint.adapter_path.is_dir()
+    if has != adapted:
+        was = "was made with an adapter" if has else "was made without an adapter"
+        now = "lora.r = 0" if has else "lora.r is above 0"
+        raise ConfigError(
+            f"{checkpoint.path} {was}, and {now}: go on with the [lora] that it was made with, or begin a new run from "
+            f"its merged model with --run.name and --model.path {checkpoint.model_path}"
+        )
+
+
+def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
+    """Delete all but the newest `keep` and those of the steps `spared`."""
+    found = places.complete(run_dir)
+    for step in list(found)[:-keep]:
+        if step not in spared:
+            _discard(found[step])
+
+
+def set_aside(run_dir: Path, step: int) -> None:
+    """As a session begins after `step`: move checkpoints of later steps out of the way, which it does not go on from
+    and would take for newer than its own. Raises `CheckpointError`."""
+    for of, path in places.named(run_dir).items():
+        if of > step:
+            target = places.unused(path)
+            shutil.rmtree(target, ignore_errors=True)
+            try:
+                path.rename(target)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be moved to {target.name}: {error}; move it away") from error
+
+
+def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    """Put optimiser, schedule and random states back; the weights were loaded with the policy.
+
+    Optimiser, schedule and their settings stay as the run file has them. Raises `ConfigError` where they cannot be
+    read.
+    """
+    path = checkpoint.path / "trainer.pt"
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many types, by what is missing or broken
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{path} is damaged and cannot be read ({type(error).__name__}: {first}): move {checkpoint.path} away, and "
+            f"go on from the checkpoint before it with --resume"
+        ) from error
+    saved = optimiser.resumed(saved, trainer.optimiser, trainer.schedule, trainer.optim)
+    trainer.restore(saved)
+    _set_random_state(saved["random"])
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint, which is gone at once: half of one must not be taken for a whole one."""
+    aside = path.with_name(f"{_DISCARDED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(home: Path) -> None:
+    """Remove what a kill left behind."""
+    for prefix in (_UNFINISHED, _DISCARDED):
+        for left in home.glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _copy_sources(sources: Sources, target: Path) -> None:
+    """Copy what a server needs beside the weights, so that the checkpoint can be served as it is."""
+    model = sources.model
+    if sources.chat_template is not None:
+        shutil.copyfile(sources.chat_template, target / CHAT_TEMPLATE)
+    _copy(model.tokenizer_path, model.tokenizer_revision, TOKENIZER_FILES, target)
+    _copy(model.path, model.revision, GENERATION_FILES, target)
+
+
+def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: Path) -> None:
+    """Copy the files of a model folder or hub name; what is there already stays."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        if path.is_file() and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
+
+
+def _random_state() -> dict[str, Any]:
+    """Random states in types that `torch.load(weights_only=True)` accepts."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {"key": key, "pos": int(numpy_state["state"]["pos"])}},
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    key = state["numpy"]["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**state["numpy"], "state": {"key": key, "pos": state["numpy"]["state"]["pos"]}})
+
+
+def _flush(root: Path) -> None:
+    for path in [*root.rglob("*"), root]:
+        _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

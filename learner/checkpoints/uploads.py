@@ -1,0 +1,139 @@
+"""Models on their way to the hub, beside the training: nothing that the hub does holds or ends the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import constants, get_token
+
+from learner.checkpoints.upload_process import Child, Request, Sender, SendError
+from protocol.config import ConfigError, HubSection, RunConfig
+
+_STAGE = ".hub"
+
+
+def require(hub: HubSection) -> None:
+    """Raises `ConfigError` where nothing could be sent; the hub is not asked."""
+    if not hub.push_to_hub:
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError("hub.push_to_hub = true: HF_HUB_OFFLINE forbids it; unset that, or set it to false")
+    if get_token() is None:
+        raise ConfigError(
+            "hub.push_to_hub = true: there is no token for the hub; set HF_TOKEN to one that may write, or log in "
+            "with: hf auth login"
+        )
+
+
+@dataclass(frozen=True)
+class _Upload:
+    folder: Path
+    step: int
+
+
+class Uploads:
+    """One upload at a time, and the newest that waits behind it: one that waits when another comes is left out.
+
+    `warn` tells a person, from whatever thread. Each model is linked into a folder of the run directory at once, so
+    that its checkpoint may be deleted meanwhile.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
+        sender: Sender | None = None,
+    ) -> None:
+        self._hub = config.hub
+        self._name = config.hub.hub_model_id or config.run.name
+        self._stage = config.run_dir / _STAGE
+        self._warn = warn
+        self._say = say
+        self._sender = sender or Child()
+        self._changed = threading.Condition()
+        self._next: _Upload | None = None
+        self._busy = False
+        self._given_up = False
+        self._thread: threading.Thread | None = None
+        self.failed = 0
+        shutil.rmtree(self._stage, ignore_errors=True)
+
+    def push(self, model: Path, step: int) -> None:
+        """Send a model's folder, of a checkpoint of `step`."""
+        folder = self._stage / f"step-{step}"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            _link(model, folder)
+        except OSError as error:
+            self._fail(f"the model of step {step} cannot be prepared for the hub: {error}")
+            return
+        with self._changed:
+            left_out, self._next = self._next, _Upload(folder, step)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        if left_out is not None:
+            shutil.rmtree(left_out.folder, ignore_errors=True)
+
+    @property
+    def pending(self) -> bool:
+        with self._changed:
+            return self._busy or self._next is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for what is on its way, for at most `timeout_s` seconds; what is not there by then is given up."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._busy and self._next is None, timeout_s)
+        if not done:
+            self._given_up = True
+            self._sender.kill()
+            self._warn(
+                f"the upload to the hub did not end within hub.hub_timeout_s = {timeout_s:g} s; send the newest "
+                f"checkpoint's model folder with: hf upload"
+            )
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                upload, self._next, self._busy = self._next, None, True
+            if upload is not None:
+                self._send(upload)
+                shutil.rmtree(upload.folder, ignore_errors=True)
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _send(self, upload: _Upload) -> None:
+        request = Request(str(upload.folder), self._name, self._hub.hub_private_repo, f"step {upload.step}")
+        try:
+            repo = self._sender.send(request)
+        except (SendError, OSError) as error:
+            if not self._given_up:
+                self._fail(f"the model of step {upload.step} is not on the hub: {error}")
+            return
+        self._say(f"the model of step {upload.step} is on the hub: {repo}")
+
+    def _fail(self, text: str) -> None:
+        self.failed += 1
+        self._warn(f"{text}; the run goes on, and the checkpoint is in the run directory")
+
+
+def _link(source: Path, target: Path) -> None:
+    """A copy by hard links, where the disk has them."""
+
+    def linked(old: str, new: str) -> str:
+        try:
+            os.link(old, new)
+        except OSError:
+            shutil.copyfile(old, new)
+        return new
+
+    shutil.copytree(source, target, copy_function=linked)

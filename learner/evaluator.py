@@ -1,0 +1,125 @@
+"""The learner's side of evaluations: asks for those that are due, and takes in what came of them, while it trains on.
+
+An evaluation belongs to a step, and a step has one: what a learner that resumes asks for again is not made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from learner.feed.blocking_client import BlockingQueueClient
+from learner.report.evaluations import FILE_NAME, EvaluationRecord, told
+from learner.report.journal import Journal
+from learner.report.progress import TerminalProgress
+from protocol import reasons
+from protocol.client import QueueRefused
+from protocol.config import RunConfig
+from protocol.evaluations import Evaluation, EvaluationRequest, figures
+
+_POLL_S = 10.0
+
+# The queue ends an evaluation at its time-out; after this much more it will not.
+_MARGIN_S = 60.0
+
+
+class Evaluator:
+    """One session's evaluations. `journal` has those that were taken in, None where there are none to be; `clock`:
+    seconds, monotonic."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        client: BlockingQueueClient,
+        session: int,
+        journal: Journal[EvaluationRecord] | None,
+        progress: TerminalProgress,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._session = session
+        self._journal = journal
+        self._progress = progress
+        self._clock = clock
+        self._warned = False
+        self._open: list[int] = []
+        self._fresh: list[Evaluation] = []
+
+    @property
+    def records(self) -> Sequence[EvaluationRecord]:
+        """In the order in which they ended."""
+        return self._journal.records if self._journal is not None else ()
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """The steps whose evaluation goes on."""
+        return self._open
+
+    def begin(self) -> None:
+        """Take over what an earlier session of the run has asked for."""
+        if self._journal is not None:
+            self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
+
+    def ask_if_due(self, step: int, version: int, wanted: bool = False) -> None:
+        """Ask for the evaluation of `step`, if there is to be one; `version`: the newest that was published; `wanted`:
+        whether there is to be one whatever the run file says, as far as it has evaluations at all."""
+        settings = self._config.eval
+        if wanted and self._journal is None and not self._warned:
+            self._warned = True
+            self._progress.warn(
+                f"a callback asks for an evaluation of step {step}, and this run has none: give an eval_dataset, and "
+                f"set eval.every or eval.at_end"
+            )
+        due = wanted or settings.is_due(step, self._config.learner.steps)
+        if self._journal is None or not due or any(record.step == step for record in self.records):
+            return
+        request = EvaluationRequest(
+            session=self._session,
+            step=step,
+            version=version,
+            rows=None if isinstance(settings.rows, str) else settings.rows,
+            group_size=settings.group_size,
+            temperature=settings.temperature,
+            timeout_s=settings.timeout_s,
+        )
+        try:
+            self._take_in(self._journal, self._client.call(lambda queue: queue.evaluate(request)))
+        except QueueRefused as refusal:
+            if refusal.reason != reasons.EVALUATIONS_OPEN:
+                raise
+            self._progress.warn(f"there is no evaluation of step {step}: {refusal}")
+
+    def fresh(self) -> list[dict[str, float]]:
+        """The figures of each that has ended since this was called last, by step; each is in the journal."""
+        if self._journal is not None and self._open:
+            self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
+        fresh, self._fresh = self._fresh, []
+        return [figures(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
+
+    def wait(self) -> None:
+        """Wait for those that are open. The queue ends each at its time-out at the latest."""
+        if self._journal is None or not self._open:
+            return
+        deadline = self._clock() + self._config.eval.timeout_s + _MARGIN_S
+        what = "the last evaluation" if len(self._open) == 1 else f"the last {len(self._open)} evaluations"
+        with self._progress.phase(f"waiting for {what}"), self._client.waiting(self._session, what):
+            while self._open and self._clock() < deadline:
+                self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations(wait_s=_POLL_S)))
+        for step in self._open:
+            self._progress.warn(f"the evaluation of step {step} did not end in time; the run ends without it")
+
+    def _take_in(self, journal: Journal[EvaluationRecord], evaluations: Sequence[Evaluation]) -> None:
+        known = {record.step for record in journal.records}
+        self._open = [evaluation.step for evaluation in evaluations if evaluation.ended is None]
+        for evaluation in evaluations:
+            if evaluation.ended is not None and evaluation.step not in known:
+                journal.append(EvaluationRecord(evaluation.step, evaluation))
+                self._fresh.append(evaluation)
+                self._progress.show_evaluation(evaluation, told(evaluation))
+
+
+def open_eval_journal(config: RunConfig, step: int) -> Journal[EvaluationRecord] | None:
+    """The run's evaluations up to `step`; None where there are none and none are to come."""
+    path = config.run_dir / FILE_NAME
+    return Journal(path, EvaluationRecord, step) if config.eval.is_on or path.exists() else None

@@ -1,0 +1,94 @@
+"""The queue for callers that are not async: its client on an event loop of its own, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from protocol.client import QueueClient
+
+T = TypeVar("T")
+
+# A shorter wait is not worth two calls.
+REPORT_WAIT_AFTER_S = 1.0
+
+# The queue takes a learner that loads to be dead if it hears nothing for vllm.start_timeout_s, 600 s by default.
+REPORT_WAIT_AGAIN_S = 60.0
+
+
+class BlockingQueueClient:
+    """Owns the thread, the loop and `queue`, the client on it. A context manager; its end cancels what runs on it."""
+
+    def __init__(self, queue: QueueClient) -> None:
+        self.queue = queue
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="queue-client", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._wait(self.queue.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._wait(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def call(self, request: Callable[[QueueClient], Awaitable[T]]) -> T:
+        """Run `request` on the client's loop and wait for it; what it raises is raised here."""
+
+        async def answer() -> T:
+            return await request(self.queue)
+
+        return self._wait(answer())
+
+    @contextmanager
+    def waiting(self, session: int, what: str) -> Iterator[None]:
+        """Around a wait of the learner: if it lasts, the status page says what for (I7)."""
+        over = asyncio.Event()
+        report = asyncio.run_coroutine_threadsafe(self._report_wait(session, what, over), self.loop)
+        try:
+            yield
+        finally:
+            self.loop.call_soon_threadsafe(over.set)
+        report.result()
+
+    async def _report_wait(self, session: int, what: str, over: asyncio.Event) -> None:
+        if await _within(REPORT_WAIT_AFTER_S, over):
+            return
+        await self.queue.waiting(session, what)
+        while not await _within(REPORT_WAIT_AGAIN_S, over):
+            await self.queue.waiting(session, what)
+        await self.queue.waiting(session, None)
+
+    async def _close(self) -> None:
+        """A signal may have left calls behind that nobody waits for."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self.queue.__aexit__(None, None, None)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        answer = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return answer.result()
+        except BaseException:
+            answer.cancel()  # a signal may have broken the wait, and would leave the call hanging
+            raise
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""Whether everything that [lora] names is in the model: peft takes a name that nothing has without a word, as long as
+another one fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from learner.model.loading import text_tower
+from protocol.config import ConfigError, LoraSection
+from protocol.config.adapter_checks import pattern_of
+from protocol.config.sections.base import toml_value
+from protocol.config.text import nearest
+
+# How peft finds a layer's number in the name of what is in it (`peft.tuners.tuners_utils`).
+_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Of a network's modules, by their full names. everything: all of them; layers: those with nothing inside;
+    reachable: of these the ones that rows pass through; linear: of these the linear ones, without the output layer."""
+
+    everything: Sequence[str]
+    layers: Sequence[str]
+    reachable: Sequence[str]
+    linear: Sequence[str]
+
+    @classmethod
+    def of(cls, network: Any) -> ModuleNames:
+        """Before it has an adapter; also where its weights are on the meta device."""
+        output = network.get_output_embeddings()
+        inside = {id(module) for module in (*text_tower(network).modules(), output)}
+        modules = [(name, module) for name, module in network.named_modules() if name]
+        layers = [(name, of) for name, of in modules if not list(of.children())]
+        reachable = [(name, of) for name, of in layers if id(of) in inside]
+        return cls(
+            [name for name, _ in modules],
+            [name for name, _ in layers],
+            [name for name, _ in reachable],
+            [name for name, of in reachable if isinstance(of, torch.nn.Linear) and of is not output],
+        )
+
+
+def check_adapter_names(lora: LoraSection, names: ModuleNames) -> None:
+    """Raises `ConfigError` for a layer, a module or a number of a layer that the model does not have."""
+    linear = _last_parts(names.linear)
+    has = f"the model's linear layers are {', '.join(linear)}"
+    numbers = sorted({int(match[1]) for name in names.linear if (match := _LAYER.match(name))})
+    if unknown := [number for number in lora.layers_to_transform if number not in numbers]:
+        counted = f"{numbers[0]} to {numbers[-1]}" if numbers else "none with a number"
+        raise ConfigError(
+            f"lora.layers_to_transform = {lora.layers_to_transform}: there is no layer {unknown[0]}; the model's are "
+            f"{counted}"
+        )
+    if isinstance(lora.target_modules, list):
+        for wanted in lora.target_modules:
+            if not any(_is(name, wanted) for name in names.reachable):
+                raise _unknown("target_modules", lora.target_modules, wanted, linear, has)
+    elif lora.target_modules not in ("auto", "all-linear"):
+        _check_expression(lora.target_modules, names, has)
+    for unwanted in lora.exclude_modules:
+        if not any(_is(name, unwanted) for name in names.layers):
+            raise _unknown("exclude_modules", lora.exclude_modules, unwanted, linear, has)
+    for whole in lora.modules_to_save:
+        if not any(name.endswith(whole) for name in names.everything):
+            parts = [part for part in _last_parts(names.everything) if not part.isdigit()]
+            raise _unknown("modules_to_save", lora.modules_to_save, whole, parts, f"it has {', '.join(parts)}")
+
+
+def check_rank_patterns(lora: LoraSection, adapted: Collection[str]) -> None:
+    """adapted: full names of the layers with a part of the adapter. Raises `ConfigError` for a rank or an alpha of none
+    of them."""
+    parts = _last_parts(adapted)
+    for setting in _PATTERNS:
+        patterns = getattr(lora, setting)
+        for pattern in patterns:
+            if not any(re.match(pattern_of(pattern), name) for name in adapted):
+                raise _unknown(setting, patterns, pattern, parts, f"the adapter's layers are {', '.join(parts)}")
+
+
+def _check_expression(expression: str, names: ModuleNames, has: str) -> None:
+    if any(re.fullmatch(expression, name) for name in names.reachable):
+        return
+    said = f"lora.target_modules = {toml_value(expression)}: "
+    if any(_is(name, expression) for name in names.reachable):
+        raise ConfigError(f'{said}a text is a regular expression of whole names; write a list: ["{expression}"]')
+    example = f"; a whole name is {names.linear[0]}" if names.linear else ""
+    raise ConfigError(f"{said}no whole name of a layer fits this regular expression; {has}{example}")
+
+
+def _unknown(setting: str, value: object, name: str, near: Iterable[str], has: str) -> ConfigError:
+    close = nearest(name, near)
+    meant = f"; did you mean {close}?" if close else ";"
+    return ConfigError(f"lora.{setting} = {toml_value(value)}: nothing in the model is called {name}{meant} {has}")
+
+
+def _is(name: str, wanted: str) -> bool:
+    """As peft compares the names of layers."""
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))

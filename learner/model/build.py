@@ -1,0 +1,120 @@
+"""What must hold before anything trains: that a network scores a packed row as it scores each sequence alone.
+
+Layers that mix positions (convolutions, linear attention, token shifts), capacities of experts and embeddings that look
+at the whole row all show in the figures; no list of such models is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from learner.attention import packed
+from learner.feed.packing import PackedRow, Sample, pack_row
+from learner.model.logprobs import token_scores
+from protocol.config import ConfigError
+
+if TYPE_CHECKING:
+    from learner.model.policy import Policy
+
+
+# Nats, mean over a sequence's tokens: above what rounding does, below what any mixing does.
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
+
+TOLERANCE_OF_16_BITS = 0.2
+
+# Tokens of the made-up sequences: the first two share as many as `SHARED`, the others nothing.
+LENGTHS = (13, 9, 12, 7)
+
+SHARED = 5
+
+
+@torch.no_grad()
+def check_packing(policy: Policy, longest: int | None) -> None:
+    """Raise `ConfigError` if the log-probs of a row of several sequences are not those of each alone, through the
+    network's own eager attention. longest: the servers' `max_model_len`, None to leave out what only far positions
+    show. Costs forward passes over about 100 tokens."""
+    row, sequences = _made_up(policy)
+    with _eager(policy) as eager:
+        alone = [_alone(policy, ids, eager) for ids in sequences]
+    _compare(policy, row, alone, "")
+    if longest is not None and longest > max(LENGTHS):
+        _compare(policy, _with_far_position(row, longest - 1), alone[:-1], f" at position {longest - 1}")
+
+
+def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
+    """The row, and its sequences, each int64 [T]."""
+    random = np.random.default_rng(0)
+    size = policy.vocabulary_size
+    sequences = [random.integers(0, size, length).astype(np.int32) for length in LENGTHS]
+    sequences[1][:SHARED] = sequences[0][:SHARED]
+    samples = []
+    for rollout, ids in enumerate(sequences):
+        weights = np.ones(len(ids), dtype=np.float32)
+        weights[0] = 0.0
+        samples.append(Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), weights > 0, rollout))
+    row = pack_row(samples, branches=policy.implementation == packed.PACKED_ATTENTION).to(policy.device)
+    return row, [torch.from_numpy(ids).to(policy.device, torch.int64) for ids in sequences]
+
+
+def _with_far_position(row: PackedRow, position: int) -> PackedRow:
+    """The row with its last sequence's last token moved to `position`: what looks at the greatest position of a row
+    then treats the other sequences differently."""
+    positions = row.position_ids.clone()
+    places = row.positions[row.scored[row.rollout == len(LENGTHS) - 1]]
+    positions[0, places.max()] = position
+    return replace(row, position_ids=positions)
+
+
+def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
+    """Log-probs of a sequence by itself, float32 [T - 1]; `eager` false: through the learner's own attention."""
+    if not eager:
+        return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
+    with policy.precision.autocast(policy.device):
+        hidden = policy.text(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
+        return token_scores(policy.lm_head(1.0), hidden, ids[1:]).logprobs
+
+
+@contextmanager
+def _eager(policy: Policy) -> Iterator[bool]:
+    """Whether the network can be switched to its eager attention, as it is inside."""
+    network: Any = policy.model
+    try:
+        network.set_attn_implementation("eager")
+    except (ValueError, ImportError, AttributeError):
+        yield False
+        return
+    try:
+        yield network.config._attn_implementation == "eager"
+    finally:
+        network.set_attn_implementation(policy.implementation)
+
+
+def _compare(policy: Policy, row: PackedRow, alone: list[torch.Tensor], far: str) -> None:
+    scores = policy.at(row, 1.0).logprobs
+    apart = [float((scores[row.rollout == i] - expected).abs().mean()) for i, expected in enumerate(alone)]
+    worst = max(apart)
+    if worst <= TOLERANCE.get(policy.precision.compute, TOLERANCE_OF_16_BITS):
+        return
+    which = apart.index(worst)
+    name = type(policy.model).__name__
+    said = (
+        f"model.path: {name} scores a sequence of {LENGTHS[which]} tokens {worst:.3g} nats a token off where it stands "
+        f"in a packed row, compared with alone"
+    )
+    if far:
+        raise ConfigError(
+            f"{said}, because another sequence has a token{far}: its position embeddings look at the whole row. Lower "
+            f"vllm.max_model_len to the length that the model was trained on before it was extended"
+        )
+    kinds = sorted(set(getattr(policy.model.config.get_text_config(), "layer_types", None) or []))
+    layers = f" (layers of type {', '.join(kinds)})" if kinds else ""
+    raise ConfigError(
+        f"{said}, through its eager attention{layers}: the learner's rows would mix sequences, or model.attention = "
+        f"{policy.implementation} computes something else; choose a model with attention layers only"
+    )

@@ -1,0 +1,192 @@
+"""What follows where a rank has gone, or gives no sign of life: it is named, and the run ends instead of waiting.
+
+Rank 0 tells of a silent rank, and takes it to be lost after `learner.rank_timeout_s`. What ends its main thread's wait
+is that the connection to it breaks: a rank on this machine is killed for that. Where nothing ends the wait, the process
+does end. The other ranks end when rank 0 is silent for as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from learner.failures import LearnerFailed
+from learner.ranks.pulse import Pulse, Silence
+from learner.ranks.stopping import end_now
+
+# As learner.rank_timeout_s, until a follower has the run file.
+RANK_TIMEOUT_S = 120.0
+
+# For all ranks to load their libraries and come.
+COME_WITHIN_S = 600.0
+
+TOLD_AFTER_S = 30.0
+
+# After a signal: beats come every two seconds, and a checkpoint takes some of the grace time.
+SIGNAL_GRACE_S = 10.0
+
+NOTICED_WITHIN_S = 3.0
+
+# Rank 0 may hang in a collective with one that has gone: gloo tells at once, NCCL does not.
+GIVES_UP_AFTER_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class RankLost(LearnerFailed):
+    """A rank has gone, and with it the step."""
+
+
+def lost(silences: Sequence[Silence], timeout_s: float, signalled: bool) -> list[Silence]:
+    """Those that are not waited for any longer. signalled: the run is to end, and there is little time."""
+    found = []
+    for silence in silences:
+        limit_s = timeout_s
+        if silence.rank is not None and not silence.who:  # it has not come yet
+            limit_s = max(timeout_s, COME_WITHIN_S)
+        elif signalled:
+            limit_s = min(timeout_s, SIGNAL_GRACE_S)
+        if silence.seconds >= limit_s:
+            found.append(silence)
+    return found
+
+
+def quiet(silences: Sequence[Silence], timeout_s: float) -> list[Silence]:
+    """Those that are worth a word."""
+    after_s = min(TOLD_AFTER_S, timeout_s / 2)
+    return [silence for silence in silences if silence.seconds >= after_s and (silence.who or silence.rank is None)]
+
+
+def named(silence: Silence) -> str:
+    if silence.rank is None:
+        return "the store through which ranks speak"
+    return f"rank {silence.rank} of the learner" + (f" ({silence.who})" if silence.who else "")
+
+
+class Alarm:
+    """One rank's. Its methods may be called on any thread.
+
+    timeout_s: `learner.rank_timeout_s`; say: shows a line; on_silent: is given the name of a rank that is silent, and
+    None once all are heard again; kill, kill_all: end ranks that are children of this process; signalled: whether the
+    run is to end. They are called on threads of their own.
+    """
+
+    def __init__(self, rank: int, count: int, store: Any, timeout_s: float = RANK_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+        self.say: Callable[[str], None] = logger.warning
+        self.on_silent: Callable[[str | None], None] = lambda who: None
+        self.kill: Callable[[int], None] = lambda rank: None
+        self.kill_all: Callable[[], None] = lambda: None
+        self.signalled: Callable[[], bool] = lambda: False
+        self._on_lost: Callable[[RankLost], None] = lambda error: None
+        self._rank = rank
+        self._why: str | None = None
+        self._lock = threading.Lock()
+        self._gone = threading.Event()
+        self._free = threading.Event()
+        self._told: set[int | None] = set()
+        hears = range(1, count) if rank == 0 else [0]
+        self._pulse = Pulse(store, rank, hears, self._look if rank == 0 else self._look_at_rank_0)
+
+    @property
+    def why(self) -> str | None:
+        """What is known of a rank that has gone, if one has."""
+        return self._why
+
+    @property
+    def on_lost(self) -> Callable[[RankLost], None]:
+        """Called with what is known of the first rank that has gone, even if it went before this was set."""
+        return self._on_lost
+
+    @on_lost.setter
+    def on_lost(self, heard: Callable[[RankLost], None]) -> None:
+        with self._lock:
+            self._on_lost = heard
+        if self._why is not None:
+            heard(RankLost(self._why))
+
+    def waits(self) -> None:
+        """From here on the main thread may be in a collective, which a rank that has gone does not end by itself."""
+        self._free.clear()
+
+    def is_free(self) -> None:
+        self._free.set()
+
+    def end(self) -> None:
+        """There is nothing left to watch."""
+        self._pulse.end()
+        self._free.set()
+
+    def lost(self, why: str) -> None:
+        """A rank has gone. Only the first is told of: others go in its wake."""
+        with self._lock:
+            if self._why is not None:
+                return
+            self._why, heard = why, self._on_lost
+        self._gone.set()
+        heard(RankLost(why))
+        threading.Thread(target=self._give_up, name="ranks-lost", daemon=True).start()
+
+    def cause(self) -> str | None:
+        """Of a connection that broke: the end of a process may be noticed after that."""
+        self._gone.wait(NOTICED_WITHIN_S)
+        return self._why
+
+    def last(self) -> str | None:
+        """Right before this process ends: ranks on this machine end with it. What the main thread may be waiting for,
+        if that is a rank."""
+        seen = [of for of in self._pulse.silent() if of.seconds >= SIGNAL_GRACE_S / 2]
+        names = [f"{named(of)}, {'silent for' if of.who else 'unheard for'} {of.seconds:.0f} s" for of in seen]
+        self.kill_all()
+        return self._why or ", ".join(names) or None
+
+    def _look(self, silences: Sequence[Silence]) -> None:
+        if self._why is not None:
+            return
+        gone = lost(silences, self.timeout_s, self.signalled())
+        if gone:
+            self.lost(_why(gone, self.timeout_s))
+            for silence in gone:
+                if silence.rank is not None:
+                    self.kill(silence.rank)
+            return
+        found = {silence.rank: silence for silence in quiet(silences, self.timeout_s)}
+        new = [silence for rank, silence in found.items() if rank not in self._told]
+        back = self._told - found.keys()
+        self._told = set(found)
+        if new or back:
+            threading.Thread(target=self._tell, args=(new, back, list(found.values())), daemon=True).start()
+
+    def _tell(self, new: list[Silence], back: set[int | None], found: list[Silence]) -> None:
+        """On a thread of its own: a terminal may be held, and the queue slow."""
+        for silence in new:
+            self.say(
+                f"{named(silence)} gives no sign of life for {silence.seconds:.0f} s: the run ends after "
+                f"learner.rank_timeout_s = {self.timeout_s:g}"
+            )
+        for rank in back:
+            self.say(f"{named(Silence(rank, 0.0))} is heard again")
+        self.on_silent(", ".join(named(silence) for silence in found) or None)
+
+    def _look_at_rank_0(self, silences: Sequence[Silence]) -> None:
+        for silence in lost(silences, self.timeout_s, signalled=False):
+            end_now(
+                1,
+                f"learner: rank {self._rank}: {named(silence)} gave no sign of life for {silence.seconds:.0f} s "
+                f"(learner.rank_timeout_s = {self.timeout_s:g}): this rank ends",
+            )
+
+    def _give_up(self) -> None:
+        if not self._free.wait(GIVES_UP_AFTER_S):
+            self.kill_all()
+            end_now(1, f"learner: {self._why}; rank 0 waits for it in vain and ends")
+
+
+def _why(gone: Sequence[Silence], timeout_s: float) -> str:
+    names, longest = ", ".join(named(silence) for silence in gone), gone[0]
+    if longest.rank is not None and not longest.who:
+        return f"{names} did not come within {longest.seconds:.0f} s: see its log and its machine"
+    silent = f"gave no sign of life for {longest.seconds:.0f} s"
+    return f"{names} {silent} (learner.rank_timeout_s = {timeout_s:g}): see its log and its machine"

@@ -1,0 +1,84 @@
+"""Watches the queue's status for the terminal: each notice once, the stall alarm, and who waits for whom (I7)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from learner.feed.blocking_client import BlockingQueueClient
+from learner.report.progress import TerminalProgress
+from protocol.client import QueueError
+from protocol.status import Status
+
+ASK_EVERY_S = 2.0
+
+TICK_EVERY_S = 1.0
+
+# Whose troubles the queue tells under this name.
+LEARNER = "learner"
+
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """While it is entered, what the queue has to say is on the terminal, whatever the learner is doing.
+
+    It asks on the client's loop and prints from a thread: a terminal that is held would keep leases from renewal.
+    """
+
+    def __init__(self, client: BlockingQueueClient, progress: TerminalProgress) -> None:
+        self._client = client
+        self._progress = progress
+        self._told: set[tuple[str, str | None, str]] = set()
+        self._stalled = False
+
+    def __enter__(self) -> Self:
+        self._client.call(lambda _: self._open())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.call(lambda _: self._close())
+
+    async def _open(self) -> None:
+        self._tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._tick())]
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    async def _ask(self) -> None:
+        failed = ""
+        while True:
+            try:
+                await asyncio.to_thread(self._tell, await self._client.queue.status())
+            except QueueError as error:  # the learner's own calls say so too, and end it
+                if str(error) != failed:
+                    logger.warning("the queue's status cannot be shown: %s", error)
+                failed = str(error)
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_EVERY_S)
+            await asyncio.to_thread(self._progress.tick)
+
+    def _tell(self, status: Status) -> None:
+        self._progress.status = status
+        for notice in status.notices:
+            key = (notice.kind, notice.who, notice.text)
+            if notice.who == LEARNER:
+                continue  # said here when it happened
+            if key not in self._told:  # ids start anew where the queue does
+                self._told.add(key)
+                self._progress.warn(f"{notice.who}: {notice.text}" if notice.who else notice.text)
+        stall = status.stall
+        if stall.stalled and not self._stalled:
+            self._progress.warn(f"stalled: no step for {stall.since_s:.0f} s: {stall.why or 'no cause is known'}")
+        if self._stalled and not stall.stalled:
+            self._progress.say("no longer stalled")
+        self._stalled = stall.stalled

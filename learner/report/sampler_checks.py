@@ -1,0 +1,70 @@
+"""The continuous check of every server: whether what it samples stays as near to the learner's policy as it was.
+
+The proof looks at a server once a publication; this looks at every token that the newest version sampled and that
+trains. There the two policies are one, so the mean of |log r| of a server is what their arithmetic differs by, and it
+stays about the same. Where one server leaves its range, its weights, caches or arithmetic have changed. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
+
+# Of fewer tokens, one or two strange ones decide the mean.
+FEWEST_TOKENS = 64
+
+# A server's usual distance is the median of its last REMEMBERED; with fewer than LEARNT it is not known.
+REMEMBERED, LEARNT = 64, 8
+
+# An alarm: so many times as far as usual, in so many steps of its in a row.
+UNUSUAL, IN_A_ROW = 4.0, 3
+
+# Nats. Below it, a multiple says nothing: float32 differs by about 1e-6.
+LEAST = 1e-5
+
+
+@dataclass
+class _Seen:
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    in_a_row: int = 0
+
+
+class ServerWatch:
+    """One session's."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, _Seen] = {}
+
+    def step(self, figures: Mapping[str, float]) -> list[str]:
+        """`figures`: a step's, by their names (`learner.algorithm.drift`). Returns an alarm for each server that left its
+        range, once until it is back in it."""
+        distances = {
+            name.removeprefix(DISTANCE): distance
+            for name, distance in figures.items()
+            if name.startswith(DISTANCE)
+            and figures.get(DISTANCE_TOKENS + name.removeprefix(DISTANCE), 0) >= FEWEST_TOKENS
+        }
+        return [text for name, distance in distances.items() if (text := self._judge(name, distance, distances))]
+
+    def _judge(self, name: str, distance: float, distances: Mapping[str, float]) -> str | None:
+        seen = self._servers.setdefault(name, _Seen())
+        others = [of for other, of in distances.items() if other != name]
+        usual = max(LEAST, median(seen.usual)) if len(seen.usual) >= LEARNT else None
+        # Where the others are as far, it is the policy that has changed, or the learner, and no server.
+        with_others = bool(others) and distance <= UNUSUAL * median(others)
+        if usual is None or distance <= UNUSUAL * usual or with_others:
+            seen.usual.append(distance)
+            seen.in_a_row = 0
+            return None
+        seen.in_a_row += 1
+        if seen.in_a_row != IN_A_ROW:
+            return None
+        return (
+            f"{name} samples farther from the learner's policy than it did: {DISTANCE}{name} is {distance:.2g} nats a "
+            f"token, {distance / usual:.0f} times what is usual for it, for {IN_A_ROW} steps of its in a row. Its "
+            f"weights or its arithmetic are not what they were: look at its log and start it again"
+        )

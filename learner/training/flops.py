@@ -1,0 +1,132 @@
+"""Model FLOPs utilisation: the arithmetic that the model needs, by what the device could have done in the time.
+
+As in PaLM (arXiv:2204.02311, appendix B), it is what one forward and one backward of the policy need: 6 for each weight
+that a token is multiplied with, 12 for each pair of tokens in attention, layer and channel. What is computed again
+(`learner.gradient_checkpointing`) or beside it (a reference, a survey) does not count, so these lower the figure. Here
+attention is causal, tokens that samples share are one, and the output layer sees the scored tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from learner.feed.packing import PackedRow
+from learner.model.policy import Policy
+
+# FLOPs a second in 16 bits, without sparsity, by what the device calls itself; the longest name that fits holds.
+# From the makers' data sheets, which give twice as much where they count sparsity.
+PEAKS = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "GH200": 989e12,
+    "H20": 148e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H800": 989e12,
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+    "MI325X": 1307e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+}
+
+# FLOPs of a multiplication and an addition, once forward and twice backward.
+_EACH = 6
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of a step. per_token: of a token of a row, without attention; per_scored: of a scored one, in the output
+    layer; per_attended: of each token that a token attends to, in one layer; layers: how many layers attend to all
+    tokens, and how many to the newest `window`."""
+
+    per_token: float
+    per_scored: float
+    per_attended: float
+    full_layers: int
+    window_layers: int = 0
+    window: int = 0
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        config = policy.text.config
+        heads = int(getattr(config, "num_attention_heads", 0))  # none in a model without attention
+        channels = heads * int(getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
+        window = int(getattr(config, "sliding_window", None) or 0)
+        sliding = sum("sliding" in kind for kind in kinds) if window else 0
+        full = sum("attention" in kind and "linear" not in kind for kind in kinds) - sliding
+        output = policy.model.get_output_embeddings().weight
+        return cls(
+            _EACH * _matrices(policy, config), _EACH * output.numel(), 2 * _EACH * channels, full, sliding, window
+        )
+
+    def of_rows(self, rows: Sequence[PackedRow]) -> float:
+        """`rows`: on the host, or it would wait for the GPU."""
+        total = 0.0
+        for row in rows:
+            attended = row.position_ids + 1
+            pairs = self.full_layers * int(attended.sum())
+            if self.window_layers:
+                pairs += self.window_layers * int(attended.clamp(max=self.window).sum())
+            total += row.tokens * self.per_token + len(row.positions) * self.per_scored + pairs * self.per_attended
+        return total
+
+
+class Meter:
+    """Utilisation of the policy's device; of one whose peak is not known there is none."""
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self._peak = peak(device, policy.precision.compute)
+        self._work = Work.of(policy) if self._peak else None
+
+    def flops(self, rows: Sequence[PackedRow]) -> float:
+        """Of a step over `rows`, which are on the host; 0 where nothing is to be known."""
+        return self._work.of_rows(rows) if self._work else 0.0
+
+    def figures(self, flops: float, seconds: float) -> dict[str, float]:
+        """`mfu`, a share from 0 to 1, of a step that took `seconds`."""
+        return {"mfu": flops / seconds / self._peak} if self._peak else {}
+
+
+def _matrices(policy: Policy, config: Any) -> float:
+    """Weights that a token is multiplied with in the layers: no embedding, no vector, of experts those that it goes
+    to."""
+    experts = next((int(count) for name in _EXPERTS if (count := getattr(config, name, None))), 0)
+    share = int(getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    table = policy.model.get_input_embeddings().weight
+    total = 0.0
+    for name, weight in policy.text.named_parameters():
+        if weight.ndim >= 2 and weight is not table:
+            total += weight.numel() * (share if ".experts." in name else 1.0)
+    return total
+
+
+def peak(device: torch.device, compute: torch.dtype) -> float | None:
+    """FLOPs a second that the device can do in `compute`; None where that is not known, as on a CPU and in float32."""
+    if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """By what the device calls itself, such as NVIDIA H100 80GB HBM3 or NVIDIA A100-SXM4-80GB."""
+    words = f" {name.replace('-', ' ')} "
+    fitting = [known for known in PEAKS if all(f" {word} " in words for word in known.split())]
+    return PEAKS[max(fitting, key=len)] if fitting else None

@@ -1,0 +1,178 @@
+"""What must be known of all rows before the first backward: forward passes without a gradient, if any is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.loss_terms import Routing
+from learner.algorithm.masks.top_entropy import kept, lowest_kept
+from learner.algorithm.proximal import Between
+from learner.algorithm.rollouts import Floats, StepRollouts
+from learner.algorithm.step_data import Tokens
+from learner.feed.packing import PackedRow
+from learner.model.logprobs import TokenScores
+from learner.model.reference import Reference
+from learner.previous import PreviousWeights
+from learner.ranks.team import Team
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a row's N tokens before it trains, each float32 [N], or None where nobody asked.
+
+    logprobs, entropy: under the policy, before the step; reference: log-probs under the reference model; previous:
+    log-probs under the policy before the last step; routing: of the row's tokens to experts.
+    """
+
+    logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    previous: torch.Tensor | None = None
+    routing: Routing | None = None
+
+
+class Preparation:
+    """A step's rollouts, advantages and weights, and what is known of its rows: what a row's `Tokens` are made from."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        rollouts: StepRollouts,
+        rows: Sequence[PackedRow],
+        known: Sequence[Known],
+        device: torch.device,
+        team: Team | None = None,
+    ) -> None:
+        """rows, known: those of this rank; what depends on all of the step's is added up over `team`."""
+        team = team or Team()
+        self.known = known
+        self._algorithm = algorithm
+        self._count = len(rollouts)
+        surveyed = known[0].logprobs is not None
+        real = [(row, of) for row, of in zip(rows, known, strict=True) if not row.is_padding]
+        rows, known = [row for row, _ in real], [of for _, of in real]
+
+        def drift_of(logprobs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            found = [of for of in logprobs if of is not None]
+            return team.add_up(_drift(rows, found, self._count, device))
+
+        drift = _on_host(drift_of([of.reference for of in known])) if algorithm.kl_in_reward else None
+        self._advantages = torch.from_numpy(algorithm.advantages(rollouts, drift)).to(device)
+        self._weights = torch.from_numpy(algorithm.weights(rollouts)).to(device)
+        self._lengths = torch.from_numpy(rollouts.tokens).to(device, torch.float32)
+        self._trained = int(rollouts.tokens.sum())
+        self._drift: torch.Tensor | None = None
+        self._proximal_drift: torch.Tensor | None = None
+        self._lowest_entropy: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None
+        if surveyed:
+            self._drift = drift_of([of.logprobs for of in known])
+            self._proximal_drift = drift_of(
+                [self._proximal(row, of.logprobs, of) for row, of in real if of.logprobs is not None]
+            )
+        if algorithm.top_entropy is not None and surveyed:
+            none = torch.zeros(0, device=device)
+            entropies = team.joined(torch.cat([none, *(of.entropy for of in known if of.entropy is not None)]))
+            self._lowest_entropy = lowest_kept(entropies, algorithm.top_entropy)
+            self._kept = kept(entropies, self._lowest_entropy).sum()
+
+    def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
+        """The row's tokens, with the policy's scores of them."""
+        logprobs = scores.logprobs.detach()
+        drift = self._of_rollout(row, logprobs, self._drift)
+        proximal = self._proximal(row, logprobs, known)
+        same = proximal is logprobs
+        top = self._top_entropy(scores, known)
+        return Tokens(
+            logprobs=scores.logprobs,
+            behaviour=row.behaviour,
+            old=row.behaviour,
+            proximal=proximal,
+            entropy=scores.entropy,
+            advantages=self._advantages[row.rollout],
+            weights=self._weights[row.rollout],
+            staleness=row.staleness,
+            rollout=row.rollout,
+            lengths=self._lengths[row.rollout],
+            drift=drift,
+            old_drift=torch.zeros_like(drift),
+            proximal_drift=drift if same else self._of_rollout(row, proximal, self._proximal_drift),
+            reference=known.reference,
+            top_entropy=top,
+            entropy_weights=self._entropy_weights(logprobs, top) if self._algorithm.needs_entropy else None,
+        )
+
+    def _proximal(self, row: PackedRow, logprobs: torch.Tensor, known: Known) -> torch.Tensor:
+        return self._algorithm.proximal(Between(row.behaviour, logprobs, known.previous, row.staleness))
+
+    def _top_entropy(self, scores: TokenScores, known: Known) -> torch.Tensor | None:
+        """Which tokens have the step's highest entropies; a row of which nothing is known is the step's only one."""
+        share = self._algorithm.top_entropy
+        if share is None:
+            return None
+        entropy = scores.entropy.detach() if known.entropy is None else known.entropy
+        lowest = lowest_kept(entropy, share) if self._lowest_entropy is None else self._lowest_entropy
+        return kept(entropy, lowest)
+
+    def _entropy_weights(self, logprobs: torch.Tensor, top: torch.Tensor | None) -> torch.Tensor:
+        """Of the mean over the step's tokens, or over those of highest entropy where these alone are learnt from."""
+        if top is None:
+            return torch.full_like(logprobs, 1 / self._trained)
+        return top / (top.sum() if self._kept is None else self._kept)
+
+    def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
+        """The sum of logprobs - behaviour over each token's rollout, which stands in this row if `drift` is None."""
+        return (_drift([row], [logprobs], self._count, logprobs.device) if drift is None else drift)[row.rollout]
+
+
+def in_several_rows(rows: Sequence[PackedRow]) -> bool:
+    """Whether a rollout stands in several of them. Of rows on a GPU, the host waits for the answer."""
+    seen = torch.cat([torch.unique(row.rollout) for row in rows])
+    return len(seen) > len(torch.unique(seen))
+
+
+def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
+    """Log-probs and entropies of all rows under the policy as it is."""
+    known = []
+    with torch.no_grad():
+        for row in rows:
+            scores: TokenScores = policy(row)
+            known.append(Known(scores.logprobs, scores.entropy, routing=scores.routing))
+    return known
+
+
+def with_previous(
+    known: Sequence[Known], policy: torch.nn.Module, rows: Sequence[PackedRow], previous: PreviousWeights
+) -> list[Known]:
+    """The same, with the log-probs under the policy before the last step, where there was one."""
+    if not previous.known:
+        return list(known)
+    with previous.in_place():
+        before = survey(policy, rows)
+    return [replace(of, previous=scored.logprobs) for of, scored in zip(known, before, strict=True)]
+
+
+def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Known]) -> list[Known]:
+    """What is known, and the log-probs of all rows under the reference model."""
+    return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
+
+
+def _on_host(drift: torch.Tensor) -> Floats:
+    """float64 [S]: the device is waited for once a step."""
+    return drift.cpu().numpy().astype(np.float64)
+
+
+def _drift(
+    rows: Sequence[PackedRow], logprobs: Sequence[torch.Tensor], count: int, device: torch.device
+) -> torch.Tensor:
+    """The sums of logprobs - behaviour over the `count` rollouts, of which a row may hold a part, float32 [S].
+    logprobs: of the tokens of each row, float32 [N]."""
+    sums = torch.zeros(count, device=device)
+    for row, of in zip(rows, logprobs, strict=True):
+        sums.index_add_(0, row.rollout, of - row.behaviour)
+    return sums

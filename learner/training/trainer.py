@@ -1,0 +1,324 @@
+"""One optimiser step over a batch of packed rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from learner.algorithm import drift
+from learner.algorithm.algorithm import Algorithm
+from learner.algorithm.loss_terms import RouterLoss
+from learner.algorithm.rollouts import StepRollouts
+from learner.failures import LearnerFailed
+from learner.feed.packing import PackedRow
+from learner.model import export
+from learner.model.logprobs import TokenScores
+from learner.model.policy import Policy, plain_row
+from learner.model.reference import Reference
+from learner.previous import PreviousWeights
+from learner.ranks import environment, wrapping
+from learner.ranks.shares import Share, deal
+from learner.ranks.team import END, Team
+from learner.training import optimiser
+from learner.training.flops import Meter
+from learner.training.passes import Known, Preparation, consult, in_several_rows, survey, with_previous
+from protocol.config import LearnerSection
+
+# What `Trainer.state` holds.
+STATE = ("optim", "optimiser", "schedule", "reference")
+
+
+class DivergedError(LearnerFailed):
+    """Loss or gradient is not finite: a step would destroy the weights."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one optimiser step did, a part of the step's line in `metrics.jsonl`.
+
+    entropy: of the sampling distribution, mean over the tokens that train, in nats; log_ratio_max: the farthest that a
+    log-prob of theirs is from the sampler's; grad_norm: before it is clipped; train_s: seconds of the step; objective:
+    the algorithm's own figures; sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over
+    the `sampler_tokens_staleness_0` fresh tokens (`PackedRow`), None where there are none; beside: further figures by
+    their names, of `learner.algorithm.drift` and `learner.training.flops`.
+    """
+
+    loss: float
+    entropy: float | None
+    grad_norm: float
+    learning_rate: float
+    train_s: float
+    objective: Mapping[str, float | None] = field(default_factory=dict)
+    log_ratio_max: float | None = None
+    sampler_kl_staleness_0: float | None = None
+    sampler_tokens_staleness_0: int = 0
+    beside: Mapping[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Owns policy, reference, optimiser (`optim` is its name) and schedule; knows nothing of the queue or of versions.
+    `longest`: the most tokens that a rollout may sample; `reference`: needed where `learner.kl_coef` is above 0.
+
+    Of several ranks each has one. What rank 0's is told, the others do as well (`take_part`).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        section: LearnerSection,
+        longest: int,
+        reference: Reference | None = None,
+        team: Team | None = None,
+    ) -> None:
+        self.team = team or Team()
+        self.accelerator = environment.accelerator(wrapping.ddp_arguments(policy.skips_weights))
+        self.algorithm = Algorithm(section, longest)
+        if self.algorithm.needs_reference and reference is None:
+            raise ValueError(f"learner.kl_coef = {section.kl_coef:g} needs a reference: give one to the trainer")
+        self.reference = reference if self.algorithm.needs_reference else None
+        self._sync_steps, self._mixup = section.reference_sync_steps, section.reference_mixup
+        self._max_grad_norm = section.max_grad_norm
+        self._router_coef = section.router_aux_loss_coef
+        self._meter = Meter(policy, self.device)
+        self._policy = wrapping.wrapped(policy, self.accelerator, self.team)
+        stepper, self.schedule = optimiser.build_optimiser(policy, section)
+        self.optimiser = self.accelerator.prepare(stepper)
+        self.optim = section.optim
+        self._previous = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
+        if self.reference is not None:
+            self.reference.prepare(self.accelerator, self.team)
+
+    @property
+    def policy(self) -> Policy:
+        policy: Policy = self.accelerator.unwrap_model(self._policy)
+        return policy
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.accelerator.device)
+
+    def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepFigures:
+        """Train on `rows`, which hold the tokens of `rollouts` that train, and which the ranks share.
+
+        Raises `DivergedError` before any weight is touched.
+        """
+        surveyed = self._to_be_surveyed(rows)
+        with self.team.together("step", change=True):
+            if self.team.count == 1:
+                return self._step(Share(rows, rollouts, surveyed))
+            started = time.perf_counter()
+            shares = [Share(own, rollouts, surveyed) for own in deal(rows, self.team.count)]
+            self.team.deal([share.plain() for share in shares])
+            figures = self._step(shares[0])
+            return replace(figures, train_s=time.perf_counter() - started)
+
+    def _step(self, share: Share) -> StepFigures:
+        """This rank's part of a step."""
+        started = time.perf_counter()
+        rollouts = share.rollouts
+        own: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
+        peaks: dict[str, torch.Tensor] = {}
+        spread = drift.zero_sums(self.device)
+        farthest = torch.zeros((), device=self.device)
+        flops = self._meter.flops(share.rows)
+        rows = [row.to(self.device) for row in share.rows]
+        preparation = self._prepare(rows, rollouts, share.surveyed)
+        routing = [known.routing for known in preparation.known if known.routing is not None]
+        routers = RouterLoss(self._router_coef, routing, self.team.add_up) if routing else None
+        for number, (row, known) in enumerate(zip(rows, preparation.known, strict=True), start=1):
+            with wrapping.synchronising(self._policy, last=number == len(rows)):
+                scores: TokenScores = self._policy(row)
+                if row.is_padding:
+                    self.accelerator.backward(0 * scores.logprobs.sum())
+                    continue
+                result = self.algorithm(preparation.tokens(row, scores, known))
+                row_loss = result.losses.sum()
+                if scores.routing is not None:
+                    routers = routers or RouterLoss(self._router_coef, [scores.routing])
+                    _add(own, {"router": routers.share(scores.routing).detach()})
+                    row_loss = row_loss + routers(scores.routing)
+                # Ranks take the mean of their gradients, and the loss is a sum.
+                self.accelerator.backward(row_loss * self.team.count)
+            distance = scores.logprobs.detach() - row.behaviour
+            _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
+            _add(own, _sampler_kl(distance, row.fresh))
+            _add(spread, drift.drift_sums(distance, row.staleness))
+            _add(spread, drift.server_drift_sums(distance, row.fresh, row.server))
+            _add(sums, result.sums)
+            _raise(peaks, result.peaks)
+            farthest = torch.maximum(farthest, distance.abs().amax())
+
+        tokens = int(rollouts.tokens.sum())
+        norm = self.accelerator.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)
+        grad_norm = float(wrapping.whole(norm))
+        own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
+        spread = {name: self.team.add_up(value) for name, value in spread.items()}
+        loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
+        objective = self.algorithm.figures({name: float(value) for name, value in {**own, **peaks}.items()})
+        if "router" in own:
+            objective["aux_loss"] = float(own["router"])
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            seen = {name: value for name, value in objective.items() if value is not None}
+            shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **seen}
+            self.optimiser.zero_grad()
+            raise DivergedError(_why_diverged(loss, grad_norm, shown))
+        fresh = int(own["fresh"])
+        learning_rate = float(self.schedule.get_last_lr()[0])
+        if self._previous is not None:
+            self._previous.keep()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.schedule.step()
+        if self.reference is not None and self._sync_steps and self.schedule.last_epoch % self._sync_steps == 0:
+            self.reference.follow(self.policy, self._mixup)
+        train_s = time.perf_counter() - started
+        return StepFigures(
+            loss=loss,
+            entropy=entropy,
+            log_ratio_max=log_ratio_max,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            train_s=train_s,
+            objective=objective,
+            sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
+            sampler_tokens_staleness_0=fresh,
+            beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.figures(flops, train_s)},
+        )
+
+    def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:
+        """Whether the policy must score all rows before the first one trains. `rows`: on the host, or it would wait for
+        the GPU."""
+        of_step = self.algorithm.top_entropy is not None or self._router_coef > 0
+        return (of_step and len(rows) * self.team.count > 1) or (self.algorithm.by_rollout and in_several_rows(rows))
+
+    def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts, surveyed: bool) -> Preparation:
+        """Run the passes without a gradient that the algorithm needs."""
+        known = survey(self._policy, rows) if surveyed else [Known()] * len(rows)
+        if self._previous is not None:
+            known = with_previous(known, self._policy, rows, self._previous)
+            wrapping.resharded(self._policy)
+        if self.reference is not None:
+            known = consult(self.reference, rows, known)
+        return Preparation(self.algorithm, rollouts, rows, known, self.device, self.team)
+
+    def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
+        """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
+        with self._by_all("score"), torch.no_grad():
+            ids = self.team.spread(token_ids) if self.team.sharded else token_ids
+            scores: TokenScores = self._policy(plain_row(ids).to(self.device), 1.0)
+            wrapping.resharded(self._policy)
+            return scores.logprobs.cpu().numpy()
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """As `Policy.named_weights`. Where ranks hold parts, whole ones on rank 0's host, when all are there."""
+        if not self.team.sharded:
+            return self.policy.named_weights()
+        with self._by_all("weights"):
+            return export.gathered(self.policy.model, keep=self.team.leads)
+
+    def save_model(self, folder: Path) -> None:
+        """As `Policy.save`."""
+        with self._by_all("save_model"):
+            state = wrapping.gathered(self.policy.model.state_dict(), self.team.leads) if self.team.sharded else None
+            if self.team.leads:
+                self.policy.save(folder, state)
+
+    def take_part(self) -> None:
+        """On all ranks but the first: do what rank 0 does, until it has nothing left to do. Raises `RankLost`."""
+        while (name := self.team.next_command().name) != END:
+            match name:
+                case "step":
+                    try:
+                        with suppress(DivergedError):  # rank 0 has it, too, and says so
+                            self._step(Share.of(self.team.deal()))
+                    except torch.OutOfMemoryError as error:
+                        self.team.tell_out_of_memory(str(error))
+                        raise
+                case "score":
+                    self.score([])
+                case "weights":
+                    self.weights()
+                case "save_model":
+                    self.save_model(Path())
+                case "state":
+                    self.state()
+                case "restore":
+                    self.restore({})
+                case _:
+                    raise ValueError(f"rank 0 asks for {name}, which this rank does not know")
+
+    def _by_all(self, name: str) -> AbstractContextManager[None]:
+        """Around what takes all ranks where each holds a part of the weights, and rank 0 alone otherwise."""
+        return self.team.together(name) if self.team.sharded else nullcontext()
+
+    def state(self) -> dict[str, Any]:
+        """Optimiser, schedule and what the reference has to keep, as tensors and plain values."""
+        state = {"optim": self.optim, "optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
+        kept = self.reference.state() if self.reference is not None else None
+        state = state if kept is None else {**state, "reference": kept}
+        with self._by_all("state"):
+            return wrapping.gathered(state, self.team.leads) if self.team.sharded else state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        with self.team.together("restore"):
+            state = self.team.spread({name: state[name] for name in STATE if name in state})
+            self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        memory = state["optimiser"]
+        if memory["state"] is None:  # it starts anew, with what it keeps at its first step
+            memory = {**memory, "state": self.optimiser.state_dict()["state"]}
+        elif self.team.sharded:
+            memory = wrapping.shared_out(memory, self.optimiser.param_groups)
+        self.optimiser.load_state_dict(memory)
+        self.schedule.load_state_dict(state["schedule"])
+        if self.reference is not None and "reference" in state:
+            self.reference.restore(state["reference"])
+
+
+def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -> str:
+    """What is not finite, the figures that show where it went off, and what to change."""
+    if math.isfinite(figures["log_ratio_max"]):
+        remedy = (
+            "lower learner.learning_rate; where log_ratio_max is above 3, the policy is far from the one that sampled: "
+            "lower queue.max_staleness, too"
+        )
+    else:
+        remedy = "the policy's own log-probs are not finite: set model.dtype = float32, or lower learner.learning_rate"
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    return (
+        f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}); no weight was "
+        f"changed: {remedy}"
+    )
+
+
+def _sampler_kl(log_ratios: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums for KL(sampler, learner) over the `fresh` tokens, bool [N], which the learner's own version sampled alone:
+    the mean of -log r, where r = p / p of the sampler (k1 of joschu.net/blog/kl-approx.html).
+
+    Not k3, r - 1 - log r: the mean of r - 1 is 0 only where the sampler may take every token. With top_p it may not,
+    and k3 shows a fraction of the difference.
+    """
+    return {"kl": -torch.where(fresh, log_ratios, 0.0).sum(), "fresh": fresh.sum()}
+
+
+def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Add scalars by name, on their device: no row waits for another's."""
+    for name, value in more.items():
+        total[name] = total[name] + value if name in total else value
+
+
+def _raise(peaks: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Keep the greatest by name, likewise."""
+    for name, value in more.items():
+        peaks[name] = torch.maximum(peaks[name], value) if name in peaks else value

@@ -1,0 +1,164 @@
+"""Who may do what: one secret a run, and a token for each role, derived from it (I8).
+
+Whoever starts a queue or a vLLM server has the secret, in SLIPSTREAM_TOKEN or in a file that SLIPSTREAM_TOKEN_FILE
+names. Every other process sends the token of its role, which is HMAC-SHA256 of the role under the secret: the secret
+itself crosses no network, and who holds a role's token can derive neither the secret nor another role's token.
+`slipstream token ROLE` prints one, for a process elsewhere.
+
+worker: draws tickets, hands in groups, samples from the servers. learner: everything that changes the run's weights,
+its registry of servers and its position. viewer: reads status, metrics and rollouts, as every role may.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import os
+import stat
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Role = Literal["worker", "learner", "viewer"]
+
+Holder = Role | Literal["all"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
+
+TOKEN_FILE_VARIABLE = "SLIPSTREAM_TOKEN_FILE"
+
+# A token of a role says of which: one that was put in the wrong place is seen at a glance.
+_PREFIXES: dict[Role, str] = {"worker": "slw-", "learner": "sll-", "viewer": "slv-"}
+
+# Of a secret that `slipstream token` derives from: whoever holds a role's token can try short ones out.
+MIN_TOKEN_CHARACTERS = 16
+
+_MOST_BYTES = 4096
+
+_hidden: str | None = None
+
+
+class TokenError(ValueError):
+    """A token that cannot be used. The text says which, never the token."""
+
+
+def given_token() -> str | None:
+    """What the environment holds: the run's secret or a role's token. Raises `TokenError` for a file that others may
+    read, or that is not there."""
+    if found := os.environ.get(TOKEN_VARIABLE):
+        return found
+    if path := os.environ.get(TOKEN_FILE_VARIABLE):
+        return read_token_file(Path(path))
+    return _hidden
+
+
+def hide_token() -> None:
+    """Take the token out of this process's environment, so that no program that it starts, and nothing that prints its
+    environment, has it. `given` still gives it.
+
+    Code in this process, and other processes of the same user, can still find it: in memory, in /proc/PID/environ.
+    """
+    global _hidden
+    _hidden = given_token()
+    for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE):
+        os.environ.pop(name, None)
+
+
+def environment_without_token(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a program that has no business with queue or servers: user code, its tools."""
+    return {name: value for name, value in environment.items() if name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)}
+
+
+def read_token_file(path: Path) -> str:
+    """The token in a file that its owner alone may read. Raises `TokenError`."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise TokenError(f"{path} holds a token and other users may use it (mode {mode:04o}): chmod 600 {path}")
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise TokenError(f"{path}: the token cannot be read: {error.strerror}") from None
+    token = text.decode("ascii", "replace").strip()
+    if not token or len(text) > _MOST_BYTES or not token.isprintable():
+        raise TokenError(f"{path}: holds no token; write one line, as from openssl rand -hex 16")
+    return token
+
+
+def role_of(token: str) -> Role | None:
+    """The role that a token is of; None for a run's secret."""
+    return next((role for role, prefix in _PREFIXES.items() if token.startswith(prefix)), None)
+
+
+def token_for(token: str | None, role: Role) -> str | None:
+    """What a process of `role` sends: derived where `token` is the run's secret; a role's token as it is, whichever,
+    since whom it is sent to says best what is wrong with it."""
+    if not token or role_of(token) is not None:
+        return token
+    return derive_token(token, role)
+
+
+def derive_token(secret: str, role: Role) -> str:
+    """The role's token: the prefix and HMAC-SHA256 in base64, 43 characters. Raises `TokenError` for a role's token,
+    from which none can be derived."""
+    digest = hmac.digest(secret_of(secret).encode(), b"slipstream bearer token, version 1: " + role.encode(), "sha256")
+    return _PREFIXES[role] + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def secret_of(token: str) -> str:
+    """`token`, where it is a run's secret. Raises `TokenError`."""
+    if (role := role_of(token)) is not None:
+        raise TokenError(
+            f"{TOKEN_VARIABLE} holds a {role}'s token, and what checks the tokens of others (queue, vLLM servers, slipstream "
+            f"up, slipstream token) needs the run's secret: set {TOKEN_VARIABLE} to that"
+        )
+    return token
+
+
+@dataclass(frozen=True)
+class AccessDenied:
+    """Why a request is refused. status: 401 (no token of this run) or 403 (another role's)."""
+
+    status: int
+    message: str
+
+
+class AccessTokens:
+    """The tokens that open the doors of one queue or server. Raises `TokenError` where `secret` is a role's token."""
+
+    def __init__(self, secret: str) -> None:
+        held: dict[Holder, str] = {"all": secret_of(secret)}
+        for role in ROLES:
+            held[role] = derive_token(secret, role)
+        self._held = {holder: f"Bearer {token}".encode() for holder, token in held.items()}
+
+    def holder(self, authorization: bytes) -> Holder | None:
+        """Whose token an `Authorization` header carries; "all" is who has the secret. Every token is compared, each in
+        constant time."""
+        found: Holder | None = None
+        for holder, expected in self._held.items():
+            if hmac.compare_digest(authorization, expected):
+                found = holder
+        return found
+
+    def denied(self, authorization: bytes, roles: Collection[Role], asked: str, whose: str) -> AccessDenied | None:
+        """None where the header's token is of one of `roles`, or the secret. asked: what was asked for; whose: who is
+        asked ("queue"); both for the message."""
+        holder = self.holder(authorization)
+        if holder == "all" or holder in roles:
+            return None
+        needed = next((role for role in ("viewer", *ROLES) if role in roles), "learner")
+        if holder is None:
+            wrong = f"the token is not one of the {whose}'s" if authorization else "a token is needed"
+            remedy = (
+                f"set {TOKEN_VARIABLE} to the run's secret, or to what `slipstream token {needed}` prints where that is"
+            )
+            return AccessDenied(401, f"{wrong}: {remedy}")
+        return AccessDenied(
+            403,
+            f"{asked} needs the token of a {needed}, and this is a {holder}'s: set {TOKEN_VARIABLE} to what `slipstream "
+            f"token {needed}` prints where the run's secret is",
+        )

@@ -1,0 +1,216 @@
+"""The record of what a run trained: files in `run_dir/record/`, written by the queue and read by `slipstream replay`.
+
+A record is a folder of parts, `part-000001.groups` and so on; the oldest ones may have been deleted. A part begins with
+`MAGIC` and holds entries, one a group, in the order in which the learner acknowledged them: two little-endian uint32
+(bytes of the head, CRC-32 of head and payload), the head in msgpack, and the group's msgpack as it was submitted.
+
+A kill cuts a part's last entry short; nothing is ever appended to that part afterwards. An entry is written before the
+ledger is changed, so a step may stand there twice, or be of a time line that a resume gave up: the later entry counts,
+and ends what stands there of its step and of later ones. What is not there whole, as its heads say, is left out, and so
+is all that comes after damage: what stood in the damaged bytes may have ended the time line before.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from protocol import codec
+from protocol.messages import Group
+
+RECORD_FOLDER = "record"
+
+RECORD_MAGIC = b"slipstream record 1\n"
+
+_FRAME = struct.Struct("<II")
+
+# Far above any head; what is beyond is not one.
+_MOST_HEAD = 64 * 1024
+
+
+class RecordError(ValueError):
+    """Not a record, or one that is damaged; the text names file and place."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What is said of a group. step, version: of the optimiser step that trained it, which made `version`, or that was
+    tried with it and failed for the reason `dropped`; lease: the batch that it was in; arrival_version: the learner's
+    when the group came; bytes: of the group that follows; groups: of its batch that are recorded with it, None in
+    records of earlier releases."""
+
+    step: int
+    version: int
+    ticket_id: str
+    lease: str
+    arrival_version: int
+    bytes: int
+    dropped: str | None = None
+    groups: int | None = None
+
+
+@dataclass(frozen=True)
+class RecordPosition:
+    """Where a group's bytes stand."""
+
+    file: Path
+    offset: int
+    head: Head
+
+    def group(self) -> Group:
+        """Read it. Raises `RecordError`."""
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            try:
+                return codec.decode(file.read(self.head.bytes), Group)
+            except codec.DecodeError as error:
+                raise RecordError(f"{self.file}: the group of ticket {self.head.ticket_id}: {error}") from error
+
+
+@dataclass
+class RecordedStep:
+    """One optimiser step: the groups that it trained, in their order, and the batches that were tried in vain before
+    it, by their lease."""
+
+    step: int
+    version: int
+    trained: list[RecordPosition] = field(default_factory=list)
+    left_out: dict[str, list[RecordPosition]] = field(default_factory=dict)
+
+
+@dataclass
+class Recorded:
+    """What a record holds of the time line that survived, by step. told: what it does not hold, and why."""
+
+    steps: list[RecordedStep]
+    told: list[str]
+
+
+class _Damage(Exception):
+    """A part's bytes make no sense from here on; the text names file and place."""
+
+
+def write_entry(file: BinaryIO, head: Head, payload: bytes) -> int:
+    """Append an entry; returns its bytes. Raises `OSError`."""
+    encoded = codec.encode(head)
+    file.write(_FRAME.pack(len(encoded), zlib.crc32(payload, zlib.crc32(encoded))))
+    file.write(encoded)
+    file.write(payload)
+    return _FRAME.size + len(encoded) + len(payload)
+
+
+def record_parts(path: Path) -> list[Path]:
+    """The parts of a record, oldest first: of its folder, or the one file that `path` is."""
+    return sorted(path.glob("part-*.groups"), key=part_number) if path.is_dir() else [path]
+
+
+def record_part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:06d}.groups"
+
+
+def part_number(path: Path) -> int:
+    digits = path.stem.removeprefix("part-")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def read_record(path: Path) -> Recorded:
+    """Read a record's heads; payloads are left in their files.
+
+    A step whose batch was left out, and which was never made, is the last one. Raises `RecordError` where nothing can
+    be read.
+    """
+    found: dict[int, RecordedStep] = {}
+    there = record_parts(path)
+    for number, file in enumerate(there):
+        try:
+            for place in _entries(file):
+                found = _with(found, place)
+        except _Damage as damage:
+            steps, missing = _whole(list(found.values()), damaged=True)
+            if not steps:
+                raise RecordError(f"{damage}{_remedy(there[number + 1 :])}") from damage
+            last = f"what it holds up to step {steps[-1].step} can be replayed"
+            return Recorded(steps, [*missing, f"{damage}; {last}{_remedy(there[number + 1 :])}"])
+    steps, missing = _whole(list(found.values()), damaged=False)
+    return Recorded(steps, missing)
+
+
+def _with(found: dict[int, RecordedStep], place: RecordPosition) -> dict[int, RecordedStep]:
+    """What is known of steps, with one entry more."""
+    head = place.head
+    known = found.get(head.step)
+    if known is None or known.version != head.version or head.ticket_id in _tickets(known):
+        found = {step: of for step, of in found.items() if step < head.step}
+        known = found[head.step] = RecordedStep(head.step, head.version)
+    if head.dropped is None:
+        known.trained.append(place)
+    else:
+        known.left_out.setdefault(head.lease, []).append(place)
+    return found
+
+
+def _whole(steps: list[RecordedStep], damaged: bool) -> tuple[list[RecordedStep], list[str]]:
+    """The steps and batches of which every group is there, and what to say of the others. damaged: the record ends in
+    damage, so that groups of a last step that does not say how many it has may have stood there."""
+    told = []
+    for of in steps:
+        for lease, places in [*of.left_out.items()]:
+            if why := _lacks(places, unknown=damaged and of is steps[-1] and not of.trained):
+                told.append(f"step {of.step}: batch {lease}, which was tried in vain, is left out: {why}")
+                del of.left_out[lease]
+        if of.trained and (why := _lacks(of.trained, unknown=damaged and of is steps[-1])):
+            told.append(f"step {of.step} is left out: {why}; a kill or a full disk cut the record short there")
+            of.trained.clear()
+    return [of for of in steps if of.trained or of.left_out], told
+
+
+def _lacks(places: list[RecordPosition], unknown: bool) -> str | None:
+    groups = places[0].head.groups
+    if groups is None:
+        return "nothing says whether all of its groups are there" if unknown else None
+    return f"{len(places)} of its {groups} groups are there" if len(places) < groups else None
+
+
+def _remedy(later: list[Path]) -> str:
+    by_itself = f"; a later part can be replayed by itself, as RECORD: {later[0]}" if later else ""
+    return f"; put an intact copy of that file there, if you have one{by_itself}"
+
+
+def _tickets(step: RecordedStep) -> set[str]:
+    return {place.head.ticket_id for places in (step.trained, *step.left_out.values()) for place in places}
+
+
+def _entries(path: Path) -> Iterator[RecordPosition]:
+    """The entries of a part, up to one that a kill cut short."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if (magic := file.read(len(RECORD_MAGIC))) != RECORD_MAGIC:
+                if RECORD_MAGIC.startswith(magic):
+                    return  # killed as it was begun
+                raise _Damage(f"{path}: not a record of groups, or one of another release of Slipstream")
+            while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+                at = file.tell()
+                length, checksum = _FRAME.unpack(frame)
+                if length > _MOST_HEAD:
+                    raise _Damage(f"{path}: damaged at byte {at}: a head of {length} bytes")
+                encoded = file.read(length)
+                if len(encoded) < length:
+                    return
+                try:
+                    head = codec.decode(encoded, Head)
+                except codec.DecodeError as error:
+                    raise _Damage(f"{path}: damaged at byte {at}: {error}") from error
+                offset = file.tell()
+                if offset + head.bytes > size:
+                    return
+                if zlib.crc32(file.read(head.bytes), zlib.crc32(encoded)) != checksum:
+                    raise _Damage(f"{path}: damaged at byte {at}: the checksum of {head.ticket_id} does not fit")
+                yield RecordPosition(path, offset, head)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,123 @@
+"""Who may speak to the queue: holders of the token, or where there is none, programs on this machine, not web pages."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from protocol import access, reasons, routes
+from protocol.client import JSON, MSGPACK
+from rollout_queue.api import requests
+from rollout_queue.ledger.refusal import Refusal
+
+_READS = ("GET", "HEAD")
+
+
+# What workers ask for, and what everyone may read. All else, a route that there is not too, is the learner's.
+_WORKERS = tuple(route.partition("{")[0] for route in (routes.TICKET_FAIL_OF, routes.WORKER_OF, routes.GROUP_OF))
+
+_EVERYONES = (routes.STATUS, routes.METRICS, routes.ROLLOUTS, routes.READY, routes.POLICY, routes.SERVERS)
+
+
+def roles_for(method: str, path: str) -> tuple[access.Role, ...]:
+    """Whose token opens the route."""
+    if method in _READS and path in _EVERYONES:
+        return access.ROLES
+    if path == routes.TICKETS or path.startswith(_WORKERS):
+        return ("worker",)
+    return ("learner",)
+
+
+class RoleTokens:
+    """ASGI middleware: every route but the liveness probe wants the token of a role that may ask for it, or the run's
+    secret. Nothing of a request but its first line and headers is read before. Raises `TokenError` where `secret` is a
+    role's token."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app = app
+        self._ring = access.AccessTokens(secret)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != routes.HEALTH:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            method, path = scope["method"], scope["path"]
+            denied = self._ring.denied(given, roles_for(method, path), f"{method} {path[:200]}", "queue")
+            if denied is not None:
+                if denied.status == 403:
+                    refusal = Refusal(reasons.WRONG_ROLE, denied.message)
+                else:
+                    refusal = Refusal(reasons.UNAUTHORIZED, denied.message)
+                await requests.error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class NoWebPages:
+    """ASGI middleware: a page in a browser can change nothing here (ORIGIN).
+
+    A page may send to loopback what a form can send: the types of body that ours are not, and an `Origin` that is not
+    the queue's. `hosts`: the names that the queue goes by; another one in `Host` is a page's that had its name resolved
+    to this machine. Any name goes where it is None: a token is needed then, which no page has.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != routes.HEALTH:
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            wrong = self._wrong_host(headers.get(b"host", ""))
+            if wrong is None and scope["method"] not in _READS:
+                wrong = _wrong_origin(headers) or _wrong_type(headers)
+            if wrong is not None:
+                await requests.error_response(Refusal(reasons.ORIGIN, wrong))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _wrong_host(self, given: str) -> str | None:
+        if self._hosts is None or (name := _name(given)) in self._hosts or _is_loopback(name):
+            return None
+        return (
+            f"Host is {given[:200]!r}, which is not a name of this machine: use {', '.join(sorted(self._hosts))}, or "
+            f"set a token (SLIPSTREAM_TOKEN or queue.token)"
+        )
+
+
+def names_of_this_machine(host: str) -> frozenset[str]:
+    """What a queue that listens on `host` may be called by in `Host`; other addresses of loopback besides."""
+    return frozenset({host.lower(), "localhost", "127.0.0.1", "::1", socket.gethostname().lower()})
+
+
+def _wrong_origin(headers: dict[bytes, str]) -> str | None:
+    origin = headers.get(b"origin")
+    if origin is None or origin.partition("://")[2].lower() == headers.get(b"host", "").lower():
+        return None
+    return f"Origin is {origin[:200]!r}: a page from elsewhere may not change anything here"
+
+
+def _wrong_type(headers: dict[bytes, str]) -> str | None:
+    if headers.get(b"content-length", "0") == "0" and b"transfer-encoding" not in headers:
+        return None
+    given = headers.get(b"content-type", "")
+    if given.partition(";")[0].strip().lower() in (JSON, MSGPACK):
+        return None
+    return f"Content-Type is {given[:200]!r}: send {JSON} (groups: {MSGPACK})"
+
+
+def _name(host: str) -> str:
+    """The name or address in a `Host` header, without its port; empty if there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

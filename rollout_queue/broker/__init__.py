@@ -1,0 +1,1 @@
+"""Carries out decisions of the ledger under one lock."""

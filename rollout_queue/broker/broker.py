@@ -1,0 +1,288 @@
+"""The queue itself, without HTTP: ledger, fleet and admission in memory, kept in step with the store.
+
+Every change goes one way, one at a time: take the lock, decide, commit, apply. Once a commit fails the broker answers
+nothing more (fail-stop), so that memory and store never differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+from protocol import reasons
+from protocol.config import RunConfig
+from protocol.evaluations import Evaluation
+from protocol.messages import RunPosition, Server, ServerState
+from protocol.server_address import normal_url
+from protocol.trained_record import RECORD_FOLDER
+from protocol.versions import new_run_id
+from rollout_queue.broker.byte_budget import ByteBudget
+from rollout_queue.broker.recorder import Recorder, heads
+from rollout_queue.ledger import eval_ends, eval_tickets, servers, tickets
+from rollout_queue.ledger.admission import Admission, Grant, Load
+from rollout_queue.ledger.early_failure import EarlyFailureCheck
+from rollout_queue.ledger.evaluations import Evaluations
+from rollout_queue.ledger.fleet import Fleet
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import Decision, ServerRecord, StoreContents, TicketState
+from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.registration import Register
+from rollout_queue.observe.observations import Observations
+from rollout_queue.store.base import Store, StoreError
+from rollout_queue.wakeup import WakeUp
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+T = TypeVar("T")
+
+_MOST_BYTES_OF_BODIES = 256 * 1024**2
+
+_FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
+
+
+@dataclass(frozen=True)
+class Clock:
+    """`monotonic` is for deadlines, `wall` for what people read; both in seconds."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
+
+class Broker:
+    """Use `running` around it. `on_failure` is called once if the store fails."""
+
+    def __init__(self, config: RunConfig, store: Store, clock: Clock) -> None:
+        self.config = config
+        self.store = store
+        self.clock = clock
+        self.ready = False
+        self.closing = False
+        self.failure: str | None = None
+        self.lock = asyncio.Lock()
+        self.bodies = ByteBudget(max(_MOST_BYTES_OF_BODIES, config.queue.max_group_bytes))
+        self.judging = asyncio.Lock()  # one group at a time: several threads of Python would keep the loop waiting
+        self.groups_came = WakeUp()
+        self.room_came = WakeUp()
+        self.evaluations_ended = WakeUp()
+        self.admission = Admission(config)
+        self.fleet = Fleet()
+        self.ledger = Ledger(config, StoreContents(), self.now)
+        self.evaluations = Evaluations(config, StoreContents(), self.now)
+        self.register = Register()
+        self.trial = EarlyFailureCheck(config)
+        run_file = config.run_file if config.run_file.is_file() else Path("run.toml")  # else of the user's own name
+        self.observations = Observations(
+            self.now, config.learner.groups_per_step, config.vllm.start_timeout_s, run_file
+        )
+        record = config.run_dir / RECORD_FOLDER
+        self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+
+    @property
+    def now(self) -> float:
+        return self.clock.monotonic()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Load the store, watch over deadlines, and close the store at the end."""
+        try:
+            contents = await self.call(self.store.load)
+            if not contents.run.id:
+                contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
+                await self.call(self.store.commit, Decision((), contents.run), {})
+            learner = self.config.learner
+            if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
+                # It may be resumed with more steps (how many, epochs do not say without the data set): a worker that
+                # is up before the learner must not end.
+                contents.run = msgspec.structs.replace(contents.run, finished=False)
+            self.ledger = Ledger(self.config, contents, self.now)
+            self.evaluations = Evaluations(self.config, contents, self.now)
+            self.fleet = Fleet(contents.servers)
+            self.trial.begin(self.ledger.ever_accepted)
+            self.ready = True
+            for name, given in self.config.server_names.items():
+                url = normal_url(given)
+                if not self.fleet.has_had(name, url):
+                    async with self.lock:
+                        await self.commit(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._expire_when_due())
+                yield
+                self.ready = False
+                watch.cancel()
+        finally:
+            self._thread.submit(self.store.close)
+            if self.recorder is not None:
+                self._thread.submit(self.recorder.close)
+            self._thread.shutdown()
+
+    def close_waits(self) -> None:
+        """Answer all long-polls with nothing: the service is about to stop."""
+        self.closing = True
+        self.groups_came.notify()
+        self.room_came.notify()
+        self.evaluations_ended.notify()
+
+    def check_ready(self) -> None:
+        """Refuses (STORE_FAILED, NOT_READY) while the store has failed or is not loaded."""
+        if self.failure is not None:
+            raise Refusal(reasons.STORE_FAILED, self.failure)
+        if not self.ready:
+            raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment")
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the store, in its own thread."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        except StoreError as error:
+            self._fail(str(error))
+            raise Refusal(reasons.STORE_FAILED, str(error)) from error
+
+    async def record(self, lease: str, decision: Decision) -> None:
+        """Before an acknowledgement is committed: write what it trains into the record, if there is one."""
+        recorder = self.recorder
+        found = heads(lease, decision.tickets, self.ledger.run) if recorder is not None else []
+        if recorder is None or not found:
+            return
+
+        def payload(ticket_id: str) -> bytes | None:
+            return self.store.payloads([ticket_id]).get(ticket_id)
+
+        if (failure := await self.call(recorder.append, found, payload)) is not None:
+            logger.error("%s", failure)
+            self.observations.notices.say("record", failure, self.now)
+
+    async def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
+        """Put a decision into the store, then into memory. The caller has held `lock` since before it decided."""
+        self.check_ready()
+        if not decision:
+            return
+        try:
+            await self.call(self.store.commit, decision, payloads or {})
+        except OverflowError as error:
+            # Nothing was stored, so memory and store still agree.
+            raise Refusal(reasons.OUT_OF_RANGE, f"a number is beyond what the store can hold: {error}") from error
+        except BaseException as error:
+            # Cancelled, or broken unexpectedly: the store may be ahead of memory now.
+            self._fail(f"a change was not completed: {error!r}; start the queue again")
+            raise
+        self.ledger.apply(decision, self.now)
+        self.evaluations.apply(decision.evals, self.now)
+        for server in decision.servers:
+            self.fleet.apply(server)
+        try:
+            self.observations.decided(decision, self.now)
+        except Exception:  # the change has taken effect: what people read of it must not undo that
+            logger.exception("a change could not be told")
+        states = {record.state for record in decision.tickets}
+        moved = decision.run is not None
+        if moved or decision.servers or TicketState.READY in states:  # a proof lets go of the groups that wait for it
+            self.groups_came.notify()
+        if moved or decision.servers or states & _FREES_ROOM or decision.evals.frees_room:
+            self.room_came.notify()
+        if any(record.result is not None for record in decision.evals.records):
+            self.evaluations_ended.notify()
+
+    async def expire(self) -> None:
+        """End the tickets and leases whose time is over. Their holders are told when they come back."""
+        async with self.lock:
+            decision = tickets.expire(self.ledger, self.now)
+            late = eval_tickets.expire(self.evaluations, self.fleet, self.now, self.clock.wall())
+            await self.commit(msgspec.structs.replace(decision, evals=late))
+
+    def with_evals(self, decision: Decision) -> Decision:
+        """A change of the fleet, with what it means to evaluations."""
+        if not decision.servers:
+            return decision
+        judged = eval_ends.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
+        return msgspec.structs.replace(decision, evals=judged)
+
+    async def remove_drained(self) -> None:
+        """Servers that drain are gone once no worker has a request on them and the learner has judged the version that
+        was on its way to them, or their time is over."""
+        if (names := self._drained()) and self.failure is None:
+            async with self.lock:
+                await self.commit(self.with_evals(servers.remove(self.fleet, self.ledger, [*self._drained()])))
+            for name in names:
+                logger.info("server %s is gone", name)
+
+    def _drained(self) -> list[str]:
+        draining = [record for record in self.fleet.records if record.server.state is ServerState.DRAINING]
+        return [
+            record.server.name
+            for record in draining
+            if self.clock.wall() - record.server.changed_at >= self.config.vllm.drain_timeout_s
+            or not (self.observations.on_server(record.server.name, self.now) or self.to_be_judged(record))
+        ]
+
+    def to_be_judged(self, record: ServerRecord) -> bool:
+        """Whether a newer version than it has proven may be on its way to a server that drains."""
+        newer = record.proven is not None and record.proven < self.ledger.run.version
+        return record.awaits_verdict and newer and self.learner_lives
+
+    def _drain_due(self) -> float:
+        """When the first server's time to drain is over."""
+        draining = [server.changed_at for server in self.fleet.servers if server.state is ServerState.DRAINING]
+        left = [began + self.config.vllm.drain_timeout_s - self.clock.wall() for began in draining]
+        return self.now + min(1.0, *left) if left else math.inf
+
+    def grant(self) -> Grant:
+        """How many tickets may be issued now."""
+        run = self.ledger.run
+        if run.all_steps_made:
+            return Grant(0, "the end of the run: the learner has made its last step")
+        load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session)
+        return self.admission.grant(load)
+
+    @property
+    def learner_lives(self) -> bool:
+        """Whether the newest session's learner was heard from, since the queue started and within a lease's time-out:
+        it renews its lease three times as often."""
+        ago = self.observations.learner_seen_s_ago(self.now)
+        return ago is not None and ago <= self.config.queue.lease_timeout_s
+
+    def position(self) -> RunPosition:
+        run = self.ledger.run
+        return RunPosition(
+            version=run.version,
+            step=run.step,
+            total_steps=run.total_steps,
+            session=run.session,
+            checkpoint_step=run.checkpoint_step,
+            served_version=self.fleet.served_version,
+            finished=run.finished,
+            sessions=list(run.sessions),
+            run=run.id,
+        )
+
+    def evaluation_views(self) -> list[Evaluation]:
+        """Every evaluation that is open or remembered, in the order in which they were asked for."""
+        return eval_tickets.views(self.evaluations, self.ledger.run, self.fleet, self.clock.wall())
+
+    async def _expire_when_due(self) -> None:
+        while self.failure is None:
+            due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline(), self._drain_due())
+            await asyncio.sleep(max(0.05, due - self.now))
+            with suppress(Refusal):  # where the store failed, `on_failure` tells the service
+                await self.expire()
+                await self.remove_drained()
+
+    def _fail(self, message: str) -> None:
+        if self.failure is None:
+            self.failure = message
+            self.close_waits()
+            self.on_failure()

@@ -1,0 +1,161 @@
+"""Puts `GET /v1/status` together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from protocol.evaluations import Evaluation
+from protocol.messages import Server, ServerState
+from protocol.status import GroupCounts, ServerStatus, Stall, Status, Wait
+from rollout_queue.broker.broker import Broker
+from rollout_queue.ledger.eval_tickets import MOST_OPEN
+from rollout_queue.ledger.records import TicketState
+from rollout_queue.observe import stall
+from rollout_queue.observe.observations import LEARNER
+from rollout_queue.observe.progress import alarm_after_s
+
+_AWAITED = {
+    ServerState.JOINING: "its first proof",
+    ServerState.SYNCING: "its first proof",
+    ServerState.STALE: "newer weights",
+    ServerState.QUARANTINED: "a proof that holds",
+    ServerState.DOWN: "a restart",
+    ServerState.DRAINING: "the end of its requests",
+}
+
+# More than can be open, so that the newest result is always among them.
+_MOST_EVALUATIONS = 2 * MOST_OPEN
+
+
+def assemble(broker: Broker) -> Status:
+    now, ledger, seen = broker.now, broker.ledger, broker.observations
+    run, groups, evaluations = ledger.run, _groups(broker), broker.evaluation_views()
+    return Status(
+        run=broker.config.run.name,
+        uptime_s=now - seen.started,
+        version=run.version,
+        served_version=broker.fleet.served_version,
+        step=run.step,
+        total_steps=run.total_steps,
+        checkpoint_step=run.checkpoint_step,
+        finished=run.finished,
+        max_staleness=broker.config.queue.max_staleness,
+        depth=ledger.outstanding / broker.config.learner.groups_per_step,
+        depth_target=broker.admission.depth,
+        groups=groups,
+        staleness=seen.staleness.figures(run.staleness_max),
+        rates=seen.rates.rates(now),
+        learner=seen.learner(run, now),
+        workers=seen.workers(now),
+        servers=[_server(broker, server) for server in broker.fleet.servers],
+        waits=_waits(broker, evaluations),
+        stall=_stall(broker, groups),
+        ledger=ledger.summary(),
+        tokens_sampled=ledger.tokens_sampled,
+        learner_wait_share=seen.learner_wait_share,
+        worker_wait_share=seen.worker_wait_share,
+        worker_cpu_ms_per_episode=seen.worker_cpu_ms_per_episode,
+        drops=dict(ledger.drops),
+        rejections=dict(seen.rejections),
+        notices=seen.notices.list(now),
+        gave_up=broker.trial.gave_up,
+        evaluations=evaluations[-_MOST_EVALUATIONS:],
+    )
+
+
+def _server(broker: Broker, server: Server) -> ServerStatus:
+    lag = None if server.version is None else max(0, broker.ledger.run.version - server.version)
+    return ServerStatus(
+        **msgspec.structs.asdict(server),
+        lag=lag,
+        since_s=max(0.0, broker.clock.wall() - server.changed_at),
+        waits_for=_awaited(broker, server),
+    )
+
+
+def _awaited(broker: Broker, server: Server) -> str | None:
+    """What a server that does not serve waits for; the learner's own word for it, if there is one, is its reason."""
+    if server.state is ServerState.SERVING:
+        return None
+    if server.state is ServerState.DRAINING:
+        workers = broker.observations.on_server(server.name, broker.now)
+        if not workers and any(
+            of.server.name == server.name and broker.to_be_judged(of) for of in broker.fleet.records
+        ):
+            return "the learner's verdict on the version that is on its way to it"
+        return f"{_AWAITED[server.state]} of {', '.join(workers[:8])}" if workers else _AWAITED[server.state]
+    return _AWAITED[server.state]
+
+
+def _groups(broker: Broker) -> GroupCounts:
+    ledger, queue = broker.ledger, broker.config.queue
+    return GroupCounts(
+        tickets=ledger.count(TicketState.ISSUED),
+        ready=ledger.count(TicketState.READY),
+        leased=ledger.count(TicketState.LEASED),
+        outstanding=ledger.outstanding,
+        bytes=ledger.bytes,
+        kept_bytes=ledger.kept_bytes,
+        capacity_groups=queue.capacity_groups,
+        capacity_bytes=queue.capacity_bytes,
+        limit=broker.admission.limit(ledger.run.version, broker.fleet.served_version),
+    )
+
+
+def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
+    """Who said that it waits, what each server that does not serve is short of, and who never came."""
+    now, seen, ledger, run = broker.now, broker.observations, broker.ledger, broker.ledger.run
+    waits = seen.waits.list(now)
+    if run.finished:
+        return waits
+    up_s = now - seen.started
+    if seen.learner_seen_s_ago(now) is None:
+        waits.append(Wait("the queue", "a learner", up_s))
+    if seen.worker_seen_s_ago(now) is None:
+        waits.append(Wait("the queue", "a worker", up_s))
+    for server in broker.fleet.servers:
+        proven = server.state is ServerState.SYNCING and server.version is not None
+        if server.state is not ServerState.SERVING and not proven:
+            reason = f" ({server.reason})" if server.reason else ""
+            since_s = max(0.0, broker.clock.wall() - server.changed_at)
+            awaited = _awaited(broker, server)
+            waits.append(Wait(f"server {server.name}", f"{awaited}: {server.state}{reason}", since_s))
+    unproven = {broker.fleet.unproven(record.group) for record in ledger.tickets(TicketState.READY)} - {None}
+    if unproven:
+        names = ", ".join(sorted(str(name) for name in unproven))
+        waits.append(Wait("groups in the queue", f"the proof of the weights that {names} sampled them with", 0.0))
+    for evaluation in evaluations:
+        if evaluation.waits_for is not None:
+            waits.append(Wait(f"evaluation of step {evaluation.step}", evaluation.waits_for, evaluation.seconds))
+    return waits
+
+
+def _stall(broker: Broker, groups: GroupCounts) -> Stall:
+    now, ledger, seen = broker.now, broker.ledger, broker.observations
+    settings, waits_for = broker.config.queue, seen.waits.what(LEARNER)
+    # A learner that died holds nothing once its lease lapses.
+    trains = groups.leased >= broker.config.learner.groups_per_step and waits_for is None
+    return stall.judge(
+        stall.StallInputs(
+            quiet_s=seen.progress.quiet_s(now),
+            alarm_after_s=alarm_after_s(settings.stall_after_s, seen.median_step_s, trains),
+            stall_after_s=settings.stall_after_s,
+            # After the last step no other is expected: the learner waits for what is still evaluated.
+            finished=ledger.run.finished or (ledger.run.all_steps_made and bool(broker.evaluations.open)),
+            session=ledger.run.session,
+            servers=broker.fleet.servers,
+            groups=groups,
+            groups_per_step=broker.config.learner.groups_per_step,
+            found_full=seen.progress.full,
+            ended=seen.progress.ended,
+            variance=seen.variance.remedy(),
+            blocked_by=broker.grant().blocked_by,
+            learner_seen_s_ago=seen.learner_seen_s_ago(now),
+            learner_waits_for=waits_for,
+            worker_seen_s_ago=seen.worker_seen_s_ago(now),
+            waiting_for_servers=seen.waiting_for_servers(now),
+            gave_up=broker.trial.gave_up,
+        )
+    )

@@ -1,0 +1,120 @@
+"""When to give up: the first rows of a run fail, one and all, at every worker that works on any.
+
+Only failures that would come again count. A server that went away and a worker that was stopped do not: the run is made
+to survive them. Nor does a body that a worker of ours never sends: anybody may have sent it. One group that was ever
+accepted, in this session or before, shows that task and settings work; if it comes late, it takes the verdict back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from protocol import reasons
+from protocol.config import RunConfig
+from rollout_queue.ledger.records import TicketRecord
+from rollout_queue.ledger.refusal import Refusal
+
+_DO_NOT_COUNT = frozenset(
+    {
+        reasons.failed(reasons.SERVER),
+        reasons.failed(reasons.UNVERIFIED_SERVER),
+        reasons.failed(reasons.LOST),
+        reasons.failed(reasons.WORKER_STOPPED),
+        reasons.rejected(reasons.UNVERIFIED_SERVER),
+        reasons.rejected(reasons.UNDECODABLE),
+        reasons.rejected(reasons.TOO_DEEP),
+        reasons.rejected(reasons.TICKET_MISMATCH),
+        reasons.rejected(reasons.WORKER_MISMATCH),
+    }
+)
+
+_KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the trouble that a reason belongs to, where it is called otherwise
+
+_OF_THE_TASK = frozenset(
+    {
+        *(reasons.ROW, reasons.PROMPT, reasons.ENVIRONMENT, reasons.AGENT, reasons.NO_TURN),
+        *(reasons.REWARD, reasons.NO_REWARD),
+    }
+)
+
+_OF_A_SERVER = frozenset(
+    {
+        reasons.REQUEST_REJECTED,
+        reasons.UNREADABLE,
+        reasons.FINISH_REASON,
+        reasons.MISSING_LOGPROBS,
+        reasons.BAD_LOGPROBS,
+        reasons.MISSING_VERSIONS,
+        reasons.BAD_VERSIONS,
+    }
+)
+
+_MOST_TROUBLES = 64
+
+_TEXT = 500
+
+_REASON = 80
+
+
+class EarlyFailureCheck:
+    """A run's first rows. `gave_up`: why the run can go no further, while that is so."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._after = config.rollout.give_up_after
+        self._task = config.task.path
+        self.begin(passed=False)
+
+    def begin(self, passed: bool) -> None:
+        """The queue starts, or a new session: count from nothing. `passed`: the run has accepted a group before."""
+        self.gave_up: str | None = None
+        self._passed = passed
+        self._rows: dict[int, str] = {}  # of the first rows that failed: why
+        self._failing: set[str] = set()  # workers
+        self._details: dict[str, str] = {}
+        self._troubles: dict[str, str] = {}
+
+    def trouble(self, kind: str, text: str) -> None:
+        """A worker's first failure of a kind: it tells more than a ticket's reason."""
+        if len(self._troubles) < _MOST_TROUBLES:
+            self._troubles.setdefault(kind, text[:_TEXT])
+
+    def succeeded(self) -> None:
+        """A group was accepted."""
+        self._passed, self.gave_up = True, None
+
+    def failed(self, ended: TicketRecord, reason: str, detail: str, out: Iterable[TicketRecord]) -> bool:
+        """A ticket ended without a group for `reason`; true if the run is given up by it. `out`: the tickets that
+        workers hold. While a worker of which no ticket failed holds one, it may yet succeed."""
+        if self._passed or self.gave_up is not None or not self._after or reason in _DO_NOT_COUNT:
+            return False
+        self._failing.add(ended.worker_id)
+        if ended.index not in self._rows and len(self._rows) < self._after:
+            self._rows[ended.index] = reason
+            self._details.setdefault(reason, detail[:_TEXT])
+        if len(self._rows) < self._after or any(record.worker_id not in self._failing for record in out):
+            return False
+        self.gave_up = self._why()
+        return True
+
+    def check(self) -> None:
+        """Refuses (GAVE_UP) once the run is given up."""
+        if self.gave_up is not None:
+            raise Refusal(reasons.GAVE_UP, self.gave_up)
+
+    def _why(self) -> str:
+        count = len(self._rows)
+        reason, times = Counter(self._rows.values()).most_common(1)[0]
+        shown = reason[:_REASON]
+        share = "all" if times == count else f"{times} of them"
+        code = reason.removeprefix(reasons.failed(""))
+        detail = self._troubles.get(_KINDS.get(code, code)) or self._details[reason] or "no detail was given"
+        where = "in the run file"
+        if code in _OF_THE_TASK:
+            where = f"in the task {self._task} or the run file"
+        elif code in _OF_A_SERVER:
+            where = "at the vLLM server, or in the run file"
+        return (
+            f"the first {count} groups failed, {share} for {shown}: {detail}. Mend it {where}, then start again "
+            f"(rollout.give_up_after = {self._after} failed rows end a run in which no group has succeeded; 0: never)"
+        )

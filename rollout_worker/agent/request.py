@@ -1,0 +1,250 @@
+"""What a request to the endpoint may ask for, and what cannot be honoured: nothing is ignored that would matter.
+
+Log-probs are trained on as they were sampled, at the run's temperature and from its whole distribution. What would
+change that distribution is refused; what ends an answer sooner, or says nothing of it, passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.config import RolloutSection
+from protocol.config.text import nearest
+from rollout_worker.agent.errors import ApiError, Fault, refusal
+from rollout_worker.agent.schemas import read_tools
+
+MOST_MESSAGES = 4096
+
+# Answers to one request, and stop texts; OpenAI's bounds are 128 and 4.
+MOST_ANSWERS = 16
+
+MOST_STOPS = 16
+
+_STOP_CHARACTERS = 1000
+
+_SHOWN_CHARACTERS = 60
+
+_SHOWN_FAULTS = 32
+
+# Labels, bookkeeping and hints of price and speed, which change nothing in an answer.
+HARMLESS_PARAMETERS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    }
+)
+
+# Of the distribution: these pass where they are the run's own.
+RUN_PARAMETERS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+_CONSTRAINED = "it would change what the policy samples, and so what log-probs mean"
+
+# Never honoured, with the remedy.
+REFUSED_PARAMETERS: Mapping[str, str] = {
+    "seed": "a row would be sampled alike each time that it comes; leave it out",
+    "functions": "it is deprecated; give tools",
+    "function_call": "it is deprecated; give tool_choice",
+    "audio": "the policy writes text alone; leave it out",
+    "web_search_options": "the policy searches nothing; give a tool that does",
+    "moderation": "nothing is moderated here; leave it out",
+    "reasoning_effort": "set chat.chat_template_kwargs in the run file, if the model knows efforts; leave it out",
+    "verbosity": "say in a message what is wanted; leave it out",
+}
+
+READ_PARAMETERS = frozenset(
+    {
+        *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "n", "stop", "stream", "stream_options"),
+        *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "logit_bias"),
+        "modalities",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, checked. messages: not looked into yet; tools: JSON schemas for a chat format, empty where the policy
+    is to call none; max_tokens: of one answer, None for as many as the run allows; stop: texts that end an answer; n:
+    answers."""
+
+    messages: list[Any]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: bool = False
+    stream: bool = False
+    usage: bool = False
+
+
+def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature: float) -> Asked:
+    """A request's body, from JSON. `temperature`: the episode's. Raises `ApiError`, which names all that is wrong."""
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a {type(body).__name__}; send a JSON object", "invalid_body")
+    given = {name: value for name, value in body.items() if value is not None}
+    _check_model(given, model)
+    faults: list[Fault] = []
+    reader = _Reader(given, faults)
+    for name in given:
+        if name in REFUSED_PARAMETERS:
+            faults.append(Fault(name, REFUSED_PARAMETERS[name], "unsupported_parameter"))
+        elif name not in READ_PARAMETERS and name not in HARMLESS_PARAMETERS and name not in RUN_PARAMETERS:
+            faults.append(Fault(_short(name), _unknown(name), "unknown_parameter"))
+    _check_distribution(given, rollout, temperature, faults)
+    _check_form(given, faults)
+    tools = read_tools(given.get("tools"), faults)
+    choice = given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        text = f"{_short(choice)}: the policy cannot be made to call a tool, as {_CONSTRAINED}; give auto or none"
+        faults.append(Fault("tool_choice", text, "unsupported_value"))
+    asked = Asked(
+        messages=reader.messages(),
+        tools=[] if choice == "none" else tools,
+        max_tokens=reader.max_tokens(),
+        stop=reader.stop(),
+        n=reader.number("n", MOST_ANSWERS) or 1,
+        logprobs=reader.flag("logprobs"),
+        stream=reader.flag("stream"),
+        usage=reader.usage(),
+    )
+    if faults:
+        more = [Fault("others", f"{len(faults) - _SHOWN_FAULTS} more")] if len(faults) > _SHOWN_FAULTS else []
+        raise refusal([*faults[:_SHOWN_FAULTS], *more])
+    return asked
+
+
+def _check_model(given: Mapping[str, Any], model: str) -> None:
+    asked = given.get("model")
+    if asked != model:
+        raise ApiError(
+            404,
+            f"the model {_short(asked)} does not exist here: this endpoint is the policy's, {model!r}; a judge or "
+            f"another model has an endpoint of its own",
+            "model_not_found",
+            ["model"],
+        )
+
+
+def _check_distribution(
+    given: Mapping[str, Any], rollout: RolloutSection, temperature: float, faults: list[Fault]
+) -> None:
+    for name in RUN_PARAMETERS:
+        value = given.get(name)
+        own = temperature if name == "temperature" else getattr(rollout, name)
+        if value is None or (_is_number(value) and value == own):
+            continue
+        if name == "top_k" and own == 0 and value == -1:  # vLLM's other name of all tokens
+            continue
+        setting, remedy = f"rollout.{name}", "leave it out, or set it in the run file"
+        if name == "temperature":  # the only one that an evaluation may have of its own
+            setting = setting if own == rollout.temperature else "eval.temperature"
+            remedy = "leave it out, or give endpoint.temperature"
+        text = (
+            f"{_short(value)} is not {own:g}, which this episode is sampled at ({setting}), and {_CONSTRAINED}; "
+            f"{remedy}"
+        )
+        faults.append(Fault(name, text, "unsupported_value"))
+    if given.get("logit_bias"):
+        faults.append(Fault("logit_bias", f"{_CONSTRAINED}; leave it out", "unsupported_parameter"))
+
+
+def _check_form(given: Mapping[str, Any], faults: list[Fault]) -> None:
+    """The form of an answer: text, unconstrained."""
+    form = given.get("response_format", {"type": "text"})
+    if form != {"type": "text"}:
+        kind = form.get("type") if isinstance(form, dict) else form
+        text = f"{_short(kind)}: answers cannot be held to a form, as {_CONSTRAINED}; ask for it in a message"
+        faults.append(Fault("response_format", text, "unsupported_value"))
+    if given.get("modalities", ["text"]) != ["text"]:
+        faults.append(Fault("modalities", "the policy writes text alone; leave it out", "unsupported_value"))
+    if given.get("parallel_tool_calls", True) is not True and given.get("tools"):
+        text = f"the policy may always write several calls: {_CONSTRAINED}; leave it out, and take the first"
+        faults.append(Fault("parallel_tool_calls", text, "unsupported_value"))
+    if given.get("top_logprobs", 0) != 0:
+        text = "only the sampled tokens' log-probs are known; leave it out, logprobs alone gives those"
+        faults.append(Fault("top_logprobs", text, "unsupported_value"))
+
+
+class _Reader:
+    """Reads values of a request, and adds to `faults` those that cannot be."""
+
+    def __init__(self, given: Mapping[str, Any], faults: list[Fault]) -> None:
+        self._given = given
+        self._faults = faults
+
+    def number(self, name: str, most: int | None = None) -> int | None:
+        value = self._given.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+            bound = "" if most is None else f" and at most {most}"
+            self._faults.append(Fault(name, f"{_short(value)}; give a whole number, at least 1{bound}"))
+            return None
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._given.get(name, False)
+        if not isinstance(value, bool):
+            self._faults.append(Fault(name, f"{_short(value)}; give true or false", "invalid_type"))
+            return False
+        return value
+
+    def max_tokens(self) -> int | None:
+        found = [self.number(name) for name in ("max_completion_tokens", "max_tokens")]
+        return min((number for number in found if number is not None), default=None)
+
+    def messages(self) -> list[Any]:
+        value = self._given.get("messages")
+        if not isinstance(value, list) or not value:
+            self._faults.append(Fault("messages", "give a list of at least one message", "invalid_type"))
+            return []
+        if len(value) > MOST_MESSAGES:
+            self._faults.append(Fault("messages", f"{len(value)} of them; at most {MOST_MESSAGES} are read"))
+        return value
+
+    def stop(self) -> tuple[str, ...]:
+        value = self._given.get("stop", [])
+        texts = [value] if isinstance(value, str) else value
+        fits: Callable[[Any], bool] = lambda text: isinstance(text, str) and 0 < len(text) <= _STOP_CHARACTERS  # noqa: E731
+        if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(map(fits, texts)):
+            text = (
+                f"{_short(value) or 'an empty text'}; give a text, or at most {MOST_STOPS} of them, none of them empty"
+            )
+            self._faults.append(Fault("stop", text))
+            return ()
+        return tuple(texts)
+
+    def usage(self) -> bool:
+        options = self._given.get("stream_options")
+        if options is None:
+            return False
+        if not isinstance(options, dict) or not self._given.get("stream"):
+            self._faults.append(Fault("stream_options", "an object, given where stream is true"))
+            return False
+        for name, value in options.items():
+            # OpenAI pads chunks against eavesdroppers if it is true; there is nothing to hide here.
+            if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool | None):
+                self._faults.append(
+                    Fault(f"stream_options.{_short(name)}", "only include_usage is known, true or false")
+                )
+        return options.get("include_usage") is True
+
+
+def _unknown(name: str) -> str:
+    known = sorted(READ_PARAMETERS | HARMLESS_PARAMETERS | {*RUN_PARAMETERS})
+    close = nearest(name, known)
+    return f"it is not known here; did you mean {close}?" if close else "it is not known here; leave it out"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    """A text without quotes: it may be a parameter's name."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -1,0 +1,98 @@
+"""What an agent is given of an answer, and what is counted of the calls in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol import reasons
+from rollout_worker.agent.messages import Call, Said
+from rollout_worker.agent.tree import GivenCall
+from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
+from rollout_worker.task.tools.counts import NAME_CHARACTERS, count_call, counted_as
+from rollout_worker.tools.arguments import Parameters, small
+from rollout_worker.tools.base import UNKNOWN, ArgumentsError
+from rollout_worker.user_code import in_thread
+from rollout_worker.user_code.texts import encodable
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCall:
+    """A call, and its arguments as the text that agents read. coerced: they were not as the tool's schema asks, and
+    it is plain what was meant: notations that write every value as text give text."""
+
+    call: ToolCall | MalformedCall
+    arguments: str = ""
+    coerced: bool = False
+
+
+async def read_calls(parsed: ParsedTurn, parameters: Mapping[str, Parameters]) -> list[ReadCall]:
+    """The calls of a turn; `parameters`: of the tools that there are, by name. Arguments that do not fit stay as the
+    policy wrote them: the agent checks them."""
+    return [
+        await _read(call, parameters.get(call.name)) if isinstance(call, ToolCall) else ReadCall(call)
+        for call in parsed.calls
+    ]
+
+
+async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
+    given, coerced = call.arguments, False
+    if parameters is not None:
+        try:
+            # Large ones in a thread: it would stop the loop (F19).
+            found = parameters.fit(given) if small(given) else await in_thread(parameters.fit, given=given)
+            given, coerced = (found.values, True) if found.repairs else (given, False)
+        except ArgumentsError:
+            given = call.arguments
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return ReadCall(call, encodable(text), coerced)
+
+
+class Outgoing:
+    """Of one episode. `calls`, `failures`: of tools, as the policy wrote them; `metrics`: the same by tool and reason,
+    as a `Rollout` has them. Whether a tool did its work, only the agent knows."""
+
+    def __init__(self) -> None:
+        self.calls = self.failures = 0
+        self.metrics: dict[str, float] = {}
+        self._numbers = itertools.count()
+
+    def given(
+        self, parsed: ParsedTurn, read: Sequence[ReadCall], stop: Sequence[str]
+    ) -> tuple[Said, tuple[GivenCall, ...]]:
+        """The turn as its agent gets it: each call has an id, and of a text that ended it nothing is left."""
+        calls, given = [], []
+        for each in read:
+            if isinstance(call := each.call, ToolCall):
+                own = None if call.id is None else encodable(call.id)
+                name = encodable(call.name)
+                id = own or f"call{next(self._numbers):05d}"  # nine letters and digits, as Mistral's templates ask
+                calls.append(Call(id, name, each.arguments))
+                given.append(GivenCall(id, name, own))
+        content = encodable(parsed.content)
+        ends = [place for text in stop if (place := content.find(text)) >= 0]
+        content = content[: min(ends, default=len(content))]
+        reasoning = None if parsed.reasoning is None else encodable(parsed.reasoning)
+        said = Said("assistant", None if calls and not content else content, tuple(calls), reasoning=reasoning)
+        return said, tuple(given)
+
+    def count(self, read: Sequence[ReadCall], known: Collection[str]) -> None:
+        """The calls of a turn; `known`: the names of the tools that there are."""
+        for each in read:
+            call, reason = each.call, None
+            if isinstance(call, MalformedCall):
+                name, reason = UNKNOWN, reasons.TOOL_MALFORMED
+            elif call.name not in known:
+                name, reason = UNKNOWN, reasons.TOOL_UNKNOWN
+            else:
+                name = self.counted_as(call.name)
+            self.calls += 1
+            self.failures += reason is not None
+            count_call(self.metrics, name, reason, each.coerced)
+
+    def counted_as(self, name: str) -> str:
+        """What a tool is counted as, the first ones by name."""
+        known = f"tools/{name[:NAME_CHARACTERS]}/calls" in self.metrics
+        return counted_as(name, 0 if known else sum(figure.endswith("/calls") for figure in self.metrics))

@@ -1,0 +1,93 @@
+"""A parser of one's own: `chat.parser = "path/to/file.py:function"`.
+
+The function takes a turn's text, without the token that ended it, and returns a `ParsedTurn` or a list of
+(name, arguments). It is called for each turn behind the boundary around user code, with `worker.tool_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.config import ConfigError
+from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
+from rollout_worker.chat.parsers.base import MOST_CALLS, Before
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OwnParser:
+    """Whatever the function raises or returns, the policy gets a turn with a malformed call; the first is logged."""
+
+    function: Callable[[str], Any]
+    origin: str
+    _told: bool = False
+
+    def __call__(self, text: str, before: Before) -> ParsedTurn:
+        try:
+            return _turn_of_user_parser(text, self.function(text))
+        except BaseException as error:  # user code: SystemExit and the like must not end the worker (I9)
+            if not self._told:
+                self._told = True
+                logger.exception("chat.parser = %s failed on a turn; turns that it fails on are malformed", self.origin)
+            return ParsedTurn(text, text, [MalformedCall(f"the turn cannot be read: {type(error).__name__}")])
+
+
+def load_own(setting: str) -> OwnParser:
+    """The function that `path/to/file.py:function` names; raises `ConfigError`."""
+    path, _, name = setting.rpartition(":")
+    file = Path(path).expanduser().resolve()
+    spec = importlib.util.spec_from_file_location(f"slipstream_parser_{file.stem}", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"chat.parser = {setting}: there is no Python file {file}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"chat.parser = {setting}: {file} cannot be imported: {type(error).__name__}: {error}; run it with python "
+            f"to see where"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"chat.parser = {setting}: {file} defines no function {name!r}; define it there")
+    return OwnParser(function, setting)
+
+
+def plain_turn(turn: ParsedTurn) -> ParsedTurn:
+    """The same of plain data: what a function of the user's returns may hold objects of any kind. Raises whatever they
+    do."""
+    calls: list[ToolCall | MalformedCall] = []
+    for call in turn.calls[:MOST_CALLS]:
+        if isinstance(call, MalformedCall):
+            calls.append(MalformedCall(_text(call.reason)))
+            continue
+        arguments = call.arguments
+        if not isinstance(arguments, str):
+            arguments = json.loads(json.dumps(arguments, default=str))
+        calls.append(ToolCall(_text(call.name), arguments, None if call.id is None else _text(call.id)))
+    reasoning = None if turn.reasoning is None else _text(turn.reasoning)
+    return ParsedTurn(_text(turn.text), _text(turn.content), calls, reasoning)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a turn and its calls are of text, not {type(value).__name__}")
+    return str.__str__(value)
+
+
+def _turn_of_user_parser(text: str, found: Any) -> ParsedTurn:
+    if isinstance(found, ParsedTurn):
+        return found
+    calls: list[ToolCall | MalformedCall] = []
+    for name, arguments in found:
+        if not isinstance(name, str) or not isinstance(arguments, dict | str):
+            raise TypeError(f"a call is (name, arguments), not {(name, arguments)!r:.80}")
+        calls.append(ToolCall(name, arguments))
+    return ParsedTurn(text, "" if calls else text, calls)

@@ -1,0 +1,114 @@
+"""Values as Python or JSON writes them, and the dialects between the two that chat templates produce.
+
+Not `ast`: sampled text may nest deeper than its parser survives, and templates leave quotes and line breaks inside
+strings as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_worker.chat.parsers.base import Unreadable, encodable, skip_space
+
+_DEEPEST = 64
+
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+
+_WORD = re.compile(r"[A-Za-z]{4,5}(?!\w)")
+
+_NUMBER = re.compile(r"-?\d{1,400}(?:(\.\d{0,400})?([eE][+-]?\d{1,4})?)(?![\w.])")
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+
+# What is escaped in a string, and the quote that ends it; one that stands in it unescaped has none of these after it.
+_MARKS = {quote: re.compile(rf"\\.|{quote}(?=\s*(?:[,:)\]}}]|$))", re.DOTALL) for quote in ("'", '"')}
+
+
+@dataclass(frozen=True, slots=True)
+class Literals:
+    """quote: another string delimiter, whose strings have no escapes; bare_keys: an object's keys may stand without
+    quotes."""
+
+    quote: str | None = None
+    bare_keys: re.Pattern[str] | None = None
+
+    def read(self, text: str, at: int, depth: int = 0) -> tuple[Any, int]:
+        """The value that begins at `at`, after white space, and where it ends. Raises `Unreadable`."""
+        if depth > _DEEPEST:
+            raise Unreadable("it is nested too deeply", at)
+        at = skip_space(text, at)
+        first = text[at : at + 1]
+        if first == "{":
+            return self._object(text, at + 1, depth)
+        if first and first in "[(":
+            return self._list(text, at + 1, "]" if first == "[" else ")", depth)
+        if self.quote is not None and text.startswith(self.quote, at):
+            begin = at + len(self.quote)
+            end = text.find(self.quote, begin)
+            if end < 0:
+                raise Unreadable(f"{self.quote} is not closed", begin)
+            return text[begin:end], end + len(self.quote)
+        if first and first in "'\"":
+            return _string(text, at)
+        return _word_or_number(text, at)
+
+    def _list(self, text: str, at: int, closing: str, depth: int) -> tuple[list[Any], int]:
+        values = []
+        while not text.startswith(closing, at := skip_space(text, at)):
+            value, at = self.read(text, at, depth + 1)
+            values.append(value)
+            at = _separator(text, at, closing)
+        return values, at + 1
+
+    def _object(self, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        values = {}
+        while not text.startswith("}", at := skip_space(text, at)):
+            bare = self.bare_keys.match(text, at) if self.bare_keys is not None else None
+            key, at = (bare[0], bare.end()) if bare is not None else self.read(text, at, depth + 1)
+            at = skip_space(text, at)
+            if not text.startswith(":", at):
+                raise Unreadable(f"a colon is missing before {text[at : at + 20]!r}", at)
+            value, at = self.read(text, at + 1, depth + 1)
+            values[key if isinstance(key, str) else str(key)] = value
+            at = _separator(text, at, "}")
+        return values, at + 1
+
+
+def _separator(text: str, at: int, closing: str) -> int:
+    """After a comma, or before the closing bracket."""
+    at = skip_space(text, at)
+    if text.startswith(",", at):
+        return at + 1
+    if not text.startswith(closing, at):
+        raise Unreadable(f"expected , or {closing}, found {text[at : at + 20]!r}", at)
+    return at
+
+
+def _word_or_number(text: str, at: int) -> tuple[Any, int]:
+    word = _WORD.match(text, at)
+    if word is not None and word[0] in _WORDS:
+        return _WORDS[word[0]], word.end()
+    number = _NUMBER.match(text, at)
+    if number is None:
+        raise Unreadable(f"expected a value, found {text[at : at + 20]!r}", at)
+    whole = number[1] is None and number[2] is None
+    return (int(number[0]) if whole else float(number[0])), number.end()
+
+
+def _string(text: str, at: int) -> tuple[str, int]:
+    marks = _MARKS[text[at]].finditer(text, at + 1)
+    end = next((mark.start() for mark in marks if mark[0][0] == text[at]), None)
+    if end is None:
+        raise Unreadable(f"a string that begins with {text[at]} is not closed", len(text))
+    inside = text[at + 1 : end]
+    return (encodable(_ESCAPE.sub(_unescaped, inside)) if "\\" in inside else inside), end + 1
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    if (code := escape[1] or escape[2]) is not None:
+        return chr(int(code, 16))
+    return _ESCAPED.get(escape[3], escape[3])

@@ -1,0 +1,1 @@
+"""Data sets: rows and their columns."""

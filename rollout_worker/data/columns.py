@@ -1,0 +1,169 @@
+"""What a row must look like: the same columns in each, and a prompt that is text or a list of messages."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.config import ConfigError
+from rollout_worker.data.rows import Rows
+from rollout_worker.task.rewards.base import ENVIRONMENTS, GIVEN
+
+# Rows that are looked at before a start: of a table at most this many, spread over it, as far as they can be read in
+# this time; of a stream the first few.
+MOST_ROWS = 100_000
+
+FIRST_ROWS = 1000
+
+STREAM_ROWS = 64
+
+BUDGET_S = 10.0
+
+# Columns of data sets that are made for other kinds of training, and how to make prompts of them.
+_OTHER_FORMS = {
+    "messages": "the messages up to the policy's turn are the prompt: dataset.rename_column('messages', 'prompt'), and "
+    "leave the last answer out",
+    "conversations": "make each prompt a list of messages with 'role' and 'content'",
+    "chosen": "it is a preference data set: make a prompt of what 'chosen' and 'rejected' have in common",
+    "text": "it is for language modelling; rename it: dataset.rename_column('text', 'prompt')",
+}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a look at the rows came to: how many were looked at, and those that will be dropped, by number, with the
+    reason; mixed: columns with values of several kinds, and the first row of each kind, by column."""
+
+    looked_at: int = 0
+    unusable: dict[int, str] = field(default_factory=dict)
+    mixed: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def check_first(columns: Any, has_tools: bool, has_environment: bool = False) -> None:
+    """Raises `ConfigError` for a first row that no run could use."""
+    if isinstance(columns, BaseException):
+        raise ConfigError(
+            f"Task(dataset=...): the first row cannot be read: {type(columns).__name__}: {columns}; mend the data set"
+        )
+    if "prompt" not in columns:
+        hint = next((f"; {hint}" for name, hint in _OTHER_FORMS.items() if name in columns), "; add one")
+        raise ConfigError(f"Task(dataset=...): the first row has no 'prompt' column, it has {sorted(columns)}{hint}")
+    if taken := [name for name in (*GIVEN, *([ENVIRONMENTS] if has_environment else [])) if name in columns]:
+        raise ConfigError(
+            f"Task(dataset=...): the column {taken[0]!r} is a name that reward functions already get; rename it"
+        )
+    prompt = columns["prompt"]
+    if has_tools and isinstance(prompt, str):
+        raise ConfigError(
+            "Task(tools=...): the prompts are text, and tools need a conversation; make each prompt a list of "
+            "messages: [{'role': 'user', 'content': ...}]"
+        )
+    if has_environment and isinstance(prompt, str):
+        raise ConfigError(
+            "Task(environment=...): the prompts are text, and an environment needs a conversation; make each prompt a "
+            "list of messages: [{'role': 'user', 'content': ...}], or leave the column out"
+        )
+    is_messages = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
+    if not isinstance(prompt, str) and not is_messages:
+        raise ConfigError(
+            f"Task(dataset=...): the first prompt is a {type(prompt).__name__}; give text or a list of messages"
+        )
+
+
+def check_rows(rows: Rows, clock: Callable[[], float] = time.monotonic) -> Findings:
+    """Look at all rows of the data set, or at as many as can be read in `BUDGET_S`. `clock`: seconds.
+
+    Raises `ConfigError` for rows that differ in their columns or in the kind of their prompt: rewards could not be
+    written for both.
+    """
+    if rows.size is None:
+        return _look(rows, STREAM_ROWS)
+    began = clock()
+    found = _look(rows, FIRST_ROWS)
+    affordable = int(FIRST_ROWS * BUDGET_S / max(clock() - began, 1e-9))
+    most = min(rows.size, MOST_ROWS, affordable)
+    return _look(rows, most) if most > FIRST_ROWS else found
+
+
+def prompt_fault(prompt: Any) -> str | None:
+    """Why no episode can begin with the prompt, in words; None if one can."""
+    if isinstance(prompt, str):
+        return lone_surrogate(prompt) if prompt else "its prompt is empty"
+    if not isinstance(prompt, list):
+        return f"its prompt is {prompt!r:.60}, not text or a list of messages"
+    if not prompt:
+        return "its prompt is empty"
+    for place, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            return f"message {place} of its prompt is {message!r:.60}, not a mapping with 'role' and 'content'"
+        if not isinstance(message.get("role"), str):
+            hint = "; 'from' and 'value' are to be 'role' and 'content'" if "from" in message else ""
+            return f"message {place} of its prompt has no 'role', it has {sorted(map(str, message))}{hint}"
+        if "content" not in message and "tool_calls" not in message:
+            return f"message {place} of its prompt has no 'content', it has {sorted(map(str, message))}"
+    try:
+        return lone_surrogate(prompt)
+    except RecursionError:
+        return "its prompt is nested too deeply"
+
+
+def lone_surrogate(prompt: Any) -> str | None:
+    """The fault of a prompt with half of a pair of UTF-16 in any of its texts, in words: no tokenizer takes it."""
+    if isinstance(prompt, str):
+        if prompt.isascii():
+            return None
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            return f"its prompt has {prompt[error.start]!a}, half a character, which no tokenizer takes: mend the text"
+        return None
+    parts = [*prompt.keys(), *prompt.values()] if isinstance(prompt, Mapping) else prompt
+    if not isinstance(parts, list | tuple):
+        return None
+    return next((fault for part in parts if (fault := lone_surrogate(part)) is not None), None)
+
+
+def _look(rows: Rows, most: int) -> Findings:
+    looked_at, unusable = 0, {}
+    first: tuple[int, set[str]] | None = None
+    kind = ""
+    kinds: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for number, columns in rows.sample(most):
+        looked_at += 1
+        if isinstance(columns, ConfigError):
+            raise columns
+        if isinstance(columns, BaseException):
+            unusable[number] = f"{type(columns).__name__}: {columns}"
+            continue
+        if first is None:
+            first = number, set(columns)
+        if differing := first[1].symmetric_difference(columns):
+            name = min(differing, key=repr)
+            has, lacks = (first[0], number) if name in first[1] else (number, first[0])
+            raise ConfigError(
+                f"Task(dataset=...): row {lacks} has no column {name!r}, which row {has} has; give all rows the same "
+                f"columns, with None where there is no value"
+            )
+        if fault := prompt_fault(columns["prompt"]):
+            unusable[number] = fault
+            continue
+        its = "text" if isinstance(columns["prompt"], str) else "messages"
+        if its != (kind := kind or its):
+            raise ConfigError(
+                f"Task(dataset=...): the prompt of row {number} is {its}, and those before it are {kind}; rewards get "
+                f"completions of the same kind: make all prompts {kind}, or all {its}"
+            )
+        for name, value in columns.items():
+            if name != "prompt" and value is not None:
+                kinds[str(name)].setdefault(_kind_of(value), number)
+    mixed = {name: firsts for name, firsts in kinds.items() if len(firsts) > 1}
+    return Findings(looked_at, unusable, mixed)
+
+
+def _kind_of(value: Any) -> str:
+    """In words; whole numbers and others are of one kind."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "a number" if number else "text" if isinstance(value, str) else type(value).__name__

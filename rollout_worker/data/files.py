@@ -1,0 +1,190 @@
+"""A data set that a task names by its path or its name on the hub.
+
+JSON lines and JSON are read here, so that a worker needs no further package for them; everything else, and a split of
+anything, is read by the `datasets` library, which keeps it in a cache that all workers of a machine share.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from protocol.config import ConfigError
+from rollout_worker.task.json_lines import JsonLines, open_text
+
+# What files are called, and the loader of `datasets` that reads them.
+_LOADERS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+_KINDS = f"{', '.join(_LOADERS)}, each also with .gz"
+
+_OWN = "json"
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w][\w.-]*)?")
+
+_MOST_NAMED = 8
+
+
+def load_data_files(name: str, split: str | None, config: str | None, folder: Path | None) -> Any:
+    """A sequence of rows. `name`: a file, a glob or a folder, from `folder` or else from the working directory; or a
+    name on the hub. Raises `ConfigError`."""
+    places = [place for place in dict.fromkeys([folder, Path()]) if place is not None]
+    found = next((files for place in places if (files := _find(place, name))), None)
+    try:
+        if found is not None:
+            return _read(name, found, split, config)
+        _refuse_a_path(name, places)
+        return _library(name).load_dataset(name, config, split=split or "train")
+    except ConfigError:
+        raise
+    except Exception as error:  # of many types, by what is missing or broken
+        error = _cause_of(error)
+        first = (str(error).strip().splitlines() or ["it does not say why"])[0]
+        remedy = "mend it, or say with dataset_config and dataset_split which part of it"
+        if isinstance(error, ConnectionError):
+            remedy = "give the path of a copy, or start where the hub can be reached"
+        if found is None and _looks_like_a_file(name):
+            remedy = f"{remedy}; or is it meant as a file? There is none of that name; the kinds are {_KINDS}"
+        raise ConfigError(
+            f"Task(dataset={name!r}) cannot be loaded: {type(error).__name__}: {first:.400}; {remedy}"
+        ) from error
+
+
+def _cause_of(error: Exception) -> Exception:
+    """What the library met while it generated a data set: its own error says no more than that."""
+    while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _find(place: Path, name: str) -> list[Path]:
+    """The files, or the folder, that `name` is from `place`."""
+    path = place / Path(name).expanduser()
+    if path.exists():
+        return [path]
+    if not glob.has_magic(name):
+        return []
+    return sorted(file for found in glob.glob(str(path), recursive=True) if (file := Path(found)).is_file())
+
+
+def _read(name: str, files: list[Path], split: str | None, config: str | None) -> Any:
+    if files[0].is_dir():
+        return _read_folder(name, files[0], split, config)
+    loaders = {_loader(name, file) for file in files}
+    if len(loaders) > 1:
+        raise ConfigError(f"Task(dataset={name!r}) matches files of several kinds: {_named(files)}; name one kind")
+    (loader,) = loaders
+    if loader == _OWN and split is None and config is None:
+        return _json(name, files)
+    options = {"delimiter": "\t"} if loader == "csv" and ".tsv" in files[0].suffixes else {}
+    data_files = [str(file.absolute()) for file in files]
+    return _library(name).load_dataset(loader, config, data_files=data_files, split=split or "train", **options)
+
+
+def _read_folder(name: str, folder: Path, split: str | None, config: str | None) -> Any:
+    """A folder that `save_to_disk` wrote, one with a single data file, or one that is laid out as on the hub."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _library(name).load_from_disk(str(folder))
+        if (split or "train") not in splits:
+            raise ConfigError(
+                f"Task(dataset={name!r}, dataset_split={split!r}): it has the splits {', '.join(splits)}; name one"
+            )
+        return splits[split or "train"]
+    if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
+        return _library(name).load_from_disk(str(folder))
+    files = sorted(file for file in folder.iterdir() if file.is_file() and _kind(file) in _LOADERS)
+    if len(files) == 1:
+        return _read(name, files, split, config)
+    return _library(name).load_dataset(str(folder.absolute()), config, split=split or "train")
+
+
+def _json(name: str, files: list[Path]) -> Any:
+    """Files of JSON lines stay where they are; a JSON list is held in memory."""
+    lists = [_json_list(name, file) if _kind(file) == ".json" else None for file in files]
+    if not any(rows is not None for rows in lists):
+        return JsonLines(files)
+    return [
+        row for file, rows in zip(files, lists, strict=True) for row in (JsonLines([file]) if rows is None else rows)
+    ]
+
+
+def _json_list(name: str, file: Path) -> list[Any] | None:
+    """None where it holds an object a line."""
+    with open_text(file) as text:
+        first = next((line.lstrip(b"\xef\xbb\xbf").strip() for line in text if line.strip()), b"")
+        if first.startswith(b"{"):
+            try:
+                json.loads(first)
+            except ValueError:
+                raise ConfigError(
+                    f"Task(dataset={name!r}): {file} begins with an object over several lines; give a list of rows, "
+                    f"written [...], or one object a line"
+                ) from None
+            return None
+        text.seek(0)
+        content = text.read()
+    rows = json.loads(content.removeprefix(b"\xef\xbb\xbf")) if content.strip() else []
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        raise ConfigError(f"Task(dataset={name!r}): {file} is not a list of objects; write each row as one object")
+    return rows
+
+
+def _loader(name: str, file: Path) -> str:
+    if (loader := _LOADERS.get(_kind(file))) is None:
+        raise ConfigError(f"Task(dataset={name!r}): {file} is of no kind that is known; the kinds are {_KINDS}")
+    return loader
+
+
+def _kind(file: Path) -> str:
+    """Its ending, without that of a compression."""
+    return (Path(file.stem) if file.suffix == ".gz" else file).suffix.lower()
+
+
+def _looks_like_a_file(name: str) -> bool:
+    """Whether a name that may be one on the hub may be a file's as well."""
+    return ("/" not in name and "." in name) or re.search(r"\.[A-Za-z]\w{0,7}$", name) is not None
+
+
+def _refuse_a_path(name: str, places: list[Path]) -> None:
+    """Raises `ConfigError` for what can only be meant as a path."""
+    parents = [(place / Path(name).expanduser()).parent for place in places]
+    in_known_folder = "/" in name and any(parent.is_dir() for parent in parents)
+    if _HUB_NAME.fullmatch(name) and _kind(Path(name)) not in _LOADERS and not in_known_folder:
+        return
+    what = "no file matches it" if glob.has_magic(name) else "there is no such file or folder"
+    beside = sorted({file.name for parent in parents if parent.is_dir() for file in parent.iterdir()})
+    data = [file for file in beside if _kind(Path(file)) in _LOADERS]
+    near = get_close_matches(Path(name).name, beside, n=_MOST_NAMED, cutoff=0.5) or data
+    there = f"; there is {', '.join(near[:_MOST_NAMED])}" if near else ""
+    looked = " and ".join(dict.fromkeys(str(parent.absolute()) for parent in parents))
+    raise ConfigError(f"Task(dataset={name!r}): {what} in {looked}{there}")
+
+
+def _library(name: str) -> ModuleType:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"Task(dataset={name!r}) needs the datasets library: pip install 'slipstream-rl[data]'; JSON lines and "
+            f"JSON files are read without it"
+        ) from None
+    datasets.disable_progress_bars()  # those of several workers would run through each other
+    return datasets  # type: ignore[no-any-return]
+
+
+def _named(files: list[Path]) -> str:
+    more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
+    return ", ".join(file.name for file in files[:_MOST_NAMED]) + more

@@ -1,0 +1,251 @@
+"""The rows of a data set by a ticket's running index: the same row on every worker, in whatever order tickets come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_worker.task.absent_keys import without_none
+
+_log = logging.getLogger(__name__)
+
+# Rows that a stream keeps: more than the tickets of the deepest queue are apart.
+KEPT_ROWS = 4096
+
+# Rows of a table that are read at once where many are wanted.
+_BATCH = 1000
+
+
+class Row(NamedTuple):
+    """A row of the data set, the epoch that it is drawn in, and its place in the data set."""
+
+    epoch: int
+    number: int
+    columns: Mapping[str, Any]
+
+
+class RowPosition(NamedTuple):
+    """Where a row is: its epoch, and its number in the data set."""
+
+    epoch: int
+    number: int
+
+
+class Rows(Protocol):
+    """size: rows of one epoch; None while it is not known."""
+
+    @property
+    def size(self) -> int | None: ...
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
+        """The place of a ticket's running `index`; of a stream whose size is not known, as if its epoch did not end."""
+        ...
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        """The row of a ticket's running `index`. Raises whatever the data set does."""
+        ...
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        """At most `most` rows of one epoch in their order, each with its number; in place of a row that cannot be read
+        the error. Those of a table are spread over it, with the first and the last; of a stream they are the first."""
+        ...
+
+
+class Table:
+    """Rows that can be read by their number. With `shuffle` every epoch has an order of its own."""
+
+    def __init__(self, rows: Any, from_arrow: bool = False) -> None:
+        self.size: int = len(rows)
+        self._rows = rows
+        self._from_arrow = from_arrow
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
+        epoch, position = divmod(index, self.size)
+        return RowPosition(epoch, int(_permutation(self.size, seed, epoch)[position]) if shuffle else position)
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        place = self.place_of(index, seed, shuffle)
+        return Row(place.epoch, place.number, self._read(place.number))
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        numbers = spread(self.size, most)
+        for start in range(0, len(numbers), _BATCH):
+            batch = numbers[start : start + _BATCH]
+            try:
+                yield from self._read_batch(batch)
+            except _Broken:
+                for number in batch:
+                    try:
+                        yield number, self._read(number)
+                    except (Exception, SystemExit) as error:  # the data set is the user's
+                        yield number, error
+
+    def _read_batch(self, numbers: list[int]) -> list[tuple[int, Any]]:
+        """Several rows at once, where the data set can: Arrow tables are six times as fast then. Raises `_Broken`."""
+        if not hasattr(self._rows, "__getitems__"):
+            raise _Broken
+        try:
+            rows = self._rows.__getitems__(numbers)
+            return [(number, self._plain(row)) for number, row in zip(numbers, rows, strict=True)]
+        except (Exception, SystemExit) as error:
+            raise _Broken from error
+
+    def _read(self, number: int) -> Any:
+        return self._plain(self._rows[number])
+
+    def _plain(self, row: Any) -> Any:
+        return without_none(row, deep=self._from_arrow)
+
+
+class Stream:
+    """Rows that come one after another, read ahead in their own order; each epoch is one iteration.
+
+    A row whose place is behind, and not among the last `keep`, has the epoch iterated again from its start. Safe to be
+    read from several threads. `begin(epoch)` starts an iteration; each must give the same rows on every worker.
+    `skip(number)`, if given, starts one of the first epoch at that row, for a worker that comes late.
+    """
+
+    size: int | None = None
+
+    def __init__(
+        self,
+        begin: Callable[[int], Iterator[Any]],
+        from_arrow: bool = False,
+        keep: int = KEPT_ROWS,
+        skip: Callable[[int], Iterator[Any]] | None = None,
+    ) -> None:
+        self._begin = begin
+        self._skip = skip
+        self._skipped = 0
+        self._grown = False
+        self._from_arrow = from_arrow
+        self._keep = keep
+        self._kept: dict[RowPosition, Any] = {}
+        self._iterator: Iterator[Any] | None = None
+        self._next = RowPosition(0, 0)
+        self._lock = threading.Lock()
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
+        size = self.size
+        return RowPosition(0, index) if size is None else RowPosition(*divmod(index, size))
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        with self._lock:
+            while True:
+                place = self.place_of(index, seed, shuffle)
+                try:
+                    return Row(place.epoch, place.number, self._read(place))
+                except _Ended:
+                    if self.size is None:
+                        raise ValueError("the data set gives no row at all") from None
+                    # The size is known now: the index is a later epoch's.
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        for number in range(most):
+            try:
+                with self._lock:
+                    row = self._read(RowPosition(0, number))
+            except _Ended:
+                return
+            except (Exception, SystemExit) as error:  # the data set is the user's
+                yield number, error
+                return
+            yield number, row
+
+    def _read(self, place: RowPosition) -> Any:
+        """Raises `_Ended` where the first epoch turns out to end before the row."""
+        if place in self._kept:
+            return self._kept[place]
+        if self._iterator is None or self._next.epoch != place.epoch or self._next > place:
+            self._go_to(RowPosition(place.epoch, 0))
+        # As many before it as tickets may be behind it.
+        near = RowPosition(place.epoch, place.number - self._keep // 4)
+        if self._skip is not None and place.epoch == 0 and self._next.number + self._keep < near.number:
+            self._go_to(near)
+        while self._next <= place:
+            try:
+                row = self._advance()
+            except _PastTheEnd:
+                self._skip = None  # where the epoch ends is to be found row by row
+                self._go_to(RowPosition(0, 0))
+                continue
+            self._kept[self._next] = row
+            while len(self._kept) > self._keep:
+                del self._kept[next(iter(self._kept))]
+            self._next = RowPosition(self._next.epoch, self._next.number + 1)
+        return row
+
+    def _go_to(self, place: RowPosition) -> None:
+        self._look_for_more()
+        self._iterator, self._next, self._skipped = None, place, 0
+        if place.number and self._skip is not None:
+            self._iterator, self._skipped = self._skip(place.number), place.number
+        else:
+            self._iterator = self._begin(place.epoch)
+
+    def _look_for_more(self) -> None:
+        """After an epoch but the first: whether its iteration has more rows than the first had, which is told once."""
+        if self._grown or self._iterator is None or self._next.number != self.size:
+            return
+        try:
+            next(self._iterator)
+        except (Exception, SystemExit):  # the data set is the user's, and this row is not asked for
+            return
+        self._grown = True
+        _log.warning(
+            "Task(dataset=...): the data set gave %d rows in its first epoch and more in epoch %d; the further ones "
+            "are not used: start the run again to have them",
+            self.size,
+            self._next.epoch,
+        )
+
+    def _advance(self) -> Any:
+        assert self._iterator is not None
+        try:
+            return without_none(next(self._iterator), deep=self._from_arrow)
+        except StopIteration:
+            self._iterator = None
+            epoch, count = self._next
+            if self._skipped and count == self._skipped:
+                raise _PastTheEnd from None
+            if self.size is None:
+                self.size = count or None
+                raise _Ended from None
+            raise ValueError(
+                f"the data set gave {self.size} rows in its first epoch and {count} in epoch {epoch}: each iteration "
+                f"must give as many"
+            ) from None
+        except BaseException:
+            self._iterator = None  # a generator that raised gives no more
+            raise
+
+
+class _Ended(Exception):
+    """The first epoch ended."""
+
+
+class _PastTheEnd(Exception):
+    """No row followed those that were skipped."""
+
+
+class _Broken(Exception):
+    """A batch cannot be read; its rows may be, one by one."""
+
+
+def spread(size: int, most: int) -> list[int]:
+    """At most `most` numbers of range(size) at equal distances, with the first and the last."""
+    if size <= most or most < 2:
+        return list(range(min(size, most)))
+    return [round(place * (size - 1) / (most - 1)) for place in range(most)]
+
+
+@lru_cache(maxsize=4)
+def _permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of one epoch, int64 [rows]. PCG64 gives the same on every machine."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)

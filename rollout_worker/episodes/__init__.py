@@ -1,0 +1,1 @@
+"""Runs episodes of every kind of task."""

@@ -1,0 +1,116 @@
+"""The program of a child process that tools run in: `python -m rollout_worker.task.isolated_child path/to/file.py:task`.
+
+It reads requests and writes replies as lines of JSON, over what were its standard input and output; a reply repeats
+its request's `id`. What the user's code prints goes to standard error. Tools run in the main thread, one at a time, so
+that signals work in them. It ends, with all that it has started, when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+from protocol.config import ConfigError, TaskSection
+from rollout_worker.user_code.errors import defined_at, failure_in
+from rollout_worker.user_code.forks import end_if_copy
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(task_path: str) -> None:
+    requests, replies = _pipes()
+    pid = os.getpid()
+    _die_with_the_parent()
+    lines: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
+    try:
+        tools = _tools(task_path)
+    except ConfigError as error:
+        _write(replies, {"id": 0, "refused": str(error)})
+        return
+    _write(replies, {"id": 0, "places": {name: defined_at(tool) for name, tool in tools.items()}})
+    with asyncio.Runner() as runner:
+        while True:
+            request = json.loads(lines.get())
+            reply = _reply(tools, request["tool"], request["arguments"], runner, pid)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the tool left is not the next one's
+            _write(replies, {"id": request["id"], **reply})
+
+
+def _reply(
+    tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner, pid: int
+) -> dict[str, str | None]:
+    from rollout_worker.task.tools.results import as_text
+
+    function = tools.get(name)
+    if function is None:
+        text = f"the task file, imported anew, has no tool {name!r}: {', '.join(tools)}"
+        return {"error": text, "kind": "LookupError", "where": None}
+    try:
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            result = runner.run(_awaited(result))
+        text = as_text(result)
+        end_if_copy(pid)
+        return {"result": text}
+    except BaseException as error:
+        end_if_copy(pid, error)
+        failure = failure_in(function, error)
+        return {"error": str(failure), "kind": failure.kind, "where": failure.where}
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
+    """The task's functions by the names that the policy knows them by. Raises `ConfigError`."""
+    from rollout_worker.task.task import load_task
+    from rollout_worker.tools.function import callables
+
+    return callables(load_task(TaskSection(path=task_path)).tools)
+
+
+def _pipes() -> tuple[TextIO, TextIO]:
+    """Standard input and output under other numbers, so that neither `input()` nor `print()` reaches them."""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with_the_parent() -> None:
+    """On Linux even while a tool holds the interpreter lock, so that no thread sees the end of the input."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read(requests: TextIO, lines: SimpleQueue[str]) -> None:
+    for line in requests:
+        lines.put(line)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _write(replies: TextIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

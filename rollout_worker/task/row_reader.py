@@ -1,0 +1,89 @@
+"""Reading a ticket's row: the data set is the user's, so it is read behind the boundary, and comes back as plain data.
+
+A row that was read belongs to its ticket: nothing that is done to it is seen by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout_worker.data.columns import lone_surrogate
+from rollout_worker.data.rows import Row
+from rollout_worker.task.plain_data import plain
+from rollout_worker.task.task import Task
+from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
+from rollout_worker.user_code.values import copied
+
+TIMEOUT_S = 60.0
+
+
+class RowReader:
+    """Reads rows of a task, whose file is `task_file`, absolute; `shuffle`: in a new order each epoch."""
+
+    def __init__(self, task: Task, task_file: str, code: UserCode, shuffle: bool, timeout_s: float = TIMEOUT_S) -> None:
+        self._task = task
+        self._task_file = task_file
+        self._code = code
+        self._shuffle = shuffle
+        self._timeout_s = timeout_s
+
+    async def read(self, index: int, seed: int) -> Row:
+        """The row of a training ticket's running `index`. Raises `UserCodeError`, whose text names the row, and
+        `NotCalled`."""
+        return await self._called(self._read, index=index, seed=seed)
+
+    async def read_eval(self, number: int) -> Row:
+        """A row of the eval_dataset. Raises as `read` does."""
+        return await self._called(self._read_eval, index=number)
+
+    async def _called(self, read: Callable[..., Row], index: int, **arguments: int) -> Row:
+        try:
+            row: Row = await self._code.call(read, _same, self._timeout_s, Kind.DATA, index=index, **arguments)
+            return row
+        except NotCalled:
+            raise
+        except UserCodeError as error:
+            if str(error).startswith("row "):
+                raise
+            raise UserCodeError(f"the row of index {index} of the data set: {error}", error.kind, None) from None
+
+    def _read(self, index: int, seed: int) -> Row:
+        _, number = self._task.place_of(index, seed, self._shuffle)
+        return self._plain(lambda: self._task.row_for(index, seed, self._shuffle), f"row {number} of the data set")
+
+    def _read_eval(self, index: int) -> Row:
+        return self._plain(lambda: self._task.eval_rows.row_for(index, 0, False), f"row {index} of the eval_dataset")
+
+    def _plain(self, row_of: Callable[[], Row], name: str) -> Row:
+        try:
+            row = row_of()
+            return row._replace(columns=plain_columns(row.columns))
+        except BaseException as error:
+            failure = failure_of(error, self._task_file)
+            raise UserCodeError(f"{name}: {failure}", failure.kind, failure.where) from None
+
+
+def plain_columns(row: Any) -> dict[str, Any]:
+    """A row's columns: a copy, its prompt as text or as messages of plain data. Raises `ValueError`."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is a {type(row).__name__}; give a mapping of columns, such as a dict")
+    columns = {str(name): value for name, value in row.items()}
+    if "prompt" not in columns:
+        raise ValueError(f"it has no column 'prompt', it has {sorted(columns)}"[:500])
+    prompt = columns.pop("prompt")
+    is_messages = isinstance(prompt, list | tuple | np.ndarray) and all(isinstance(said, Mapping) for said in prompt)
+    if not is_messages and not isinstance(prompt, str):
+        raise ValueError(f"its prompt is a {type(prompt).__name__}; give text or a list of messages")
+    said = plain(prompt, "prompt")
+    if not said:
+        raise ValueError("its prompt is empty")
+    if fault := lone_surrogate(said):
+        raise ValueError(fault)
+    return {"prompt": said, **{name: copied(value) for name, value in columns.items()}}
+
+
+def _same(row: Row) -> Row:
+    return row

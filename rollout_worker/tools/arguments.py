@@ -1,0 +1,287 @@
+"""A call's arguments, against the schema of its tool: read, made to fit where it is plain how, and checked.
+
+What the policy wrote may be anything, and schemas may be a server's: only `ArgumentsError` leaves, and size and time
+are bounded. Arguments that are not `small` are to be made fit in a thread (F19). Patterns and the like, whose check may
+take for ever, are left to the tool.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema import Draft202012Validator, ValidationError, validators
+from referencing import Registry
+
+from rollout_worker.task.tools.plain_check import Check, plain_check
+from rollout_worker.task.tools.schema_form import allows, checked_form, resolved, types_of
+from rollout_worker.task.tools.weight import Weight, weigh
+from rollout_worker.tools import argument_text
+from rollout_worker.tools.argument_text import short
+from rollout_worker.tools.base import ArgumentsError
+from rollout_worker.user_code.texts import encodable
+
+# Larger arguments are refused, and those larger than `SMALL` would hold up a loop.
+MOST = Weight(values=100_000, characters=1_000_000)
+
+SMALL = Weight(values=256, characters=2048)
+
+MOST_DEPTH = 64
+
+MOST_BITS = 4096
+
+# References that one check follows, and values that it tries to make fit, for each value that is there: a schema that
+# refers to itself in two ways would take time exponential in the depth.
+MOST_STEPS_A_VALUE = 20
+
+_STEPS_AT_LEAST = 1000
+
+_STEPS_AT_MOST = 200_000
+
+_MESSAGE_CHARACTERS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """`repairs`: one word for each change that made them fit."""
+
+    values: dict[str, Any]
+    repairs: tuple[str, ...] = ()
+
+
+class _TooManySteps(Exception):
+    pass
+
+
+class _Steps(threading.local):
+    """What is left to the check that runs in this thread: the calls of one tool are checked side by side."""
+
+    left = 0
+
+    def take(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise _TooManySteps
+
+    def allow(self, value: Any) -> None:
+        self.left = min(_STEPS_AT_MOST, self.left + MOST_STEPS_A_VALUE * weigh(value, MOST).values)
+
+
+_steps = _Steps()
+
+
+def _counted_ref(validator: Any, ref: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    _steps.take()
+    yield from Draft202012Validator.VALIDATORS["$ref"](validator, ref, instance, schema)
+
+
+_Validator = validators.extend(Draft202012Validator, {"$ref": _counted_ref})
+
+
+def small(given: Mapping[str, Any] | str) -> bool:
+    """Whether arguments are made fit in about a millisecond."""
+    return not weigh(given, SMALL).exceeds(SMALL)
+
+
+class Parameters:
+    """The parameters of one tool. `strict`: names that the schema does not have are refused. Raises `SchemaError` for
+    what is not a JSON schema."""
+
+    def __init__(self, schema: Mapping[str, Any], strict: bool) -> None:
+        self._schema = {"type": "object", **checked_form(schema), **({"additionalProperties": False} if strict else {})}
+        Draft202012Validator.check_schema(self._schema)
+        self.names = tuple(self._schema.get("properties", {}))
+        # An empty registry: the addresses in a schema are not looked up.
+        self._validator = _Validator(self._schema, registry=Registry())
+        self._fits_as_written = plain_check(self._schema, as_written=True)
+        # By the id of each part of the schema, which lives as long as this.
+        self._checks: dict[int, Check | None] = {}
+
+    def fit(self, given: Mapping[str, Any] | str) -> Arguments:
+        """The arguments, in the types of the schema. Raises `ArgumentsError`."""
+        repairs: list[str] = []
+        _refuse_too_large(given)
+        if isinstance(given, str):
+            repairs.append("text")
+            given = argument_text.read_arguments(given, self.names)
+            _refuse_too_large(given)
+        values = _clean(dict(given), "", 0, repairs)
+        if self._fits_as_written is not None and self._fits_as_written(values):
+            return Arguments(values, tuple(repairs))
+        try:
+            _steps.left = _STEPS_AT_LEAST
+            _steps.allow(values)
+            values = self._fit(values, self._schema, repairs)
+            _steps.left = _STEPS_AT_LEAST
+            _steps.allow(values)
+            valid = self._is_valid(values, self._schema)
+            problem = None if valid else next(self._validator.iter_errors(values), None)
+        except RecursionError:
+            raise ArgumentsError("bad arguments: they are nested too deeply to be checked") from None
+        except _TooManySteps:
+            raise ArgumentsError(
+                "bad arguments: their check takes too many steps; write fewer or simpler values"
+            ) from None
+        except ArgumentsError:
+            raise
+        except Exception:  # a schema that cannot be used on this value, such as a reference to nowhere: the tool checks
+            problem = None
+        if problem is not None:
+            raise ArgumentsError(f"bad arguments: {_explained(problem)}")
+        return Arguments(values, tuple(repairs))
+
+    def _is_valid(self, value: Any, schema: Any) -> bool:
+        if id(schema) not in self._checks:
+            self._checks[id(schema)] = plain_check(schema, as_written=False)
+        if (check := self._checks[id(schema)]) is not None:
+            return check(value)
+        return bool(self._validator.evolve(schema=schema).is_valid(value))
+
+    def _fit(self, value: Any, schema: Any, repairs: list[str]) -> Any:
+        """`value`, in the types of `schema` where it is plain how; else as it is."""
+        _steps.take()
+        schema = resolved(schema, self._schema)
+        if not isinstance(schema, dict):
+            return value
+        for part in schema.get("allOf", ()):
+            value = self._fit(value, part, repairs)
+        if branches := schema.get("anyOf", schema.get("oneOf")):
+            return self._fit_any(value, branches, repairs)
+        types = types_of(schema)
+        if types and not allows(types, value):
+            value = self._retyped(value, types, schema, repairs)
+        elif isinstance(value, float) and types and "integer" in types and "number" not in types:
+            repairs.append("integer")
+            value = int(value)
+        if isinstance(value, dict):
+            return self._fit_object(value, schema, repairs)
+        return self._fit_array(value, schema, repairs) if isinstance(value, list) else value
+
+    def _fit_any(self, value: Any, branches: list[Any], repairs: list[str]) -> Any:
+        for branch in branches:
+            if self._is_valid(value, branch):
+                return self._fit(value, branch, repairs)
+        for branch in branches:
+            tried: list[str] = []
+            fitted = self._fit(value, branch, tried)
+            if tried and self._is_valid(fitted, branch):
+                repairs += tried
+                return fitted
+        return value
+
+    def _retyped(self, value: Any, types: set[str], schema: Mapping[str, Any], repairs: list[str]) -> Any:
+        if isinstance(value, str):
+            found = _from_text(value, types)
+            if found is not value:
+                repairs.append("text of a value")
+                _refuse_too_large(found)
+                _steps.allow(found)
+                return found
+            if value.lstrip().startswith(("[", "{")):
+                return value
+        if "array" in types and value is not None:
+            tried: list[str] = []
+            fitted = self._fit(value, schema.get("items", True), tried)
+            if self._is_valid(fitted, schema.get("items", True)):
+                repairs += [*tried, "single value"]
+                return [fitted]
+        return value
+
+    def _fit_object(self, value: dict[str, Any], schema: Mapping[str, Any], repairs: list[str]) -> dict[str, Any]:
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        others = schema.get("additionalProperties", True)
+        fitted = {}
+        for name, given in value.items():
+            part = properties.get(name, others)
+            if given is None and name in properties and name not in required and not self._is_valid(None, part):
+                repairs.append("null for a default")
+                continue
+            fitted[name] = self._fit(given, part, repairs) if isinstance(part, dict) else given
+        return fitted
+
+    def _fit_array(self, value: list[Any], schema: Mapping[str, Any], repairs: list[str]) -> list[Any]:
+        first, others = schema.get("prefixItems", ()), schema.get("items", True)
+        if not first and not isinstance(others, dict):
+            return value
+        return [
+            self._fit(each, first[place] if place < len(first) else others, repairs) for place, each in enumerate(value)
+        ]
+
+
+def _refuse_too_large(given: Any) -> None:
+    if weigh(given, MOST).exceeds(MOST):
+        raise ArgumentsError(
+            f"bad arguments: they are too large, at most {MOST.values} values and {MOST.characters} characters are "
+            f"taken; write fewer"
+        )
+
+
+def _clean(value: Any, where: str, depth: int, repairs: list[str]) -> Any:
+    """`value` as JSON could write it, in text that UTF-8 can: a lone surrogate is replaced, a tuple is a list. Raises
+    `ArgumentsError` for all else that is not JSON."""
+    if isinstance(value, str):
+        if value.isascii() or value == (plain := encodable(value)):
+            return value
+        repairs.append("surrogate")
+        return plain
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > MOST_BITS:
+            raise ArgumentsError(f"bad arguments: {where}the number is too long")
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ArgumentsError(f"bad arguments: {where}{value} is not a number that JSON can write")
+        return value
+    if depth >= MOST_DEPTH:
+        raise ArgumentsError(f"bad arguments: they are nested deeper than {MOST_DEPTH} levels")
+    if isinstance(value, dict):
+        return {
+            _clean(name if isinstance(name, str) else short(name), where, depth + 1, repairs): _clean(
+                each, f"{where}{short(name)}: ", depth + 1, repairs
+            )
+            for name, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_clean(each, where, depth + 1, repairs) for each in value]
+    raise ArgumentsError(f"bad arguments: {where}{short(value)} is a {type(value).__name__}, which is not JSON")
+
+
+def _from_text(text: str, types: set[str]) -> Any:
+    """The value of one of `types` that `text` writes; `text` itself if it writes none."""
+    lowered = text.strip().lower()
+    if "boolean" in types and lowered in ("true", "false"):
+        return lowered == "true"
+    if "null" in types and lowered in ("null", "none", ""):
+        return None
+    try:
+        found = argument_text.read_value(text.strip())
+        if isinstance(found, tuple):
+            found = list(found)
+        found = _clean(found, "", 0, [])
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(found, str | bool) or found is None or not allows(types, found):
+        return text
+    return int(found) if isinstance(found, float) and "number" not in types else found
+
+
+def _explained(problem: ValidationError) -> str:
+    """Which argument, its value, and what is expected."""
+    where = "".join(f"{part}: " for part in problem.absolute_path)
+    if problem.validator in ("anyOf", "oneOf"):
+        branches = [types_of(branch) or {"another type"} for branch in problem.validator_value]
+        names = ", ".join(dict.fromkeys(repr(name) for types in branches for name in sorted(types)))
+        message = f"{short(problem.instance)} is not of type {names}, or what is in it does not fit"
+    elif problem.validator == "type":
+        expected = problem.validator_value if isinstance(problem.validator_value, list) else [problem.validator_value]
+        message = f"{short(problem.instance)} is not of type {', '.join(map(repr, expected))}"
+    elif len(problem.message) > _MESSAGE_CHARACTERS:
+        message = f"{short(problem.instance)} does not fit {problem.validator}: {short(problem.validator_value)}"
+    else:
+        message = problem.message
+    return f"{where}{message}"

@@ -1,0 +1,131 @@
+"""Functions as tools, and tools of the user's own making: both run behind the boundary around user code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from rollout_worker.task.tools.results import as_text
+from rollout_worker.tools.argument_text import short
+from rollout_worker.tools.base import ArgumentsError, Tool
+from rollout_worker.tools.schema import described
+from rollout_worker.user_code import UserCode, UserCodeError, defined_at
+
+
+class IsolatedCode(Protocol):
+    """The face of `UserCode` that runs a tool in a child process, by its name in the task."""
+
+    async def call_isolated(self, tool_name: str, arguments: dict[str, Any], timeout_s: float) -> str: ...
+
+
+class InvalidArguments(Exception):
+    """Arguments from which pydantic, or the user's own checks in a type, make no value."""
+
+
+class FunctionTool:
+    """A function, method, partial or callable object, sync or async. `function`: the callable that takes the arguments
+    as JSON gives them. Raises `ConfigError` where it cannot be described to the policy."""
+
+    def __init__(
+        self, function: Callable[..., Any], code: UserCode | None = None, isolated: IsolatedCode | None = None
+    ) -> None:
+        found = described(function)
+        self.name, self.schema, self.converters = found.name, found.schema, found.converters
+        self.function = _converting(function, found.converters) if found.converters else function
+        place = defined_at(function)
+        self.origin = (
+            f"the function at {place}"
+            if place
+            else f"a function of {getattr(function, '__module__', None) or 'the task'}"
+        )
+        self._code = code or UserCode()
+        self._isolated = isolated
+
+    async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        try:
+            return await self._text(arguments, timeout_s)
+        except UserCodeError as error:
+            if error.kind != InvalidArguments.__name__:
+                raise
+            raise ArgumentsError(f"bad arguments: {str(error).removeprefix(f'{error.kind}: ')}") from None
+
+    async def _text(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        if self._isolated is not None:
+            return await self._isolated.call_isolated(self.name, arguments, timeout_s)
+        text: str = await self._code.call(self.function, as_text, timeout_s, **arguments)
+        return text
+
+
+class GuardedTool:
+    """A `Tool` object of the user's: its call is user code like any other."""
+
+    def __init__(self, tool: Tool, code: UserCode) -> None:
+        self.schema = tool.schema
+        self.origin = f"a {type(tool).__name__} of the task"
+        self._tool = tool
+        self._code = code
+
+    async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        text: str = await self._code.call(self._tool.call, as_text, timeout_s, arguments=arguments, timeout_s=timeout_s)
+        return text
+
+
+def callables(tools: Sequence[Any]) -> dict[str, Callable[..., Any]]:
+    """The functions among a task's tools by the names that the policy knows, taking arguments as JSON gives them: for a
+    child process that is sent a name and arguments. Raises `ConfigError`."""
+    made = [FunctionTool(tool) for tool in tools if not is_tool(tool)]
+    return {tool.name: tool.function for tool in made}
+
+
+def is_tool(value: Any) -> bool:
+    """Whether it is a `Tool` rather than a function."""
+    return (
+        not inspect.isroutine(value)
+        and hasattr(type(value), "call")
+        and (hasattr(type(value), "schema") or "schema" in getattr(value, "__dict__", {}))
+    )
+
+
+def _converting(function: Callable[..., Any], converters: Mapping[str, TypeAdapter[Any]]) -> Callable[..., Any]:
+    """`function`, taking values of JSON in place of pydantic's: a check of the user's may run in it. Arguments that are
+    not given keep their defaults."""
+
+    if inspect.iscoroutinefunction(function):
+
+        async def asynchronous(**arguments: Any) -> Any:
+            return await function(**converted(arguments, converters))
+
+        return _wrapped(asynchronous, function)
+
+    def synchronous(**arguments: Any) -> Any:
+        return function(**converted(arguments, converters))
+
+    return _wrapped(synchronous, function)
+
+
+def converted(arguments: Mapping[str, Any], converters: Mapping[str, TypeAdapter[Any]]) -> dict[str, Any]:
+    """Arguments as the function takes them. Raises `ArgumentsRefused`."""
+    return {
+        name: _converted(name, value, converters[name]) if name in converters else value
+        for name, value in arguments.items()
+    }
+
+
+def _wrapped(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """So that an error names the user's file and not this one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return functools.wraps(function if inspect.isroutine(function) else type(function).__call__)(wrapper)
+
+
+def _converted(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=True)[0]
+        where = "".join(f"{part}: " for part in (name, *first["loc"]))
+        raise InvalidArguments(f"{where}{short(first['input'])}: {first['msg']}") from None

@@ -1,0 +1,263 @@
+"""The connection to one MCP server: made when it is needed, made anew after it was lost.
+
+All of it runs on the loop of `mcp`, which is not the worker's. A connection is entered and left by one task, its owner,
+as the library asks; calls run beside it, and end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+from urllib.parse import urlsplit, urlunsplit
+
+from protocol import access
+from protocol.addresses import mcp_command
+from protocol.config import ConfigError
+from rollout_worker.task.tools.mcp_stream import Mended
+from rollout_worker.tools import mcp_guard
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.client._transport import Transport
+
+
+# After a connection failed, calls fail at once for so long: no storm of processes.
+RETRY_AFTER_S = 1.0
+
+# A server that is told to end may take so long, before and after its processes get signals.
+_CLOSED_WITHIN_S = 10.0
+
+_HTTP_CONNECT_S = 30.0
+
+_SHOWN_CHARACTERS = 120
+
+
+class McpFailed(Exception):
+    """A call or a connection failed; the text says why."""
+
+
+class McpServer:
+    """One server. `address`: a URL (streamable HTTP) or a command line (stdio), run in `folder`; `errors`: where its
+    stderr goes; `clock`: seconds, monotonic. Raises `ConfigError` for an address that cannot be one."""
+
+    def __init__(
+        self,
+        address: str,
+        folder: Path,
+        connect_timeout_s: float,
+        errors: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.shown = shown(address)
+        self.command = command_of(address)
+        self._address = address
+        self._folder = folder
+        self._connect_timeout_s = connect_timeout_s
+        self._errors = errors
+        self._clock = clock
+        self._opening: asyncio.Task[_Connection] | None = None
+        self._connection: _Connection | None = None
+        self._failure, self._again_at = "", -float("inf")
+
+    async def connect(self) -> None:
+        """Raises `McpFailed`."""
+        await self._connected()
+
+    async def use(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
+        """What `work` gives. Raises `McpFailed` where the server is not there, goes away, or answers with an error."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR
+
+        connection = await self._connected()
+        try:
+            return await connection.run(work)
+        except MCPError as error:
+            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR):
+                self._give_up(connection)
+            if error.code == CONNECTION_CLOSED:
+                raise McpFailed(f"the connection to the MCP server {self.shown} was lost") from None
+            raise McpFailed(f"the MCP server {self.shown} answered: {error}") from None
+        except McpFailed:
+            self._give_up(connection)
+            raise
+
+    async def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def _connected(self) -> _Connection:
+        if self._connection is not None and self._connection.lives:
+            return self._connection
+        if self._opening is None:
+            if self._clock() < self._again_at:
+                raise McpFailed(self._failure)
+            self._opening = asyncio.create_task(self._open())
+            self._opening.add_done_callback(taken_note_of)
+        # The calls of a moment share one connection, and it is made even if the first of them is given up.
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> _Connection:
+        connection = _Connection(self._transport, self.shown)
+        try:
+            await connection.open(self._connect_timeout_s)
+            self._connection = connection
+            return connection
+        except McpFailed as error:
+            self._failure, self._again_at = str(error), self._clock() + RETRY_AFTER_S
+            raise
+        finally:
+            self._opening = None
+
+    def _give_up(self, connection: _Connection) -> None:
+        connection.retire()
+        if self._connection is connection:
+            self._connection = None
+
+    def _transport(self, stack: contextlib.AsyncExitStack) -> Transport:
+        from mcp import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        if not self.command:
+            import httpx2
+
+            # Its own limit of 100 calls at one time would end the connection, and a slow call is timed by its caller.
+            client = httpx2.AsyncClient(
+                timeout=httpx2.Timeout(None, connect=_HTTP_CONNECT_S), limits=httpx2.Limits(max_connections=None)
+            )
+            stack.push_async_callback(client.aclose)
+            return streamable_http_client(self._address, http_client=client)
+        parameters = StdioServerParameters(
+            command=sys.executable,
+            args=["-I", "-S", mcp_guard.__file__, str(os.getpid()), *self.command],
+            env=access.environment_without_token(os.environ),
+            cwd=self._folder,
+            encoding_error_handler="replace",
+        )
+        return stdio_client(parameters, self._errors or sys.stderr)
+
+    def check_program(self) -> None:
+        """Raises `ConfigError` where the command's program is not there."""
+        if not self.command:
+            return
+        program = self.command[0]
+        path = self._folder / program if os.sep in program else program
+        if shutil.which(path) is None:
+            raise ConfigError(
+                f"task.mcp_servers: {self.shown}: there is no program {program!r} in {self._folder} or on the PATH; "
+                f"install it, or write its whole path"
+            )
+
+
+class _Connection:
+    """One connection from its opening to its end. `lives`: calls may still begin."""
+
+    def __init__(self, transport: Callable[[contextlib.AsyncExitStack], Transport], shown: str) -> None:
+        self._transport = transport
+        self._shown = shown
+        self._leave = asyncio.Event()
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._owner: asyncio.Task[None] | None = None
+        self._running = 0
+        self._retired = False
+
+    @property
+    def lives(self) -> bool:
+        return not self._retired and self._owner is not None and not self._owner.done()
+
+    async def open(self, timeout_s: float) -> None:
+        """Raises `McpFailed`; what was begun is ended then."""
+        self._owner = asyncio.create_task(self._own())
+        self._owner.add_done_callback(taken_note_of)
+        either: list[asyncio.Future[Any]] = [self._owner, self._ready]
+        try:
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._ready.done():
+                return
+            if self._owner.done():
+                raise McpFailed(f"the MCP server {self._shown} cannot be reached: {self._end()}")
+            raise McpFailed(f"the MCP server {self._shown} did not answer within {timeout_s:g} s")
+        finally:
+            if not self._ready.done():
+                self._owner.cancel()
+                await asyncio.wait([self._owner], timeout=_CLOSED_WITHIN_S)
+
+    async def run(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
+        """Raises `McpFailed` if the connection ends first, and what `work` raises."""
+        assert self._owner is not None
+        call = asyncio.ensure_future(work(self._ready.result()))
+        self._running += 1
+        try:
+            await asyncio.wait({call, self._owner}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done() and not call.cancelled():
+                return call.result()
+            raise McpFailed(f"the connection to the MCP server {self._shown} was lost: {self._end()}")
+        finally:
+            if not call.done():
+                call.cancel()
+                call.add_done_callback(taken_note_of)
+            self._running -= 1
+            if self._retired and not self._running:
+                self._leave.set()
+
+    def retire(self) -> None:
+        """No call begins any more; it is closed when the last one is done."""
+        self._retired = True
+        if not self._running:
+            self._leave.set()
+
+    async def close(self) -> None:
+        self._retired = True
+        self._leave.set()
+        if self._owner is not None and not self._owner.done():
+            await asyncio.wait({self._owner}, timeout=_CLOSED_WITHIN_S)
+            self._owner.cancel()
+
+    async def _own(self) -> None:
+        from mcp import Client
+
+        async with contextlib.AsyncExitStack() as stack:
+            client = await stack.enter_async_context(Client(Mended(self._transport(stack)), cache=None))
+            if not self._ready.done():
+                self._ready.set_result(client)
+            await self._leave.wait()
+
+    def _end(self) -> str:
+        """What ended the owner, in words."""
+        if self._owner is None or not self._owner.done() or self._owner.cancelled():
+            return "it was closed"
+        error = self._owner.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        return "it was closed" if error is None else f"{type(error).__name__}: {error}"[:300]
+
+
+def taken_note_of(task: asyncio.Future[Any]) -> None:
+    """Nobody may be waiting for it any more: what it raises is nobody's."""
+    if not task.cancelled():
+        task.exception()
+
+
+def command_of(address: str) -> list[str]:
+    """The words of a command line; none of a URL. Raises `ConfigError`."""
+    try:
+        return mcp_command(address)
+    except ValueError as error:
+        raise ConfigError(f"mcp_servers: {error}") from None
+
+
+def shown(address: str) -> str:
+    """The address as messages may show it: a URL without passwords and keys."""
+    if isinstance(address, str) and address.startswith(("http://", "https://")):
+        parts = urlsplit(address)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return str(address)[:_SHOWN_CHARACTERS]

@@ -1,0 +1,213 @@
+"""The schema of a function, as a chat template shows it: made by transformers, and by pydantic for the types that
+transformers does not know.
+
+The docstring is Google-style, with a line for each parameter: the policy is told nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from pydantic import PydanticUserError, TypeAdapter
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+from typing_extensions import TypedDict
+
+from protocol.config import ConfigError
+
+_BASIC = (int, float, str, bool, list, dict, tuple, type(None), Any)
+
+_TYPES = "int, float, str, bool, list, dict, Literal, an Enum, a dataclass, a TypedDict or a pydantic model"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A function as a tool. `converters`: of the parameters whose values are made from JSON by pydantic."""
+
+    name: str
+    schema: dict[str, Any]
+    converters: Mapping[str, TypeAdapter[Any]]
+
+
+def described(function: Callable[..., Any]) -> Described:
+    """The schema of a function, method, partial or callable object. Raises `ConfigError` with the remedy where none
+    can be made."""
+    name = name_of(function)
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(
+            f"Task(tools=...): {function!r:.200} cannot be made into a tool; give a function with type hints"
+        )
+    if name == "<lambda>":
+        raise ConfigError(
+            "Task(tools=...): a lambda cannot be described to the policy: it has no name, no type hints and no "
+            "docstring; write it as a def"
+        )
+    try:
+        return _described(name, function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"Task(tools=...): the tool {name!r} cannot be described to the policy: {error}; give every parameter a "
+            f"type hint, and the function a Google-style docstring with a line for each under 'Args:'"
+        ) from None
+    except (TypeError, ValueError, NameError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"Task(tools=...): {name!r} cannot be made into a tool ({error}); give a function with type hints"
+        ) from None
+
+
+def name_of(function: Any) -> str:
+    """What the policy calls it by: a partial's is its function's, an object's its class's, where they have none."""
+    named = getattr(function, "__name__", None)
+    if isinstance(named, str):
+        return named
+    return name_of(function.func) if isinstance(function, partial) else type(function).__name__
+
+
+def _described(name: str, function: Callable[..., Any]) -> Described:
+    target, bound = _target(function)
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in bound]
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            shown = str(parameter.replace(annotation=parameter.empty))
+            raise ConfigError(
+                f"Task(tools=...): the tool {name!r} has the parameter {shown!r}, which is not given by its name; give "
+                f"every parameter a name that it is called by"
+            )
+    hints = get_type_hints(target, include_extras=True)
+    exotic = {each.name for each in parameters if each.name in hints and not _is_plain(hints[each.name])}
+    stand_in = _stand_in(name, target, function, parameters, hints, exotic)
+    schema = get_json_schema(stand_in)
+    properties, definitions = schema["function"]["parameters"]["properties"], {}
+    converters = {}
+    for each in sorted(exotic, key=list(properties).index):
+        converters[each] = _adapter(name, each, hints[each])
+        made, referred = _by_pydantic(converters[each])
+        properties[each] = {**made, **properties[each]}
+        definitions.update(referred)
+    if definitions:
+        schema["function"]["parameters"]["$defs"] = definitions
+    return Described(name, schema, converters)
+
+
+def _target(function: Any) -> tuple[Callable[..., Any], set[str]]:
+    """The function behind a partial or a callable object, and the names that partials have filled in."""
+    bound: set[str] = set()
+    while isinstance(function, partial):
+        bound |= set(function.keywords)
+        function = function.func
+    if not (inspect.isroutine(function) or hasattr(function, "__wrapped__")):
+        function = function.__call__
+    return function, bound
+
+
+def _stand_in(
+    name: str,
+    target: Callable[..., Any],
+    function: Callable[..., Any],
+    parameters: list[inspect.Parameter],
+    hints: Mapping[str, Any],
+    exotic: set[str],
+) -> Callable[..., Any]:
+    """A function that transformers describes as `function` is to be: with its text, and with `Any` for exotic types."""
+
+    def shown() -> None: ...
+
+    kept = {each.name: Any if each.name in exotic else hints[each.name] for each in parameters if each.name in hints}
+    if "return" in hints and _is_plain(hints["return"]):
+        kept["return"] = hints["return"]
+    shown.__name__ = name
+    shown.__doc__ = inspect.getdoc(target) or (None if inspect.isroutine(function) else inspect.getdoc(type(function)))
+    shown.__annotations__ = kept
+    shown.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            each.replace(kind=each.KEYWORD_ONLY, annotation=kept.get(each.name, inspect.Parameter.empty))
+            for each in parameters
+        ]
+    )
+    return shown
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether transformers says all of a type, and JSON gives its values as they are."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is None:
+        return hint is None or any(hint is basic for basic in _BASIC)
+    if origin is Literal:
+        return all(type(part) in (int, float, str, bool, type(None)) for part in parts)
+    if origin is dict:
+        return parts[0] is str and _is_plain(parts[1])
+    if origin is tuple:
+        return len(parts) > 1 and all(_is_plain(part) for part in parts)
+    return origin in (list, Union, types.UnionType) and all(_is_plain(part) for part in parts)
+
+
+def _adapter(tool: str, parameter: str, hint: Any) -> TypeAdapter[Any]:
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(_with_pydantics_dicts(hint))
+        adapter.json_schema()
+        return adapter
+    except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUserError, RecursionError):
+        raise ConfigError(
+            f"Task(tools=...): the parameter {parameter!r} of the tool {tool!r} is a {hint!r:.100}, which the policy "
+            f"cannot write; take {_TYPES}"
+        ) from None
+
+
+def _with_pydantics_dicts(hint: Any) -> Any:
+    """`hint` with each TypedDict as the one of `typing_extensions`: before Python 3.12 pydantic takes no other."""
+    if is_typeddict(hint):
+        fields = get_type_hints(hint, include_extras=True)
+        required = hint.__required_keys__
+        of_each = {
+            name: (Required if name in required else NotRequired)[_with_pydantics_dicts(field)]
+            for name, field in fields.items()
+        }
+        return TypedDict(hint.__name__, of_each)  # type: ignore[operator]
+    parts = get_args(hint)
+    taken = tuple(_with_pydantics_dicts(part) for part in parts)
+    if all(one is other for one, other in zip(taken, parts, strict=True)):
+        return hint
+    origin = get_origin(hint)
+    return Union[taken] if origin is types.UnionType else origin[taken]  # noqa: UP007
+
+
+def _by_pydantic(adapter: TypeAdapter[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema without titles, references inlined; and the definitions that refer to themselves, which cannot be."""
+    schema = adapter.json_schema()
+    definitions = schema.pop("$defs", {})
+    kept: dict[str, Any] = {}
+
+    def shown(part: Any, within: tuple[str, ...]) -> Any:
+        if isinstance(part, list):
+            return [shown(each, within) for each in part]
+        if not isinstance(part, dict):
+            return part
+        ref = str(part.get("$ref", "")).rpartition("/")[2]
+        if ref and ref in definitions:
+            if ref in within:
+                kept.setdefault(ref, None)
+                return {"$ref": f"#/$defs/{ref}"}
+            rest = {name: value for name, value in part.items() if name != "$ref"}
+            return {**shown(definitions[ref], (*within, ref)), **rest}
+        return {
+            name: {key: shown(each, within) for key, each in value.items()}
+            if name == "properties"
+            else value
+            if name in ("enum", "const", "default", "required", "examples")
+            else shown(value, within)
+            for name, value in part.items()
+            if not (name == "title" and isinstance(value, str)) and name != "discriminator"
+        }
+
+    made = shown(schema, ())
+    for name in list(kept):
+        kept[name] = shown(definitions[name], (name,))
+    return made, kept

@@ -1,0 +1,177 @@
+"""The tools of an episode.
+
+Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and is counted by tool and
+reason; it never raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from jsonschema import SchemaError
+
+from protocol import reasons
+from protocol.config import ConfigError
+from rollout_worker.chat.base import MalformedCall, ToolCall
+from rollout_worker.task.tools.counts import NAME_CHARACTERS, counted_as
+from rollout_worker.tools.argument_text import short
+from rollout_worker.tools.arguments import Arguments, Parameters, small
+from rollout_worker.tools.base import NAME, UNKNOWN, ArgumentsError, Tool, ToolResult
+from rollout_worker.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
+from rollout_worker.tools.mcp import McpTool
+from rollout_worker.user_code import UserCode, UserCodeError, failure_of, in_thread
+from rollout_worker.user_code.texts import encodable
+
+DEFAULT_TIMEOUT_S = 60.0
+
+_ID_CHARACTERS = 128
+
+_KNOWN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    tool: Tool
+    parameters: Parameters
+    counted_as: str
+
+
+class ToolBox:
+    """Functions and tools by their names. `isolated`: functions run in child processes. Raises `ConfigError` for a
+    function from which no schema can be made, a schema that is none, and for a name that two tools have."""
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | Tool],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        code: UserCode | None = None,
+        isolated: bool = False,
+    ) -> None:
+        self._code = code or UserCode()
+        self._timeout_s = timeout_s
+        self._isolated = cast("IsolatedCode", self._code) if isolated else None
+        self._tools: dict[str, _Entry] = {}
+        made = [self._made(given) for given in tools]
+        self.schemas = [tool.schema for tool in made]
+        for tool, schema in zip(made, self.schemas, strict=True):
+            self._add(tool, schema)
+
+    async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
+        """The results of a turn's calls, in order; the calls run side by side, but those of an environment's methods
+        one after another."""
+        if len(calls) == 1:
+            return [await self._run(calls[0])]
+        results: dict[int, ToolResult] = {}
+
+        async def run(places: Sequence[int]) -> None:
+            for place in places:
+                results[place] = await self._run(calls[place])
+
+        in_order = [place for place, call in enumerate(calls) if self._runs_in_order(call)]
+        alone = [[place] for place in range(len(calls)) if place not in in_order]
+        await asyncio.gather(run(in_order), *map(run, alone))
+        return [results[place] for place in range(len(calls))]
+
+    def and_tools(self, tools: Sequence[Tool]) -> ToolBox:
+        """A box with these tools besides. Raises `ConfigError` as a new one does."""
+        box = copy.copy(self)
+        box._tools, box.schemas = dict(self._tools), list(self.schemas)
+        for tool in tools:
+            box._add(tool, tool.schema)
+            box.schemas.append(tool.schema)
+        return box
+
+    def with_each(self, change: Callable[[Tool], Tool]) -> ToolBox:
+        """A box with each tool as `change` gives it, which has the same name and schema: nothing is checked again."""
+        box = copy.copy(self)
+        box._tools = {name: replace(entry, tool=change(entry.tool)) for name, entry in self._tools.items()}
+        return box
+
+    def _runs_in_order(self, call: ToolCall | MalformedCall) -> bool:
+        entry = None if isinstance(call, MalformedCall) else self._tools.get(call.name)
+        return entry is not None and getattr(entry.tool, "in_order", False)
+
+    def _made(self, given: Any) -> Tool:
+        if isinstance(given, FunctionTool | McpTool):
+            return given
+        if not is_tool(given):
+            return FunctionTool(given, self._code, self._isolated)
+        if self._isolated is not None:
+            raise ConfigError(
+                f"worker.tool_isolation = process: a {type(given).__name__} of Task(tools=...) cannot be called in "
+                f"another process; give a function, or set thread"
+            )
+        return GuardedTool(given, self._code)
+
+    def _add(self, tool: Tool, schema: dict[str, Any]) -> None:
+        origin = getattr(tool, "origin", type(tool).__name__)
+        try:
+            name, parameters = schema["function"]["name"], schema["function"].get("parameters", {})
+            if not (isinstance(name, str) and NAME.fullmatch(name)):
+                raise ConfigError(
+                    f"tools: {name!a:.200} from {origin} cannot be a tool's name: models write 1 to 128 ASCII letters, "
+                    f"digits, _, - and dots; rename it"
+                )
+            checked = Parameters(parameters, strict=isinstance(tool, FunctionTool))
+            json.dumps(schema, ensure_ascii=False).encode()
+        except (SchemaError, KeyError, TypeError, AttributeError, RecursionError, UnicodeEncodeError) as error:
+            text = error.message if isinstance(error, SchemaError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"tools: {short(schema)} from {origin} is not a tool's JSON schema: {text:.300}"
+            ) from None
+        if name in self._tools:
+            other = getattr(self._tools[name].tool, "origin", "another")
+            raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
+        self._tools[name] = _Entry(tool, checked, counted_as(name, len(self._tools)))
+
+    async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:
+        if isinstance(call, MalformedCall):
+            return _failure("tool_call", reasons.TOOL_MALFORMED, call.reason)
+        id = None if call.id is None else encodable(call.id[:_ID_CHARACTERS])
+        entry = self._tools.get(call.name)
+        name = call.name if entry is not None else encodable(call.name[:NAME_CHARACTERS])
+        if entry is None:
+            known = ", ".join(self._tools)[:_KNOWN_CHARACTERS] or "none"
+            return _failure(
+                name, reasons.TOOL_UNKNOWN, f"there is no tool {short(name)}; the tools are: {known}", id=id
+            )
+        counted, coerced = entry.counted_as, False
+        try:
+            arguments = await _fitted(entry.parameters, call.arguments)
+            coerced = bool(arguments.repairs)
+            content = await entry.tool.call(arguments.values, self._timeout_s)
+            return ToolResult(name, content, None, counted, coerced, call_id=id)
+        except ArgumentsError as error:
+            return _failure(name, reasons.TOOL_ARGUMENTS, str(error), counted, coerced, id=id)
+        except UserCodeError as error:
+            reason = reasons.TIMEOUT if error.kind == reasons.TIMEOUT else reasons.TOOL_RAISED
+            return _failure(name, reason, str(error), counted, coerced, error, id)
+        except Exception as error:
+            failure = failure_of(error, None)
+            return _failure(name, reasons.TOOL_RAISED, str(failure), counted, coerced, failure, id)
+
+
+async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:
+    """Large arguments are made fit in a thread: it would stop the loop (F19)."""
+    if small(given):
+        return parameters.fit(given)
+    arguments: Arguments = await in_thread(parameters.fit, given=given)
+    return arguments
+
+
+def _failure(
+    name: str,
+    reason: str,
+    text: str,
+    counted_as: str = UNKNOWN,
+    coerced: bool = False,
+    error: UserCodeError | None = None,
+    id: str | None = None,
+) -> ToolResult:
+    content = encodable(json.dumps({"error": text}, ensure_ascii=False))
+    return ToolResult(name, content, reason, counted_as, coerced, error, id)

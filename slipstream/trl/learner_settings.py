@@ -1,0 +1,167 @@
+"""What is learnt, as a TRL config says it, as settings of [learner]. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.config import ConfigError
+from protocol.config.algorithm import READERS
+from slipstream.trl.configs import AsyncGRPOConfig, RLOOConfig, _Config
+from slipstream.trl.fields import FIELDS, TABLES
+
+# The preset of each `loss_type`, and what the losses are divided by.
+_PRESETS = {
+    "grpo": ("grpo", "sequences"),
+    "bnpo": ("bnpo", "tokens"),
+    "dr_grpo": ("dr_grpo", "constant"),
+    "dapo": ("dapo", "tokens"),
+    "luspo": ("luspo", "rollouts"),
+    "cispo": ("cispo", "tokens"),
+    "sapo": ("sapo", "sequences"),
+    "vespo": ("vespo", "tokens"),
+}
+
+_OWN_OBJECTIVE = ("cispo", "sapo", "vespo")
+
+_ADVANTAGES = {"group": "grpo", True: "grpo", "batch": "batch", "none": "dr_grpo", False: "dr_grpo"}
+
+_SAMPLING = "vllm_importance_sampling_"
+
+# `correction_high` of a bound that is None: no ratio is above it.
+_UNBOUNDED = 1e6
+
+
+def learner_settings(config: _Config, notes: list[str]) -> dict[str, Any]:
+    """Settings of [learner] that a run of TRL's trainer comes to. Adds to `notes` what a reader of the script should
+    know. Raises `ConfigError` for what has no setting here."""
+    if "algorithm" in config.slipstream.get("learner", {}):
+        _refuse_both(config)
+        return {}
+    settings = _chosen(config, notes)
+    settings |= _bounds(config, settings["algorithm"])
+    settings |= _reference(config)
+    if settings["objective"] in READERS["delta"]["objective"]:
+        delta = config.field("delta")
+        settings["delta"] = "none" if delta is None else number(config, "delta")
+        if delta is None:
+            notes.append(
+                "as in TRL, no bound holds the ratio of bad tokens; where data is stale, one that has moved far may "
+                f"decide a step: {type(config).__name__}(slipstream={{'learner': {{'delta': 4.0}}}}) bounds it"
+            )
+    for name in ("top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold", "normalize_advantages"):
+        if config.field(name) is not None:
+            settings[name.replace("normalize", "normalise")] = config.field(name)
+    if config.field("reward_clip_range") is not None:
+        settings["reward_clip"] = list(config.field("reward_clip_range"))
+    return settings
+
+
+def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
+    """The preset, and the parts of the algorithm that it need not have as the config wants them."""
+    if isinstance(config, RLOOConfig):
+        return {"algorithm": "rloo", "objective": "sequence_clip"}
+    if isinstance(config, AsyncGRPOConfig):
+        return {"algorithm": "async_grpo", "objective": "ppo_clip"}
+    loss, sequence = config.field("loss_type"), config.field("importance_sampling_level") == "sequence"
+    algorithm, normaliser = _PRESETS[loss]
+    if loss in _OWN_OBJECTIVE and sequence:
+        raise ConfigError(
+            f"{type(config).__name__}(importance_sampling_level='sequence') is not supported with loss_type={loss!r}, "
+            f"which has a ratio of its own: leave it out"
+        )
+    if loss == "bnpo":
+        notes.append("loss_type='bnpo' divides by the tokens of the whole step, as dapo does, not of a micro-batch")
+    objective = loss if loss in _OWN_OBJECTIVE else "gspo" if sequence else "ppo_clip"
+    together = config.field("multi_objective_aggregation") == "normalize_then_sum"
+    return {
+        "algorithm": "gspo" if loss == "grpo" and sequence else algorithm,
+        "advantage": "gdpo" if together else _ADVANTAGES[config.field("scale_rewards")],
+        "objective": objective,
+        "normaliser": normaliser,
+        **_own(config, loss),
+        **_correction(config, loss, notes),
+    }
+
+
+def _own(config: _Config, loss: str) -> dict[str, Any]:
+    """The settings of the objective that bear its name in TRL, too."""
+    return {name: value for name, value in config.given.items() if name.startswith(f"{loss}_") and value is not None}
+
+
+def _bounds(config: _Config, algorithm: str) -> dict[str, Any]:
+    low, high = number(config, "epsilon"), number(config, "epsilon_high")
+    high = low if high is None else high
+    if algorithm == "cispo":
+        if high <= 1:
+            raise ConfigError(
+                f"{type(config).__name__}(loss_type='cispo', epsilon_high={high:g}) is not supported: epsilon_high is "
+                f"the greatest ratio there, and one of at most 1 cuts off every token that the policy has not moved "
+                f"away from; write epsilon_high=5.0"
+            )
+        return {"clip_high": high - 1}
+    return {} if algorithm in _OWN_OBJECTIVE else {"clip_low": low, "clip_high": high}
+
+
+def _correction(config: _Config, loss: str, notes: list[str]) -> dict[str, Any]:
+    """TRL weights by the ratio of trainer and sampler where vLLM samples. With one optimiser step for each batch, the
+    trainer at generation is the policy that trains: that is `proximal = "recomputed"`."""
+    given = {name for name in config.given if name.startswith(_SAMPLING) and config.given[name] is not None}
+    wanted = config.field(f"{_SAMPLING}correction") and (config.field("use_vllm") or given)
+    if not wanted or loss == "vespo":  # whose kernel has the ratio to the sampler in it
+        return {"correction": "none"}
+    mode, low = config.field(f"{_SAMPLING}mode"), number(config, f"{_SAMPLING}clip_min")
+    name = f"{_SAMPLING}cap" if config.field(f"{_SAMPLING}cap") is not None else f"{_SAMPLING}clip_max"
+    high = number(config, name)
+    if high is not None and high < 1:
+        raise ConfigError(f"{type(config).__name__}({name}={high:g}) would weigh every token down: give 1 or more")
+    if low is not None and low > 1:
+        raise ConfigError(
+            f"{type(config).__name__}({_SAMPLING}clip_min={low:g}) would weigh every token up: give 1 or less"
+        )
+    notes.append(
+        f"as TRL with vLLM, each token's loss is weighted by the ratio of learner and sampler ({mode}), and the ratio "
+        f"that is clipped is 1; on tokens of older versions that leaves out or cuts down much: {_SAMPLING}correction="
+        f"False clips the ratio to the sampler instead"
+    )
+    return {"correction": mode, "correction_low": low or 0.0, "correction_high": _UNBOUNDED if high is None else high}
+
+
+def _reference(config: _Config) -> dict[str, Any]:
+    beta, follows = number(config, "beta") or 0.0, config.field("sync_ref_model")
+    if not beta:
+        if follows:
+            raise ConfigError(
+                f"{type(config).__name__}(sync_ref_model=True) with beta=0.0 has no reference model to move: set beta, "
+                f"or leave it out"
+            )
+        return {"kl_coef": 0.0}
+    settings: dict[str, Any] = {"kl_coef": beta}
+    if config.field("use_bias_correction_kl") is not None:
+        settings["kl_bias_correction"] = config.field("use_bias_correction_kl")
+    if follows:
+        settings["reference_sync_steps"] = number(config, "ref_model_sync_steps")
+        settings["reference_mixup"] = number(config, "ref_model_mixup_alpha")
+    return settings
+
+
+def _refuse_both(config: _Config) -> None:
+    chosen = config.slipstream["learner"]["algorithm"]
+    both = [field.name for field in TABLES["The objective"] if field.how == "worked" and _shapes(config, field.name)]
+    if both:
+        raise ConfigError(
+            f"{type(config).__name__}({both[0]}={config.given[both[0]]!r}) beside slipstream={{'learner': "
+            f"{{'algorithm': {chosen!r}}}}}: both choose the objective; leave {both[0]} out, or write what it means "
+            f"into slipstream"
+        )
+
+
+def _shapes(config: _Config, name: str) -> bool:
+    return config.given.get(name) is not None and "learner." in FIELDS[name].here and not name.startswith("lr_")
+
+
+def number(config: _Config, name: str) -> Any:
+    """A field that is a number, or None where it is neither given nor has a default."""
+    value = config.field(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{type(config).__name__}({name}={value!r}): must be a number")
+    return value

@@ -1,0 +1,88 @@
+"""Awaiting what cancellation must not cut short, what must not hold up the end of the process, and several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+S = TypeVar("S")
+
+T = TypeVar("T")
+
+# How long a cancelled caller waits for its thread to end.
+GRACE_S = 2.0
+
+
+async def shielded(work: Coroutine[Any, Any, T]) -> T:
+    """Result of `work`, which runs to its end even if this task is cancelled; the cancellation is raised after it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    return task.result()
+
+
+async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Results of all `work`, awaited at once. The first error cancels the rest, and is raised bare, not as a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in tasks]
+
+
+async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
+    """As `together`, of two that give unlike things."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            one, other = group.create_task(first), group.create_task(second)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return one.result(), other.result()
+
+
+async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)` on a daemon thread of its own.
+
+    With `asyncio.to_thread`, a transfer that hangs would take a place in the loop's thread pool from the transfers to
+    other servers, and the process could not end before it.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work(*arguments)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(deliver, result, failure)
+
+    threading.Thread(target=run, name=f"weight-sync {getattr(work, '__name__', 'work')}", daemon=True).start()
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        await asyncio.wait([done], timeout=GRACE_S)
+        if done.done() and not done.cancelled():
+            done.exception()  # retrieved: the cancellation is what counts
+        else:
+            done.cancel()
+        raise

@@ -1,0 +1,297 @@
+"""vLLM's RL routes, each call with a time-out (F4, F5): vLLM sets none, and a wedged engine never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
+from protocol import unconnected
+from protocol.adapter_names import HEADER
+from protocol.versions import RUN_HEADER
+from weight_sync.adapters.routes import AdapterRoutes
+from weight_sync.fleet.eligibility import ServerFacts
+from weight_sync.server.answers import EngineState, Staged, Swap, hint
+
+RESUME_ATTEMPTS = 3
+
+RESUME_TIMEOUT_S = 10.0
+
+# A server that does not answer within this time counts as still starting.
+LOOK_TIMEOUT_S = 5.0
+
+RESUME_PAUSE_S = 0.5
+
+# The learner ends: it does not wait for a server that hangs.
+GOODBYE_TIMEOUT_S = 2.0
+
+# The answer to a resume where a person paused the server: that pause stands.
+PERSONS_PAUSE = 423
+
+
+# What names this learner as the owner of a pause.
+OWNER = "publication"
+
+# The reason that a server gives whose engine may only be in a long step.
+NO_ANSWER = "the engine does not answer"
+
+
+class ControlError(RuntimeError):
+    """A call to a server failed or timed out. The text names server, route and cause; `status` is the HTTP status, None
+    where there was no answer; `unconnected`: why there was not even a connection, None where there was one."""
+
+    def __init__(self, text: str, status: int | None = None, unconnected: str | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.unconnected = unconnected
+
+
+class ServerControl(AdapterRoutes):
+    """The routes of one vLLM server, as methods. Use it as a context manager. Every call raises `ControlError`.
+
+    `timeout_s` bounds each call. `token` is the one that the server's `weight_sync.vllm.guard` asks for, if it runs.
+    `run_id`: tells the run that calls, by which the server belongs to it; "" while it is not known.
+    """
+
+    def __init__(
+        self, url: str, timeout_s: float, token: str | None = None, run_id: Callable[[], str] = lambda: ""
+    ) -> None:
+        self.url = url
+        self._run_id = run_id
+        self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id()
+
+    async def __aenter__(self) -> Self:
+        # vLLM closes idle connections, and those that had a 500, without saying so: none is used twice.
+        self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(force_close=True))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def wait_until_up(self, timeout_s: float) -> None:
+        """Wait until the server answers; vLLM takes half a minute to start, more with a large model."""
+        last: ControlError | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        state = await self.state()
+                        if state.alive and not state.reason:
+                            return
+                        last = ControlError(state.reason or NO_ANSWER)
+                    except ControlError as error:
+                        last = error
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            why = last.unconnected or last if last is not None else NO_ANSWER
+            raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
+
+    async def is_up(self) -> bool:
+        """Whether the engine answers now, not only the server in front of it."""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                state = await self.state()
+        except (ControlError, TimeoutError):
+            return False
+        return state.alive and not state.reason
+
+    async def world_size(self) -> int:
+        """Number of the server's workers, over all kinds of parallelism."""
+        return int(await self._read("/get_world_size", "world_size"))
+
+    async def facts(self) -> ServerFacts:
+        """With which flags the server was started."""
+        return ServerFacts.said(await self._call("GET", "/slipstream/facts"))
+
+    async def weight_label(self) -> str:
+        """The label of the weights that serve; "default" after every start."""
+        return str(await self._read("/weight_info", "weight_version"))
+
+    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    async def end_transfer(self) -> None:
+        """End what a learner that died or a failed publication left: the workers' connection, an open update.
+
+        The model is not touched, and a server that has nothing open is left as it is.
+        """
+        # vLLM refuses the second while an update is open, has no route to drop one, and logs pages of tracebacks where
+        # one is made to fail.
+        await self._call("POST", "/slipstream/drop_update")
+        await self._call("POST", "/shutdown_weight_transfer_engine")
+
+    async def start_update(self) -> None:
+        await self._call("POST", "/start_weight_update")
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        """Hand the workers `update_info`. vLLM answers when its engine's `update_weights` returns."""
+        await self._call("POST", "/update_weights", {"update_info": update_info})
+
+    async def finish_update(self, label: str) -> None:
+        """End the update, and label the weights that serve from now on."""
+        await self._call("POST", "/finish_weight_update", {"weight_version": label})
+
+    async def state(self) -> EngineState:
+        """What the server says of itself, also where it refuses to generate."""
+        return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
+
+    async def goodbye(self) -> None:
+        """Leave the server to whichever run comes next. One that does not answer finds out by itself."""
+        if self.run_id:
+            with contextlib.suppress(ControlError):
+                await self._call("POST", "/slipstream/goodbye", {"run": self.run_id}, timeout_s=GOODBYE_TIMEOUT_S)
+
+    async def staged(self, wait_s: float) -> Staged:
+        """How far the workers are; answers when none works any more, at the latest after `wait_s`."""
+        reply = await self._call("POST", "/slipstream/staged", {"wait_s": wait_s}, timeout_s=wait_s + self._timeout_s)
+        return Staged(**_fields(Staged, reply))
+
+    async def swap(self, label: str, clear_cache: bool) -> Swap:
+        """Exchange the live weights for the staged ones and label them, in one call that the server ends by itself."""
+        reply = await self._call("POST", "/slipstream/swap", {"label": label, "clear_cache": clear_cache})
+        return Swap(**_fields(Swap, reply))
+
+    async def lease(self, seconds: float, owner: str = OWNER) -> None:
+        """The pause that `owner` holds ends in `seconds` at the earliest."""
+        await self._call("POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
+
+    async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs float32 [T-1] of each of `sequences` [T] by the live weights, computed beside generation."""
+        return await self._scores("/slipstream/score", sequences)
+
+    async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What the live layers hold; see `weight_sync.vllm.proof_routes`."""
+        reply: dict[str, Any] = await self._call("POST", "/slipstream/layers", body)
+        return reply
+
+    async def pause(self, clear_cache: bool) -> None:
+        """Freeze generation where it stands, as a lease that `lease` renews; harmless if it is paused. `clear_cache`
+        drops all keys and values."""
+        path = f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}"
+        await self._call("POST", path, headers={"slipstream-owner": OWNER})
+
+    async def resume(self) -> None:
+        """Let generation go on. Tried a few times within half a minute: a paused server is as good as dead."""
+        for attempt in range(1, RESUME_ATTEMPTS + 1):
+            try:
+                await self._call(
+                    "POST",
+                    "/resume",
+                    timeout_s=min(self._timeout_s, RESUME_TIMEOUT_S),
+                    headers={"slipstream-owner": OWNER},
+                    answered=(PERSONS_PAUSE,),
+                )
+                return
+            except ControlError as error:
+                if attempt == RESUME_ATTEMPTS:
+                    raise ControlError(f"{error}; after {attempt} attempts the server may still be paused") from error
+                await asyncio.sleep(RESUME_PAUSE_S)
+
+    async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
+        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, or under an adapter that is loaded,
+        by the path that episodes take."""
+        reply = await self._call(
+            "POST",
+            "/inference/v1/generate",
+            ({"model": adapter} if adapter else {})
+            | {
+                "token_ids": token_ids,
+                "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
+                "output_mode": "tokens",
+            },
+            headers={HEADER: adapter} if adapter else None,
+        )
+        try:
+            entries = reply["prompt_logprobs"][1:]
+            return np.array(
+                [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)],
+                dtype=np.float32,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}: the answer to the probe holds no prompt log-probs ({error!r})") from error
+
+    async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+        reply = await self._call("POST", path, {"token_ids": sequences})
+        try:
+            rows = _fields(_Scores, reply)["logprobs"]
+            return [np.array(row, dtype=np.float32) for row, _ in zip(rows, sequences, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise ControlError(f"{self.url}{path}: no log-probs in {reply!r:.200} ({error!r})") from error
+
+    async def _read(self, path: str, field: str) -> Any:
+        reply = await self._call("GET", path)
+        try:
+            return reply[field]
+        except (KeyError, TypeError) as error:
+            raise ControlError(f"{self.url}{path}: the answer {reply!r:.200} holds no {field}") from error
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+        headers: dict[str, str] | None = None,
+        answered: tuple[int, ...] = (),
+        data: bytes | None = None,
+    ) -> Any:
+        """The answer's JSON. answered: statuses above 400 that are an answer too. data: a body that is not JSON."""
+        if self._session is None:
+            raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if run_id := self.run_id:
+            headers = {**(headers or {}), RUN_HEADER: run_id}
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                json=body,
+                data=data,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                if response.status >= 400 and response.status not in answered:
+                    text = (await response.text())[:500]
+                    raise ControlError(
+                        f"{self.url}{path}: HTTP {response.status}: {text}{hint(path, response.status, text)}",
+                        response.status,
+                    )
+                return await response.json()
+        except TimeoutError as error:
+            raise ControlError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            why = unconnected.why(error)
+            if not isinstance(error, aiohttp.ClientConnectorDNSError):
+                why = why.lower()
+            raise ControlError(f"{self.url} does not answer ({why})", unconnected=why) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+
+
+@dataclass(frozen=True)
+class _Scores:
+    logprobs: list[list[float]]
+
+
+def _fields(kind: Any, reply: Any) -> dict[str, Any]:
+    """Those of `reply` that `kind` has. Raises `ControlError` where one is missing."""
+    try:
+        return {field.name: reply[field.name] for field in fields(kind)}
+    except (KeyError, TypeError) as error:
+        raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}") from error

@@ -1,0 +1,127 @@
+"""The rule of the proof: whether log-probs that a server gives are those of version v. Pure.
+
+Near v is not enough. One step at a customary learning rate moves log-probs by less than any tolerance that rounding
+asks for, so a swap that was left out would pass. The rule therefore has four parts, and each alone is a fault:
+
+1. Far from v: a log-prob differs by more than the tolerance, or is not finite.
+2. Not moved: each log-prob is, bit for bit, the one from before the swap, though the weights that were sent differ.
+3. Nearer to what the server held before than to v, where the two can be told apart.
+4. Unusual: `UNUSUAL` times as far from v as this server is from the learner otherwise.
+
+"Far" in 3 and 4 is the median over the probe: a router that sends one token elsewhere moves the largest difference, and
+not the median.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+# v and what was there before are told apart where they differ by this many times the server's usual difference.
+APART = 4.0
+
+UNUSUAL = 10.0
+
+# The usual difference is the largest of the last REMEMBERED proven ones; with fewer than LEARNT it is not known.
+REMEMBERED = 16
+
+LEARNT = 3
+
+# Sampled words of the weights (`Snapshot.words`) that must differ before a log-prob is expected to move.
+LEAST_CHANGED = 16
+
+
+# Nats, median over a probe: two correct implementations may differ by so much, by the type that a server computes in,
+# even if they have differed by less so far.
+ROUNDING = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 3e-4}
+
+
+class Baseline:
+    """A server's usual difference to the learner, in nats, median over a probe: learnt from what was proven on it.
+
+    As long as it is not learnt, any difference within `tolerance` may be usual: a quantised server's is.
+    """
+
+    def __init__(self, dtype: str, tolerance: float) -> None:
+        self._least = ROUNDING[dtype]
+        self._tolerance = tolerance
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def is_learnt(self) -> bool:
+        return len(self._seen) >= LEARNT
+
+    @property
+    def difference(self) -> float:
+        return max(self._least, *self._seen) if self.is_learnt else self._tolerance / APART
+
+    def learn(self, difference: float) -> None:
+        self._seen.append(difference)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Log-probs of one probe, float32 [T-1] each.
+
+    learner: by version v; served: what the server gives after the swap; before: what it gave before, None where
+    nobody asked. changed: how many of the words sampled from the weights differ between v and what was proven on the
+    server before; None where that is not known, or where a server may round the difference away.
+    """
+
+    learner: Floats
+    served: Floats
+    before: Floats | None = None
+    changed: int | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """max_abs_diff: the probe's largest difference to the learner; difference: the median one; moved: the median
+    between the learner's v and the server before; told_apart: whether 2 or 3 could find a swap that was left out.
+    Nats. fault: what is wrong, None if nothing is."""
+
+    max_abs_diff: float
+    difference: float
+    moved: float | None
+    told_apart: bool
+    fault: str | None
+
+
+def judge(evidence: Evidence, tolerance: float, usual: Baseline) -> Judgement:
+    """`tolerance`: the largest `max_abs_diff` of a version that is proven, in nats."""
+    learner, served, before = evidence.learner, evidence.served, evidence.before
+    if served.shape != learner.shape or not np.isfinite(served).all():
+        wrong = "its log-probs of the probe differ by inf from the learner's: some are missing or not finite"
+        return Judgement(float("inf"), float("inf"), None, False, wrong)
+    off = np.abs(served - learner)
+    largest, difference = float(off.max()), float(np.median(off))
+    moved: float | None = None
+    must_move = apart = same = False
+    still = 0.0  # how far the server's log-probs are from those before the swap
+    if before is not None and before.shape == learner.shape and np.isfinite(before).all():
+        moved = float(np.median(np.abs(learner - before)))
+        apart = moved > APART * usual.difference
+        must_move = evidence.changed is not None and evidence.changed >= LEAST_CHANGED
+        still = float(np.median(np.abs(served - before)))
+        same = np.array_equal(served, before)
+    fault = None
+    if not largest <= tolerance:
+        fault = f"its log-probs of the probe differ by {largest:.2g} from the learner's, more than {tolerance:g}"
+    elif must_move and same:
+        fault = "its log-probs are exactly those from before the swap, though other weights were sent"
+    elif apart and difference >= still:
+        fault = (
+            f"its log-probs are nearer to what it held before than to the learner's, from which they differ by "
+            f"{difference:.2g} (median of the probe)"
+        )
+    elif usual.is_learnt and difference > UNUSUAL * usual.difference:
+        fault = (
+            f"its log-probs differ by {difference:.2g} (median of the probe) from the learner's, more than "
+            f"{UNUSUAL:g} times the {usual.difference:.2g} that is usual for it"
+        )
+    return Judgement(largest, difference, moved, apart or must_move, fault)

@@ -1,0 +1,132 @@
+"""A worker's reception of one snapshot over gloo, verified.
+
+Workers that can map each other's memory receive once: the first of them (`GlooGroup.leader`) tells the others where.
+A delta is laid on what the snapshot before left in the buffer; where that does not give the new snapshot, bit for bit,
+at every worker that receives, everything is sent after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from xxhash import xxh3_128
+
+from weight_sync.manifest import Manifest
+from weight_sync.transports.base import TransferError
+from weight_sync.transports.gloo.group import BAD_DIGEST, NOT_MAPPED, OK, GlooGroup
+from weight_sync.weights.delta_codec import DeltaError, apply
+from weight_sync.weights.flat_buffer import Staging, mapped
+from weight_sync.weights.snapshot import digest_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeltaInfo:
+    """The way from `base` (the digest, in hex, of what is to be there) to the new snapshot: payloads of `sizes` bytes,
+    sent one behind the other, to be laid on in this order."""
+
+    base: str
+    sizes: list[int]
+
+    def check(self, whole_bytes: int) -> None:
+        """Raises ValueError where the payloads are not smaller than everything."""
+        if min(self.sizes, default=-1) < 0 or sum(self.sizes) >= max(1, whole_bytes):
+            raise ValueError(f"a delta of {self.sizes} bytes for weights of {whole_bytes}")
+
+
+@dataclass(frozen=True)
+class GlooUpdateInfo(Manifest):
+    """Body of `/update_weights`: the manifest and, where the difference alone is sent, the fields of a `DeltaInfo`."""
+
+    delta: dict[str, Any] | None = None
+
+
+class GlooReceiver:
+    """Where one worker's bytes lie: in a buffer of its own, made once, or in its leader's."""
+
+    def __init__(self, group: GlooGroup) -> None:
+        self._group = group
+        self._staging = Staging(shared=bool(group.followers))
+        self._theirs: tuple[tuple[int, int, int], torch.Tensor] | None = None
+        # What the buffer holds whole.
+        self._digest = b""
+
+    def close(self) -> None:
+        """Nothing to do: the group ends with the last who holds it, which may be a reception under way."""
+
+    def receive(self, info: GlooUpdateInfo) -> dict[str, torch.Tensor]:
+        """The snapshot's tensors by name, as views that are good until the next call.
+
+        The learner is told whether the digest agrees. Raises `TransferError` where it does not; RuntimeError where the
+        learner or the leader is gone or late; ValueError where `info` contradicts itself.
+        """
+        size = info.total_bytes()
+        delta = DeltaInfo(**info.delta) if info.delta is not None else None
+        if delta is not None:
+            delta.check(size)
+        leads = self._group.leader == self._group.rank
+        return info.views(self._received(info, size, delta) if leads else self._mapped(size))
+
+    def _received(self, manifest: Manifest, size: int, delta: DeltaInfo | None) -> torch.Tensor:
+        before, self._digest = self._digest, b""
+        flat = self._staging.take(size)
+        if delta is None:
+            status = self._whole(flat)
+        else:
+            status = self._laid_on(flat, manifest, delta, before)
+            self._group.tell(0, status)
+            (everything,) = self._group.hear(0)  # another worker may need it
+            if everything:
+                status = self._whole(flat)
+        for rank in self._group.followers:
+            self._group.tell(rank, status, *self._staging.place)
+        self._group.tell(0, status)
+        return _right(flat, status)
+
+    def _whole(self, flat: torch.Tensor) -> int:
+        found = xxh3_128()
+        for bucket in self._group.buckets(flat):
+            found.update(bucket.numpy().data)
+        return self._compared(found.digest())
+
+    def _laid_on(self, flat: torch.Tensor, manifest: Manifest, delta: DeltaInfo, before: bytes) -> int:
+        payload = torch.empty(sum(delta.sizes), dtype=torch.uint8)
+        for _ in self._group.buckets(payload):
+            pass
+        found = b""
+        try:
+            if before.hex() != delta.base:
+                raise DeltaError("it is for other weights than those that are here")
+            for part in torch.split(payload, delta.sizes):
+                apply(part, flat, manifest)
+            found = digest_of(flat)
+        except DeltaError as error:
+            logger.warning("the delta could not be used: %s", error)
+        return self._compared(found)
+
+    def _compared(self, found: bytes) -> int:
+        sent = torch.tensor(self._group.hear(0, 2)).numpy().tobytes()
+        self._digest = found if found == sent else b""
+        return OK if found == sent else BAD_DIGEST
+
+    def _mapped(self, size: int) -> torch.Tensor:
+        status, pid, fd = self._group.hear(self._group.leader, 3)
+        place = (pid, fd, size)
+        try:
+            if self._theirs is None or self._theirs[0] != place:
+                self._theirs = (place, mapped(*place))
+        except OSError as error:
+            self._group.tell(0, NOT_MAPPED)
+            raise TransferError(f"the memory of the worker that received cannot be mapped: {error}") from error
+        self._group.tell(0, status)
+        return _right(self._theirs[1], status)
+
+
+def _right(flat: torch.Tensor, status: int) -> torch.Tensor:
+    if status != OK:
+        raise TransferError("the digest of what arrived is not the learner's")
+    return flat

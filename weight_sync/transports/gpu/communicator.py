@@ -1,0 +1,120 @@
+"""A group of one learner (rank 0) and one server's workers, each of whose waits has a deadline.
+
+NCCL sets none, and a collective whose peer has died never comes back (trl#6796). So each call is begun, and asked
+about, until it is done, has failed, is aborted or takes too long; in the last three cases the group is aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from weight_sync.transports.gpu.nccl_library import NcclError, Result
+from weight_sync.transports.nccl.streams import Gpu
+
+# Between two looks at a call that is under way, in seconds: grows to the second.
+FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 1e-3
+
+# How long `abort` waits for the thread that is in a call before it takes the group from under it.
+ABORT_WAIT_S = 1.0
+
+
+class Communicator:
+    """A place in a group. Used by one thread at a time; `abort` may be called from any other, and again."""
+
+    def __init__(self, gpu: Gpu, timeout_s: float) -> None:
+        """timeout_s: of each call."""
+        self.stream = gpu.stream()
+        self._gpu = gpu
+        self._timeout_s = timeout_s
+        self._group: object | None = None
+        self._ended = threading.Event()
+        self._in_call = threading.Lock()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def meet(self, unique_id: bytes, size: int, rank: int) -> None:
+        """Join the group of `unique_id`, and sum one float32 over it, which is what vLLM's workers begin with.
+
+        Raises `NcclError` where not all `size` ranks come in time.
+        """
+
+        def join() -> None:
+            self._group = self._gpu.library.begin(unique_id, size, rank)
+
+        with self.stream.current():
+            self._bounded(join, f"not all {size} ranks came together")
+            one = torch.zeros(1, dtype=torch.float32, device=self._gpu.device)
+            self._bounded(
+                lambda: self._gpu.library.sum_one(self._group, one.data_ptr(), self.stream.pointer),
+                "the first collective",
+            )
+            self.wait("the first collective")
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """uint8 [n], contiguous, on the group's GPU: rank 0's into all others'. Begun when it returns; see `wait`."""
+        address, count = tensor.data_ptr(), len(tensor)
+        self._bounded(
+            lambda: self._gpu.library.broadcast(self._group, address, count, self.stream.pointer), "a broadcast"
+        )
+
+    def wait(self, what: str = "a broadcast") -> None:
+        """Until all that is on the stream by now is done."""
+        done = self.stream.mark()
+        self._bounded(None, what, done)
+
+    def stop(self) -> None:
+        """Have the call that is under way raise `NcclError`; returns at once. `abort` is still to be called."""
+        self._ended.set()
+
+    def abort(self) -> None:
+        """End the group: what is under way here raises `NcclError`, and there is nothing after it."""
+        self._ended.set()
+        if self._in_call.acquire(timeout=ABORT_WAIT_S):
+            try:
+                self._let_go()
+            finally:
+                self._in_call.release()
+        else:  # a thread is held inside NCCL, which this ends
+            self._let_go()
+
+    def _bounded(self, begin: Callable[[], None] | None, what: str, also: Callable[[], bool] = lambda: True) -> None:
+        with self._in_call:
+            try:
+                ends = time.monotonic() + self._timeout_s
+                self._check(what)
+                if begin is not None:
+                    begin()
+                look = FIRST_LOOK_S
+                while not self._done(what, also):
+                    if time.monotonic() > ends:
+                        raise NcclError(f"{what}: not done within {self._timeout_s:g} s")
+                    time.sleep(look)
+                    look = min(2 * look, LAST_LOOK_S)
+            except BaseException:
+                self._ended.set()
+                self._let_go()
+                raise
+
+    def _done(self, what: str, also: Callable[[], bool]) -> bool:
+        self._check(what)  # first: an aborted group must not be asked about
+        return self._gpu.library.result(self._group) is Result.SUCCESS and also()
+
+    def _check(self, what: str) -> None:
+        if self._ended.is_set():
+            raise NcclError(f"{what}: the group was aborted")
+
+    def _let_go(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            # On a thread of its own: it may wait for kernels that wait for a peer.
+            aborting = threading.Thread(target=self._gpu.library.abort, args=(group,), name="nccl-abort", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                aborting.start()
+                aborting.join(ABORT_WAIT_S)

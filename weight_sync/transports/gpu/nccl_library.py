@@ -1,0 +1,174 @@
+"""NVIDIA's NCCL by ctypes: the few calls that a broadcast group takes, so that a learner needs no vLLM beside it.
+
+Communicators are made non-blocking: each call comes back at once, and its end is asked for. A blocking one cannot be
+interrupted when its peer has died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from enum import IntEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+UNIQUE_ID_BYTES = 128
+
+# What may be broadcast by our own streams of generation: few blocks, so that the sampler's kernels find room beside.
+MOST_BLOCKS = 4
+
+_UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
+
+_MAGIC = 0xCAFEBEEF
+
+# The release whose layout `_Config` has; later ones read it by this number.
+_LAYOUT = 21800
+
+
+class NcclError(RuntimeError):
+    """A call of NCCL failed, or took too long."""
+
+
+class Kind(IntEnum):
+    """ncclDataType_t."""
+
+    UINT8 = 1
+    FLOAT32 = 7
+
+
+class Result(IntEnum):
+    """ncclResult_t, as far as it is told apart here."""
+
+    SUCCESS = 0
+    IN_PROGRESS = 7
+
+
+class Library(Protocol):
+    """What a `Communicator` asks of NCCL. `group` is a handle from `begin`; addresses are those of device memory.
+
+    All but `unique_id` and `abort` return before they are done: `result` tells when, and raises `NcclError`.
+    """
+
+    def unique_id(self) -> bytes: ...
+
+    def begin(self, unique_id: bytes, size: int, rank: int) -> Any: ...
+
+    def result(self, group: Any) -> Result: ...
+
+    def broadcast(self, group: Any, address: int, count: int, stream: int) -> None:
+        """`count` bytes of rank 0, in place."""
+
+    def sum_one(self, group: Any, address: int, stream: int) -> None:
+        """One float32, summed over all ranks, in place: what vLLM's workers begin with."""
+
+    def abort(self, group: Any) -> None:
+        """End the group whatever it does, from any thread; what is under way on this rank ends with an error."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t of NCCL 2.18."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
+    "ncclCommInitRankConfig": (
+        *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)),
+    ),
+    "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
+    "ncclBroadcast": (
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        ctypes.c_void_p,
+    ),
+    "ncclAllReduce": (
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        ctypes.c_void_p,
+    ),
+    "ncclCommAbort": (ctypes.c_void_p,),
+}
+
+
+class Nccl:
+    """The `Library` itself. Raises `NcclError` where it is not installed."""
+
+    def __init__(self) -> None:
+        self._calls = _loaded()
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._calls, name)
+            function.restype, function.argtypes = ctypes.c_int, arguments
+        self._calls.ncclGetErrorString.restype = ctypes.c_char_p
+
+    def unique_id(self) -> bytes:
+        made = _UniqueId()
+        self._check("ncclGetUniqueId", self._calls.ncclGetUniqueId(ctypes.byref(made)))
+        return ctypes.string_at(ctypes.byref(made), UNIQUE_ID_BYTES)
+
+    def begin(self, unique_id: bytes, size: int, rank: int) -> ctypes.c_void_p:
+        named = _UniqueId.from_buffer_copy(unique_id)
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, _LAYOUT, 0, _UNSET, _UNSET, MOST_BLOCKS, None, _UNSET)
+        group = ctypes.c_void_p()
+        code = self._calls.ncclCommInitRankConfig(ctypes.byref(group), size, named, rank, ctypes.byref(config))
+        self._check("ncclCommInitRankConfig", code)
+        return group
+
+    def result(self, group: ctypes.c_void_p) -> Result:
+        code = ctypes.c_int()
+        self._check("ncclCommGetAsyncError", self._calls.ncclCommGetAsyncError(group, ctypes.byref(code)))
+        self._check("NCCL", code.value)
+        return Result(code.value)
+
+    def broadcast(self, group: ctypes.c_void_p, address: int, count: int, stream: int) -> None:
+        code = self._calls.ncclBroadcast(address, address, count, Kind.UINT8, 0, group, stream)
+        self._check("ncclBroadcast", code)
+
+    def sum_one(self, group: ctypes.c_void_p, address: int, stream: int) -> None:
+        code = self._calls.ncclAllReduce(address, address, 1, Kind.FLOAT32, 0, group, stream)
+        self._check("ncclAllReduce", code)
+
+    def abort(self, group: ctypes.c_void_p) -> None:
+        self._calls.ncclCommAbort(group)  # what it says of a group that is broken anyway is of no use
+
+    def _check(self, what: str, code: int) -> None:
+        if code not in (Result.SUCCESS, Result.IN_PROGRESS):
+            text = self._calls.ncclGetErrorString(code).decode(errors="replace")
+            raise NcclError(f"{what}: {text} (code {code}; NCCL_DEBUG=WARN shows more)")
+
+
+def _loaded() -> ctypes.CDLL:
+    tried = []
+    for path in _places():
+        try:
+            return ctypes.CDLL(path)
+        except OSError as error:
+            tried.append(f"{path} ({error})")
+    raise NcclError(
+        f"NCCL is not to be found: {'; '.join(tried)}; install torch for CUDA, which brings it along, or name the file "
+        f"in VLLM_NCCL_SO_PATH"
+    )
+
+
+def _places() -> list[str]:
+    """As vLLM and torch look for it: both ends should use one release."""
+    named = [os.environ["VLLM_NCCL_SO_PATH"]] if os.environ.get("VLLM_NCCL_SO_PATH") else []
+    try:
+        spec = find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        spec = None
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return [*named, *(str(Path(folder) / "lib" / "libnccl.so.2") for folder in folders), "libnccl.so.2"]

@@ -1,0 +1,217 @@
+"""What the learner serves: bytes in ranges, from a small HTTP server on a thread of its own.
+
+A blob is known by a random key, and every request must bring the depot's random secret; servers learn both over the
+control plane. Nothing is read but a path, a range and a secret, so nothing that a stranger sends is ever decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import torch
+from aiohttp import web
+
+from protocol.config.sections.base import url_of
+from weight_sync.transports.base import TransferError
+from weight_sync.transports.http import ranges
+from weight_sync.transports.http.chunks import bytes_of
+from weight_sync.transports.http.listener import Listener, admit, listen
+from weight_sync.transports.http.offers import Offers
+from weight_sync.transports.http.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+
+# A receiver that takes nothing for so long is stopped, or gone without a word.
+STALL_TIMEOUT_S = 60.0
+
+
+class BlobServer:
+    """Serves what is `put`, until it is dropped. `put` and `drop` may be called from any thread.
+
+    `host` and `port`: where it listens (0: a free port). `mbytes_per_s`: bound over all who pull (0: none).
+    `served`: bytes handed out so far. `offers`: the snapshots among what it serves.
+    """
+
+    def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
+        self.secret = secrets.token_hex(16)
+        self.served = 0
+        self._host, self._port = host, port
+        self._throttle = Throttle(mbytes_per_s * 1e6)
+        self._blobs: dict[str, memoryview] = {}
+        self._asked: set[str] = set()
+        self.offers = Offers(self)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-depot", daemon=True)
+        self._runner: web.ServerRunner | None = None
+        self._door: Listener | None = None
+        self._listeners: list[socket.socket] = []
+        self._admitting: list[asyncio.Task[None]] = []
+
+    @property
+    def url(self) -> str:
+        return url_of(self._host, self._port)
+
+    def start(self) -> None:
+        """Raises `TransferError` if it cannot listen."""
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_TIMEOUT_S)
+        except (OSError, TimeoutError) as error:
+            self.stop()
+            raise TransferError(
+                f"weight_sync.host = {self._host}, weight_sync.http_port = {self._port}: cannot listen there: {error}; "
+                f"name an address of the learner's machine and a port that is free (0: any)"
+            ) from error
+
+    def stop(self) -> None:
+        """Requests that are running are cut off."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_TIMEOUT_S)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def put(self, flat: torch.Tensor) -> str:
+        """Serve a uint8 tensor on the host; returns its key. The tensor must not change until the key is dropped."""
+        key = secrets.token_hex(8)
+        self._blobs[key] = bytes_of(flat)
+        return key
+
+    def url_of(self, key: str) -> str:
+        return self.url + ranges.PREFIX + key
+
+    def drop(self, key: str) -> None:
+        self._blobs.pop(key, None)
+        self._asked.discard(key)
+
+    def asked(self, key: str) -> bool:
+        """Whether somebody has asked for a part of it."""
+        return key in self._asked
+
+    async def _listen(self) -> None:
+        self._listeners = listen(self._host, self._port)
+        self._port = self._listeners[0].getsockname()[1]
+        self._door = Listener(self._answer)
+        self._runner = web.ServerRunner(self._door, shutdown_timeout=0.5)
+        await self._runner.setup()
+        self._admitting = [self._loop.create_task(admit(self._door, listener)) for listener in self._listeners]
+
+    async def _end(self) -> None:
+        for task in self._admitting:
+            task.cancel()
+        await asyncio.gather(*self._admitting, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        transport = request.transport
+        if not ranges.allowed(request.headers.get("Authorization", ""), self.secret):
+            return _closing(web.Response(status=401, text="the transfer's secret is needed"))
+        if request.method != "GET" or not request.path.startswith(ranges.PREFIX):
+            return _closing(web.Response(status=404, text=f"there is only GET {ranges.PREFIX}<key> here"))
+        assert self._door is not None
+        if transport is None or not self._door.prove(transport):
+            if transport is not None:
+                transport.abort()
+            return web.Response(status=503)  # goes nowhere
+        try:
+            return await self._chunk(request, request.path.removeprefix(ranges.PREFIX))
+        finally:
+            self._door.rest(transport)
+
+    async def _chunk(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        blob = self._blobs.get(key)
+        if blob is None:
+            return web.Response(status=404, text="these weights are not served any more")
+        found = ranges.parse(request.headers.get("Range", ""), len(blob))
+        if found is None:
+            return web.Response(status=416, text=f"ask for one range within {len(blob)} bytes")
+        self._asked.add(key)
+        start, end = found
+        response = web.StreamResponse(status=206)
+        response.content_length = end - start
+        try:
+            await response.prepare(request)
+            await self._send(request, response, key, blob[start:end])
+        except ConnectionError:
+            logger.debug("%s went away in the middle of a chunk", request.remote)
+        return response
+
+    async def _send(self, request: web.BaseRequest, response: web.StreamResponse, key: str, part: memoryview) -> None:
+        """Raises ConnectionError where the receiver goes away."""
+        for at in range(0, len(part), ranges.SLICE_BYTES):
+            piece = part[at : at + ranges.SLICE_BYTES]
+            await self._throttle.pass_on(len(piece))
+            if key not in self._blobs:
+                # The buffer may be filled with another version by now: better nothing than that.
+                if request.transport is not None:
+                    request.transport.close()
+                return
+            self.served += len(piece)
+            try:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await response.write(piece)
+            except TimeoutError:
+                logger.warning("%s has not read for %g s: its pull is cut off", request.remote, STALL_TIMEOUT_S)
+                if request.transport is not None:
+                    request.transport.abort()
+                return
+
+
+def _closing(response: web.Response) -> web.Response:
+    """The connection ends behind it: who is refused holds none."""
+    response.force_close()
+    return response
+
+
+class SharedDepots:
+    """One depot an address in this process, while anyone holds it. May be used from any thread."""
+
+    def __init__(self, make: Callable[[str, int, float], BlobServer] = BlobServer) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, int, float], tuple[BlobServer, int]] = {}
+
+    def take(self, host: str, port: int, mbytes_per_s: float) -> BlobServer:
+        """The depot, started if nobody holds it. Raises `TransferError`."""
+        place = (host, port, mbytes_per_s)
+        with self._lock:
+            depot, holders = self._held.get(place, (None, 0))
+            if depot is None:
+                depot = self._make(*place)
+                depot.start()
+            self._held[place] = (depot, holders + 1)
+            return depot
+
+    def leave(self, depot: BlobServer) -> None:
+        """Stops the depot with its last holder."""
+        with self._lock:
+            for place, (held, holders) in self._held.items():
+                if held is depot:
+                    if holders > 1:
+                        self._held[place] = (held, holders - 1)
+                        return
+                    del self._held[place]
+                    break
+            else:
+                return
+        depot.stop()

@@ -1,0 +1,139 @@
+"""Who may hold a connection to the learner's port: few strangers, shortly; servers, as many as there may be.
+
+A connection is a stranger's until a request on it has brought the secret. Where there are too many strangers, the one
+that came first makes room: a server proves itself at once, so a flood cannot keep it out. A connection on which nothing
+is served is closed after a few seconds, whoever holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+from typing import Any
+
+from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+# Connections that have not brought the secret.
+MOST_STRANGERS = 128
+
+# Connections that have: a server has four, so far more servers than one learner trains with.
+MOST_PROVEN = 2048
+
+# Without a request that is served.
+IDLE_S = 5.0
+
+# Out of file descriptors: what ends it is outside this port.
+ACCEPT_AGAIN_S = 0.2
+
+BACKLOG = 1024
+
+
+class Listener(web.Server):
+    """The server's connections, each a stranger's or proven, idle or serving. For use on one event loop."""
+
+    def __init__(self, handler: Any) -> None:
+        super().__init__(handler, access_log=None, keepalive_timeout=IDLE_S, lingering_time=0)
+        self._strangers: dict[asyncio.Transport, None] = {}
+        self._proven: dict[asyncio.Transport, None] = {}
+        # Those on which nothing is served, the one idle for longest first.
+        self._idle: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The learner's own files (checkpoints, queue, logs) need the rest.
+        self._most_proven = MOST_PROVEN if files == resource.RLIM_INFINITY else min(MOST_PROVEN, files // 2)
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._end(next(iter(self._strangers)))
+        self._strangers[transport] = None
+        self._time(transport)
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        transport = self._connections.get(handler)
+        if transport is not None:
+            self._forget(transport)
+        super().connection_lost(handler, exc)
+
+    def prove(self, transport: asyncio.Transport) -> bool:
+        """The secret came on this connection, and a request is served on it until `rest`. False where there is no
+        room for it: every proven one is busy."""
+        if transport not in self._strangers and transport not in self._proven:
+            return False  # it made room meanwhile
+        if transport in self._strangers and len(self._proven) >= self._most_proven:
+            oldest = next((other for other in self._idle if other in self._proven), None)
+            if oldest is None:
+                return False
+            self._end(oldest)
+        self._strangers.pop(transport, None)
+        self._proven[transport] = None
+        if (timer := self._idle.pop(transport, None)) is not None:
+            timer.cancel()
+        return True
+
+    def rest(self, transport: asyncio.Transport) -> None:
+        """The request is answered."""
+        if transport in self._proven:
+            self._time(transport)
+
+    def _time(self, transport: asyncio.Transport) -> None:
+        self._idle[transport] = self._loop.call_later(IDLE_S, self._expire, transport)
+
+    def _expire(self, transport: asyncio.Transport) -> None:
+        if transport in self._proven and transport.get_write_buffer_size():
+            self._time(transport)  # a slow receiver has not read the answer's end
+        else:
+            self._end(transport)
+
+    def _end(self, transport: asyncio.Transport) -> None:
+        self._forget(transport)
+        transport.abort()
+
+    def _forget(self, transport: asyncio.Transport) -> None:
+        self._strangers.pop(transport, None)
+        self._proven.pop(transport, None)
+        if (timer := self._idle.pop(transport, None)) is not None:
+            timer.cancel()
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at every address of `host`, on one port (0: a free one). Raises OSError."""
+    found: list[socket.socket] = []
+    absent: OSError | None = None
+    infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, address in dict.fromkeys((info[0], str(info[4][0])) for info in infos):
+        at = found[0].getsockname()[1] if found else port
+        try:
+            found.append(socket.create_server((address, at), family=family, backlog=BACKLOG))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for one in found:
+                    one.close()
+                raise
+            absent = error  # a name's IPv6 address where there is no IPv6
+        else:
+            found[-1].setblocking(False)
+    if not found:
+        raise absent or OSError("no address to listen at")
+    return found
+
+
+async def admit(door: Listener, listener: socket.socket) -> None:
+    """Accept connections, until it is cancelled. One each turn of the loop: what a server has sent is read before the
+    next hundred strangers push it out."""
+    loop = asyncio.get_running_loop()
+    told = False
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(listener)
+            await loop.connect_accepted_socket(door, connection)
+        except OSError as error:
+            if not told:
+                logger.warning("a connection to the weights' port could not be taken: %s", error)
+            told = True
+            await asyncio.sleep(ACCEPT_AGAIN_S)
+        await asyncio.sleep(0)

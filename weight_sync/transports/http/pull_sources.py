@@ -1,0 +1,149 @@
+"""Whom a pull asks, how fast a source must be, and how long a pull waits: decisions without I/O, over given times.
+
+The source with the fewest faults is asked, the learner last. One that brings too little in a while is passed over; if
+all bring too little, the network is slow, and less is asked of all of them. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A source that says nothing for so long is asked again, or another one.
+SILENCE_S = 2.0
+
+# Where there are others, a request must bring this much in each such while: far below a network for weights.
+PACE_S = 5.0
+
+PACE_BYTES_PER_S = 1e6
+
+# So often may both whiles double, and the pace go down to a quarter.
+SLACK_MOST = 5
+
+RETRY_PAUSE_S = 0.2
+
+RETRY_PAUSE_MOST_S = 5.0
+
+# An attempt that brought so much was worth it: the next one need not wait.
+WORTH_BYTES = 64 * 1024
+
+# The learner's port is closed: its process is gone, and its secret with it.
+REFUSED_MOST_S = 20.0
+
+
+@dataclass(eq=False)
+class PullSource:
+    """Whom to ask: `url`, and how it has done so far.
+
+    faults: attempts that failed, the last at `fault_at`. barren: of them, in a row, such that brought next to nothing.
+    down: the last one did so, and not by being slow. slow_at: the slack at which it was too slow. refused_since: its
+    port has been closed since then. trouble: its last error.
+    """
+
+    url: str
+    faults: int = 0
+    fault_at: float = float("-inf")
+    barren: int = 0
+    slow_at: int = -1
+    down: bool = False
+    distrusted: bool = False
+    refused_since: float | None = None
+    trouble: str = ""
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One request to a source, from `began` on. heard_at: of its last bytes. slow: why it is being ended, if it was too
+    slow even with `slack`; -1: more of it would not have helped."""
+
+    source: PullSource
+    began: float
+    heard_at: float
+    window_began: float
+    in_window: int = 0
+    arrived: int = 0
+    slow: str = ""
+    slack: int = -1
+
+
+class Sources:
+    """The sources of one pull, in the order in which they are to be asked; the last is the learner's."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.all = [PullSource(url) for url in urls]
+        self.last = self.all[-1]
+        self._slack = 0
+        self._worth_at = float("-inf")
+
+    def begin(self, now: float) -> Attempt:
+        """An attempt at the first of those that have failed least, and whose bytes were right."""
+        return Attempt(min(self._usable(), key=lambda source: source.faults), now, now, now)
+
+    def note(self, attempt: Attempt, count: int, now: float) -> None:
+        """`count` bytes came."""
+        attempt.heard_at = now
+        attempt.in_window += count
+        attempt.arrived += count
+        attempt.source.refused_since = None
+        if attempt.arrived >= WORTH_BYTES:
+            self.done(attempt, now)
+
+    def done(self, attempt: Attempt, now: float) -> None:
+        """The attempt brought all that it asked for, or enough."""
+        attempt.source.barren = 0
+        self._worth_at = now
+
+    def too_slow(self, attempt: Attempt, now: float, least_bytes_per_s: float) -> bool:
+        """Whether to end the attempt: it is silent, or brings less than `least_bytes_per_s`, or than any network."""
+        if attempt.slow:
+            return True
+        if (silent_s := now - attempt.heard_at) >= SILENCE_S * 2**self._slack:
+            attempt.slow = f"it said nothing for {silent_s:.1f} s"
+            # One that brought bytes and then fell silent is broken, not slow.
+            attempt.slack = self._slack if attempt.arrived < WORTH_BYTES else -1
+        elif (while_s := now - attempt.window_began) >= PACE_S * 2**self._slack:
+            pace = attempt.in_window / while_s
+            if pace < max(PACE_BYTES_PER_S, least_bytes_per_s) / 4**self._slack and len(self._usable()) > 1:
+                attempt.slow, attempt.slack = f"it sent {pace:.0f} bytes a second", self._slack
+            attempt.window_began, attempt.in_window = now, 0
+        return bool(attempt.slow)
+
+    def failed(self, attempt: Attempt, error: Exception, now: float) -> float:
+        """The attempt ended before its end. Returns seconds to wait before the next one."""
+        source = attempt.source
+        source.trouble = attempt.slow or f"{type(error).__name__}: {error}"
+        if not isinstance(error, ConnectionRefusedError):
+            source.refused_since = None
+        elif source.refused_since is None:
+            source.refused_since = now
+        # What failed on several connections at one time is one fault.
+        if attempt.began >= source.fault_at:
+            source.fault_at = now
+            source.faults += 1
+            source.barren += attempt.arrived < WORTH_BYTES
+        source.down = not attempt.slow and attempt.arrived < WORTH_BYTES
+        source.slow_at = max(source.slow_at, attempt.slack)
+        if source.slow_at == self._slack and all(
+            other.slow_at == self._slack or other.down for other in self._usable()
+        ):
+            self._slack = min(self._slack + 1, SLACK_MOST)
+        barren = min(other.barren for other in {*self._usable(), source})
+        # Every source has failed in vain: no hurry.
+        return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), RETRY_PAUSE_MOST_S) if barren else 0.0
+
+    def gone_s(self, now: float) -> float:
+        """For how long the learner has refused connections, and nobody else has brought anything."""
+        since = self.last.refused_since
+        return 0.0 if since is None else now - max(since, self._worth_at)
+
+    def lied(self, source: PullSource) -> None:
+        """Its bytes were wrong: it is not asked again, unless it is the last."""
+        source.distrusted = source is not self.last
+        source.faults += 1
+        source.trouble = "its bytes were wrong"
+
+    def troubles(self) -> str:
+        """What went wrong, by source; "" for nothing."""
+        return "; ".join(f"{source.url}: {source.trouble}" for source in self.all if source.trouble)
+
+    def _usable(self) -> list[PullSource]:
+        return [source for source in self.all if not source.distrusted]

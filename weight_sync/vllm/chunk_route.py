@@ -1,0 +1,76 @@
+"""What a server serves to others: its staged snapshot, by `GET /slipstream/chunks/<transfer key>`, from vLLM's API
+process, which shares the host and the user with the workers that staged it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from weight_sync.transports.http import ranges
+from weight_sync.transports.http.chunks import digest_of
+from weight_sync.transports.http.receiver import record_of
+from weight_sync.transports.http.throttle import Throttle
+
+Scope = MutableMapping[str, Any]
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+STALL_TIMEOUT_S = 60.0
+
+_throttles: dict[float, Throttle] = {}
+
+
+async def serve_chunks(scope: Scope, send: Send) -> None:
+    """Answer one ASGI request whose path begins with `ranges.PREFIX`: 206 with the bytes asked for, 401 without the
+    transfer's secret, 404 where nothing (whole) is staged, 412 where it is another version, 416 for a bad range."""
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    if scope["method"] != "GET":
+        await _refuse(send, 405, "ask with GET")
+        return
+    record = record_of(scope["path"].removeprefix(ranges.PREFIX))
+    given = headers.get(b"authorization", "").removeprefix("Bearer ")
+    if record is None or not record.holds:
+        await _refuse(send, 404, "nothing is staged here")
+        return
+    if not ranges.same(digest_of(memoryview(given.encode())), record.secret_hash):
+        await _refuse(send, 401, "the transfer's secret is needed")
+        return
+    if headers.get(b"if-match") != f'"{record.holds}"':
+        await _refuse(send, 412, "another version is staged here")
+        return
+    found = ranges.parse(headers.get(b"range", ""), record.total_bytes)
+    if found is None:
+        await _refuse(send, 416, f"ask for one range within {record.total_bytes} bytes")
+        return
+    try:
+        fd = record.open()
+    except OSError:
+        await _refuse(send, 404, "what was staged here is gone")
+        return
+    try:
+        await _send_range(
+            send, fd, *found, _throttles.setdefault(record.mbytes_per_s, Throttle(record.mbytes_per_s * 1e6))
+        )
+    finally:
+        os.close(fd)
+
+
+async def _send_range(send: Send, fd: int, start: int, end: int, throttle: Throttle) -> None:
+    """If another version is being received meanwhile, the digests of the one who asks tell."""
+    length = str(end - start).encode()
+    await send({"type": "http.response.start", "status": 206, "headers": [(b"content-length", length)]})
+    for at in range(start, end, ranges.SLICE_BYTES):
+        count = min(ranges.SLICE_BYTES, end - at)
+        await throttle.pass_on(count)
+        body = os.pread(fd, count, at)
+        async with asyncio.timeout(STALL_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": body, "more_body": at + count < end})
+
+
+async def _refuse(send: Send, status: int, text: str) -> None:
+    body = text.encode()
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,1 @@
+"""Runs inside vLLM's engine processes."""

@@ -1,0 +1,54 @@
+"""Staging on a GPU: bytes arrive on the device, and the pause holds nothing but copies from device to device.
+
+Captured graphs hold pointers into the live model, so its tensors stay where they are and are written to; the shadow
+does that for tensors of a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weight_sync.vllm.engine.staged_engine import StagedEngine
+from weight_sync.vllm.staging import Weights
+
+
+class DeviceEngine(StagedEngine):
+    """`StagedEngine` of a worker on a GPU. A transport gives the same as there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stream: Any = None
+        self._on_device: torch.Tensor | None = None
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """uint8 [size] on the worker's GPU, the same memory at every update of that size."""
+        if self._on_device is None or len(self._on_device) != size:
+            self._on_device = None  # the old one is let go first
+            self._on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._on_device
+
+    def shutdown(self) -> None:
+        """As `StagedEngine.shutdown`. A thread that still receives keeps the buffer to itself."""
+        if self._staging is not None and self._staging.is_alive():
+            self._on_device = None
+        super().shutdown()
+
+    def build(self, weights: Weights) -> Any:
+        """As `StagedEngine.build`, on a stream beside generation's, and done when it returns."""
+        if self.device.type != "cuda":
+            return super().build(weights)
+        if self._stream is None:
+            make: Any = torch.cuda.Stream
+            self._stream = make(self.device)
+        with torch.cuda.stream(self._stream):
+            shadow = super().build(weights)
+            self._stream.synchronize()  # the swap copies on another stream
+        return shadow
+
+    def finish_weight_update(self) -> None:
+        """As `StagedEngine.finish_weight_update`; a copy that fails raises here, not in somebody's forward."""
+        super().finish_weight_update()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

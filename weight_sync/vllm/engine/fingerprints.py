@@ -1,0 +1,192 @@
+"""What the layers of a model hold, as fingerprints: of the shadow before the swap, of the live model after it.
+
+Log-probs show what a layer does to the tokens of a probe; a row that the probe does not touch, or one value that is
+off by little, they do not show. Fingerprints do, whatever the layer is for. On a CPU linear layers compute with packed
+copies: those that torch packed are read as they lie in memory; oneDNN's handles cannot be read: what such a layer
+computes is looked at instead (`proof_products`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+if TYPE_CHECKING:
+    from weight_sync.vllm.engine.layer_proof import Products
+
+
+# Elements of a tensor on an accelerator that are hashed at one time: 8 bytes each, and as many for their places.
+CHUNK = 2**24
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number
+
+
+@dataclass(frozen=True)
+class ModelFingerprints:
+    """prints: the fingerprint of each tensor that a model computes with, by its name; unread: packed weights that
+    cannot be read; products: of layers whose weights cannot be, by the layer's name.
+
+    known: names whose prints must be the live ones, as they once were; None: all. The others may be of tensors that
+    a loader makes other ones of, and become known when they are found.
+    """
+
+    prints: dict[str, str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    products: dict[str, Products] = field(default_factory=dict)
+    known: set[str] | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """checked: tensors that were compared; wrong: those that differ or are missing; unread: see `Held`."""
+
+    checked: int
+    wrong: list[str]
+    unread: list[str]
+
+
+def held(model: torch.nn.Module) -> ModelFingerprints:
+    """Reads every parameter, buffer and packed weight of `model`; on any thread, beside generation. What modules share
+    is read once."""
+    found = ModelFingerprints()
+    known: dict[tuple[Any, ...], str] = {}
+    for name, tensor in _tensors(model):
+        if tensor is None:
+            found.unread.append(name)
+        elif tensor.numel():
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if not tensor.is_mkldnn else (name,)
+            if key not in known:
+                known[key] = fingerprint(tensor)
+            found.prints[name] = known[key]
+    return found
+
+
+def compare(proven: ModelFingerprints, live: ModelFingerprints) -> Difference:
+    """The live model against what was proven on the shadow, as far as the shadow was loaded. What `proven.known` has
+    not is `unread` where it differs, and known from then on where it does not."""
+    # One that is missing is wrong: a handle that nobody can read, in the place of a packed weight, was not swapped in.
+    differ = {name for name, print_ in proven.prints.items() if live.prints.get(name) != print_}
+    wrong = differ if proven.known is None else differ & proven.known
+    if proven.known is not None:
+        proven.known.update(proven.prints.keys() - differ)
+    unread = (set(live.unread) | differ) - wrong
+    return Difference(len(proven.prints) - len(differ - wrong), sorted(wrong), sorted(unread))
+
+
+def cannot_be_read(layer: Any) -> bool:
+    """Whether a linear layer of vLLM's holds its weight behind a handle, or quantised."""
+    packed = getattr(layer, "cpu_linear", None)
+    behind_a_handle = packed is not None and any(part is None for part in _parts(packed, layer))
+    return behind_a_handle or not type(layer.quant_method).__name__.startswith("Unquantized")
+
+
+class Reading(threading.Thread):
+    """Finds a `difference` beside generation: nothing is written."""
+
+    def __init__(self) -> None:
+        super().__init__(name="layer-proof", daemon=True)
+        self._found: Difference | None = None
+        self._error: Exception | None = None
+
+    def difference(self) -> Difference:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        try:
+            self._found = self.difference()
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> dict[str, Any]:
+        """`Difference`'s fields, after the thread's end. Raises RuntimeError if it could not read them."""
+        if self._found is None:
+            raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
+        return vars(self._found)
+
+
+class ModelReading(Reading):
+    """What `model` holds, compared to `proven`. probed: what its products were compared to, by the engine's thread."""
+
+    def __init__(self, model: torch.nn.Module, proven: ModelFingerprints, probed: Difference | None = None) -> None:
+        super().__init__()
+        self._model = model
+        self._proven = proven
+        self._probed = probed or Difference(0, [], [])
+
+    def difference(self) -> Difference:
+        on_gpu = next(self._model.parameters()).is_cuda
+        # On a stream of its own it does not stand between two steps of the engine.
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
+            found = compare(self._proven, held(self._model))
+        probed = tuple(f"{name}.packed" for name in self._proven.products)
+        unread = self._probed.unread + [name for name in found.unread if not name.startswith(probed)]
+        return Difference(found.checked + self._probed.checked, found.wrong + self._probed.wrong, unread)
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """Of shape, type and bits, place by place. Against damage and mistakes, not against an adversary."""
+    if tensor.is_mkldnn:
+        bits = _bits_packed(tensor)
+    elif tensor.device.type == "cpu":
+        bits = _bits(tensor.detach().contiguous())
+    else:
+        bits = _bits_on_device(tensor.detach().contiguous())
+    return f"{tuple(tensor.shape)} {tensor.dtype} {bits}"
+
+
+def _bits_packed(tensor: torch.Tensor) -> str:
+    """As they lie in memory, in the order that torch packed them: unpacking would take four times as long as this."""
+    size: int = torch.ops.mkldnn._nbytes(tensor)
+    return xxhash.xxh3_128_hexdigest((ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(tensor)))
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _bits_on_device(tensor: torch.Tensor) -> str:
+    """A sum of the bits, each word times an odd number of its place, modulo 2 to the 64th: nothing is copied out."""
+    flat = tensor.reshape(-1)
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), CHUNK):
+        part = words[start : start + CHUNK].to(torch.int64)
+        places = torch.arange(start, start + len(part), device=tensor.device) * _GOLDEN
+        total += (part * (places ^ (places >> 29) | 1)).sum()
+    return f"{int(total) % 2**64:016x}"
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not tensor.is_meta:
+                yield prefix + name, tensor
+        packed = getattr(module, "cpu_linear", None)
+        if packed is not None:
+            yield from ((f"{prefix}packed{place}", part) for place, part in enumerate(_parts(packed, module)))
+
+
+def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The tensors that a packed layer's function computes with; None where it has a handle instead, even if the module
+    keeps a weight beside it, as an output head does. One that reads the module's own weight has none."""
+    kept: list[Any] = []
+    if isinstance(packed, functools.partial):
+        kept = [*packed.args, *packed.keywords.values()]
+    elif hasattr(packed, "__closure__"):
+        kept = [cell.cell_contents for cell in packed.__closure__ or ()]
+    elif hasattr(packed, "__dict__"):
+        kept = [*vars(packed).values()]
+    parts = [part for part in kept if isinstance(part, torch.Tensor)]
+    weight = module._parameters.get("weight")
+    if not parts and (kept or weight is None or not weight.numel()):
+        return [None]
+    return [*parts]

@@ -1,0 +1,207 @@
+"""What linear layers compute that cannot be read back: packed behind a handle, or quantised.
+
+Each is multiplied with 8 one-hot vectors, which are other columns at each update, and with 8 vectors of random signs,
+in which every element of the weight takes part. The products must be those of the weight as it was loaded, before it
+was packed, up to what the type rounds. After (columns / 8) updates every element was read alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weight_sync.vllm.engine.fingerprints import Difference, ModelFingerprints, cannot_be_read, fingerprint
+
+logger = logging.getLogger(__name__)
+
+HALF = 8
+
+# Rows of a weight that are made float32 at one time.
+ROWS = 4096
+
+# By bits of a quantised weight, per element: of its own size, and of the largest one's, that rounding may take. These
+# are estimates: room for one scale a tensor, and for a float's few bits.
+ROUNDED = {8: (1 / 6, 1 / 120), 4: (1 / 2, 1 / 5)}
+
+_updates = itertools.count()
+
+
+@dataclass(frozen=True)
+class Products:
+    """number: of the vectors; dtype: theirs; columns: of the weight; expected, slack: float32 [2 * HALF, rows], what
+    the layer must give, and how far it may be off."""
+
+    number: int
+    dtype: torch.dtype
+    columns: int
+    expected: torch.Tensor
+    slack: torch.Tensor
+
+
+@dataclass
+class Watched:
+    """Of weights as they were loaded, before they were packed. products: by the layer's name, of those that cannot be
+    read back; prints: fingerprints by the weight's name, of the others, where they were wanted."""
+
+    products: dict[str, Products] = field(default_factory=dict)
+    prints: dict[str, str] = field(default_factory=dict)
+
+
+def vectors(columns: int, number: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[2 * HALF, columns]: the one-hot ones of update `number`, then those of signs."""
+    x = torch.zeros(2 * HALF, columns)
+    x[torch.arange(HALF), _hot(columns, number)] = 1.0
+    seeded = torch.Generator().manual_seed(number)
+    x[HALF:] = torch.randint(0, 2, (HALF, columns), generator=seeded) * 2.0 - 1.0
+    return x.to(device=device, dtype=dtype)
+
+
+def of_weight(weight: torch.Tensor, number: int, bits: int | None = None) -> Products:
+    """What a layer gives that holds `weight` [rows, columns]. bits: what a quantised one keeps of each element."""
+    columns, signs = weight.shape[1], vectors(weight.shape[1], number, torch.float32, weight.device)[HALF:]
+    largest = float(weight.abs().max())
+    parts = [
+        _of_rows(rows.float(), _hot(columns, number), signs, weight.dtype, bits, largest)
+        for rows in weight.detach().split(ROWS)  # type: ignore[no-untyped-call]
+    ]
+    expected, slack = (torch.cat(of, dim=1) for of in zip(*parts, strict=True))
+    return Products(number, weight.dtype, columns, expected, slack)
+
+
+@torch.inference_mode()
+def probe_products(model: torch.nn.Module, proven: ModelFingerprints) -> Difference:
+    """The live layers' products against the `proven` ones, under the rule of `proof_layers.compare`. On the engine's
+    thread: oneDNN's functions are not thread-safe."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    differ, unread = dict[str, str](), list[str]()
+    for name, products in proven.products.items():
+        try:
+            why = _differs(modules[name], products)
+        except Exception as error:  # some kernel does not take such vectors; generation is not to end with it
+            logger.warning("%s cannot be multiplied, so log-probs alone prove it: %r", name, error)
+            unread.append(name)
+            continue
+        if why is not None:
+            differ[name] = why
+    right = proven.products.keys() - differ.keys() - set(unread)
+    wrong = (
+        differ if proven.known is None else {name: why for name, why in differ.items() if _known(name) in proven.known}
+    )
+    if proven.known is not None:
+        proven.known.update(_known(name) for name in right)
+    unread += differ.keys() - wrong.keys()
+    return Difference(len(right) + len(wrong), sorted(f"{name} ({why})" for name, why in wrong.items()), sorted(unread))
+
+
+def _known(name: str) -> str:
+    return f"{name}.products"
+
+
+@contextmanager
+def watching(layers: Iterable[tuple[str, Any, Any]], prints: bool = False) -> Iterator[Watched]:
+    """While weights are loaded: notes what they are before vLLM packs or quantises them.
+
+    layers: name, live module, and the module that is loaded, which may be the same one. prints: also take fingerprints
+    of the weights of those that can be read back.
+    """
+    number = next(_updates)
+    watched, undo = Watched(), list[Callable[[], None]]()
+    names = {id(loaded): (name, live, cannot_be_read(live)) for name, live, loaded in layers if _is_linear(live)}
+    methods = {id(live.quant_method): live.quant_method for _, live, unread in names.values() if unread or prints}
+
+    def note(layer: Any) -> None:
+        name, live, unread = names.get(id(layer), ("", None, False))
+        weight = getattr(layer, "weight", None)
+        if not name or not isinstance(weight, torch.Tensor) or weight.is_meta or weight.ndim != 2 or not weight.numel():
+            return
+        if unread and weight.is_floating_point() and weight.itemsize > 1:
+            watched.products[name] = of_weight(weight, number, _bits(live))
+        elif prints and not unread:
+            watched.prints[f"{name}.weight"] = fingerprint(weight)
+
+    for method in methods.values():
+        undo.append(_noting(method, note))
+    try:
+        yield watched
+    finally:
+        for each in undo:
+            each()
+
+
+def _noting(method: Any, note: Callable[[Any], None]) -> Callable[[], None]:
+    original = method.process_weights_after_loading
+
+    def process(layer: Any, *args: Any, **named: Any) -> Any:
+        with torch.no_grad():
+            note(layer)
+        return original(layer, *args, **named)
+
+    method.process_weights_after_loading = process
+    return lambda: method.__dict__.pop("process_weights_after_loading", None)
+
+
+def _is_linear(module: Any) -> bool:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(module, LinearBase | ParallelLMHead) and getattr(module, "quant_method", None) is not None
+
+
+def _bits(live: Any) -> int | None:
+    """What a live layer keeps of each element; None: all."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    if type(live.quant_method).__name__.startswith("Unquantized"):
+        return None
+    # While a live layer is loaded where it is, vLLM keeps aside what it held.
+    aside = get_layerwise_info(live).kernel_tensors
+    parameters = aside[0] if aside is not None else live._parameters
+    kept = {tensor.dtype for tensor in parameters.values() if tensor is not None and tensor.itemsize == 1}
+    return 8 if kept and torch.uint8 not in kept else 4
+
+
+def _hot(columns: int, number: int) -> torch.Tensor:
+    return (torch.arange(HALF) + HALF * number) % columns
+
+
+def _of_rows(
+    rows: torch.Tensor, hot: torch.Tensor, signs: torch.Tensor, dtype: torch.dtype, bits: int | None, largest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """expected and slack [2 * HALF, n] of float32 rows [n, columns]."""
+    alone, together = rows[:, hot.to(rows.device)].T, signs @ rows.T
+    norm, sizes = rows.norm(dim=1), rows.abs().sum(dim=1)
+    eps, exact = _epsilon(dtype)
+    slack_alone = torch.zeros_like(alone) if exact else eps * alone.abs()
+    # The result is rounded, and so may be parts of the sum; the sum itself is in float32.
+    slack_together = eps * (together.abs() + norm / (4 if exact else 1)) + 2.0**-21 * sizes
+    if bits is not None:
+        own, others = ROUNDED[bits]
+        slack_alone = own * alone.abs() + others * largest
+        slack_together = slack_together + 3 * (own * norm + others * largest * math.sqrt(rows.shape[1]))
+    return torch.cat([alone, together]), torch.cat([slack_alone, slack_together])
+
+
+def _epsilon(dtype: torch.dtype) -> tuple[float, bool]:
+    """The step of a product's type next to 1, and whether a product with a one-hot vector is exact."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 2.0**-7, False
+    return torch.finfo(dtype).eps, True
+
+
+def _differs(layer: Any, products: Products) -> str | None:
+    device = products.expected.device
+    given = layer.quant_method.apply(layer, vectors(products.columns, products.number, products.dtype, device), None)
+    if given.shape != products.expected.shape:
+        raise ValueError(f"its products are {tuple(given.shape)}, not {tuple(products.expected.shape)}")
+    off = ~((given.float() - products.expected).abs() <= products.slack)
+    rows = off.any(dim=0).nonzero().flatten().tolist()
+    if not rows:
+        return None
+    return f"products of {len(rows)} rows, among them row {rows[0]}" if len(rows) > 1 else f"products of row {rows[0]}"

@@ -1,0 +1,69 @@
+"""A worker's end of the NCCL transport: vLLM's own engine, and an account of what it loads where it is.
+
+Nothing is built beside generation, so there is no shadow to compare the live layers with. What arrives is noted as it
+passes: each tensor once, and every parameter of the model from some of it. A tensor that is a parameter of the model as
+it stands (its name, shape and type) must be there bit for bit after the load; the parts of a fused layer are looked at
+as they stand in it, before vLLM packs or quantises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from weight_sync.vllm.engine.fingerprints import ModelFingerprints
+from weight_sync.vllm.engine.layer_proof import watching
+from weight_sync.vllm.engine.update import UpdateCheck
+
+
+class NcclEngine(NCCLWeightTransferEngine):
+    """`proven`: what the live layers must hold since the last update, None where that is not known."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.proven: ModelFingerprints | None = None
+        self._known: set[str] = set()
+        self._account: UpdateCheck | None = None
+
+    def start_weight_update(self) -> None:
+        self.proven = None
+        super().start_weight_update()
+        self._account = UpdateCheck(self.model)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Raises ValueError where a tensor comes twice, or in another type than the model's."""
+        account = self._account
+        if account is None:
+            raise RuntimeError("no update was begun: call /start_weight_update first")
+        account.check_announced(update_info.names, update_info.dtype_names, self.vllm_config)
+        load = self.model.load_weights
+
+        def noted(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                account.note(name, tensor)
+                yield name, tensor
+
+        with ExitStack() as undo:
+            watched = undo.enter_context(watching(self._layers(), prints=True))
+            self.model.load_weights = lambda weights: load(noted(weights))
+            undo.callback(self.model.__dict__.pop, "load_weights", None)
+            super().receive_weights(update_info)
+        account.take(watched)
+
+    def finish_weight_update(self) -> None:
+        """Raises ValueError where parameters of the model were not sent: the model is then not whole."""
+        account, self._account = self._account, None
+        if account is None:
+            raise RuntimeError("no update was begun: call /start_weight_update first")
+        account.check_whole()
+        with watching(self._layers(), prints=True) as watched:
+            super().finish_weight_update()
+        account.take(watched)
+        self.proven = ModelFingerprints(account.prints, products=account.products, known=self._known)
+
+    def _layers(self) -> list[tuple[str, Any, Any]]:
+        return [(name, module, module) for name, module in self.model.named_modules()]

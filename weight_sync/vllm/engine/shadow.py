@@ -1,0 +1,328 @@
+"""The new weights of one worker, made ready beside generation so that the pause holds nothing but an exchange.
+
+The shadow is a second tree of the model's modules (`twins`) that weights are loaded into and packed in, while the live
+modules generate. Under the pause the live modules take its tensors. The live model is not touched before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+from weight_sync.vllm.engine.fingerprints import held
+from weight_sync.vllm.engine.layer_proof import watching
+from weight_sync.vllm.engine.reload import Reload
+from weight_sync.vllm.engine.shadow_modules import CONTAINERS, Pair, bind_to_live, let_go, twins_of
+from weight_sync.vllm.staging import Weights
+from weight_sync.vllm.torch_packing import LOOKUP_ONLY, PackingError
+
+logger = logging.getLogger(__name__)
+
+# After the pause: to free the old weights takes longer than to exchange them.
+FREE_AFTER_S = 0.2
+
+SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+
+NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
+
+
+class NoShadow(Exception):
+    """Of this model no shadow can be built; the text says why."""
+
+
+def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
+    """What exchanges the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
+
+    Raises ValueError where names, shapes or types are not the model's. A model of which no shadow can be built is
+    loaded under the pause, which is said once.
+    """
+    check_types(model, vllm_config.model_config.dtype, weights)
+    check_width(model, vllm_config.model_config.model, weights)
+    try:
+        check_can_be_shadowed(model)
+        return Shadow(model, vllm_config, weights)
+    except NoShadow as why:
+        logger.warning("%s: weights are loaded under the pause, which takes longer", why)
+        return Reload(model, vllm_config.model_config, weights)
+
+
+def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
+    """Loaders cast in silence; what was sent in another type was not meant for this model."""
+    known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
+    for name, tensor in weights.items():
+        if tensor.dtype not in known:
+            raise ValueError(f"{name} came as {tensor.dtype}, and this server's model is {dtype}: set model.dtype")
+
+
+def check_width(model: Any, of: str, weights: Weights) -> None:
+    """vLLM's loaders assert shapes, and say nothing. What a table of tokens shows is looked at before anything is
+    loaded: rows and width are a model's own. of: the model that the server was started with."""
+    for name, module in model.named_modules():
+        sent = weights.get(f"{name}.weight")
+        if sent is None or not isinstance(module, VocabParallelEmbedding) or sent.ndim != 2:
+            continue
+        wanted = (module.org_vocab_size, module.embedding_dim)
+        if tuple(sent.shape) != wanted:
+            raise ValueError(f"{name}.weight came as {list(sent.shape)}, and {list(wanted)} is wanted: {_another(of)}")
+
+
+def _another(of: str) -> str:
+    return (
+        f"this server runs {of}, and the learner trains another model: start both with the same model.path and revision"
+    )
+
+
+def check_can_be_shadowed(model: Any) -> None:
+    """Raises `NoShadow`."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in SHADOWED:
+            raise NoShadow(f"{name} is quantised ({type(method).__name__})")
+        if is_deferred_attention_layer(module) and module._parameters:
+            raise NoShadow(f"{name} ({type(module).__name__}) makes weights of its own when it is loaded")
+        if getattr(module, "w13_bias", None) is not None:
+            raise NoShadow(f"{name} has experts with a bias, which their kernel holds")
+
+
+class Shadow:
+    """The new weights in modules of their own. `pairs`: the live modules and their twins, of those that were loaded;
+    `proven`: what the twins hold, which is what the live modules must hold after the exchange."""
+
+    def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
+        all_pairs = twins_of(model)
+        try:
+            with torch.no_grad(), _config_known(vllm_config):
+                parallel = vllm_config.parallel_config
+                whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
+                layers = [(pair.name, pair.live, pair.twin) for pair in all_pairs]
+                with watching(layers) as watched:
+                    self.pairs = _load(all_pairs, weights, whole, vllm_config.model_config.model)
+                if whole:
+                    check_rows(self.pairs, weights)
+        except BaseException:
+            let_go(all_pairs)
+            raise
+        self.proven = replace(held(all_pairs[0].twin), products=watched.products)
+        self._all = all_pairs
+        self._changes = [change for pair in self.pairs for change in _changes(pair)]
+
+    def exchange(self) -> None:
+        """Make the live modules compute with the shadow's tensors; generation must stand still."""
+        old: list[Any] = []
+        with torch.no_grad():
+            for change in self._changes:
+                old.append(change())
+        pairs, self.pairs, self._changes = self._all, [], []
+        self._all = []
+
+        def free() -> None:
+            let_go(pairs)
+            pairs.clear()
+            old.clear()
+
+        timer = threading.Timer(FREE_AFTER_S, free)
+        timer.daemon = True
+        timer.start()
+
+
+def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model") -> list[Pair]:
+    """Load `weights` into the twins and pack them; the pairs that were loaded. whole: no part of a tensor belongs to
+    another worker. of: the model that the server was started with."""
+    twin = pairs[0].twin
+    _mark_lookups(pairs)
+    initialize_layerwise_reload(twin)
+    for pair in pairs:
+        # Else what is processed would be copied into the live tensors.
+        pair.info.kernel_tensors = None
+    sizes = [pair.info.load_numel_total for pair in pairs]
+    reading = Reading(weights)
+    try:
+        twin.load_weights(reading)
+    except (AssertionError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{reading.place(pairs)} could not be loaded ({_words(error)}): {_another(of)}") from error
+    except PackingError as error:  # the model is the right one
+        raise PackingError(f"{reading.place(pairs)} was loaded, but not packed: {error}") from error
+    placed = sum(
+        size if not pair.info.can_load() else pair.info.load_numel for pair, size in zip(pairs, sizes, strict=True)
+    )
+    loaded = [pair for pair in pairs if _processed(pair)]
+    loaded += _tie([pair for pair in pairs if pair.info.can_load()], loaded)
+    _check_complete([pair for pair in pairs if pair not in loaded])
+    sent = sum(tensor.numel() for tensor in weights.values())
+    if whole and sent > placed and not _head_is_tied_and_sent(pairs, weights):
+        raise ValueError(f"of {sent} elements that were sent, {sent - placed} have no place in this server's model")
+    for pair in loaded:
+        _pack_experts(pair.twin)
+    return loaded
+
+
+class Reading:
+    """Weights by name, for a loader; knows at which one it is."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._at: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights.items():
+            self._at = name
+            yield name, tensor
+
+    def place(self, pairs: list[Pair]) -> str:
+        """The tensor that was read last, its shape, and that of the model's parameter of this name, if it has one."""
+        if self._at is None:
+            return "the first tensor"
+        shapes = {
+            f"{pair.name}.{name}".lstrip("."): tensor.shape
+            for pair in pairs
+            for name, tensor in pair.info.restore_metadata[0].items()
+        }
+        wanted = shapes.get(self._at)
+        there = f" into {list(wanted)}" if wanted is not None else ""
+        return f"{self._at} {list(self._weights[self._at].shape)}{there}"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _processed(pair: Pair) -> bool:
+    """Whether the twin was loaded. A vocabulary that is padded is loaded when all that was sent for it has come."""
+    info = pair.info
+    if not info.can_load():
+        return True
+    if info.load_numel == 0:
+        return False
+    if is_deferred_attention_layer(pair.twin):
+        raise NoShadow(f"{pair.name} ({type(pair.twin).__name__}) was sent scales")
+    if not isinstance(pair.twin, VocabParallelEmbedding):
+        raise ValueError(f"{pair.name}: {info.load_numel} of {info.load_numel_total} elements came")
+    _layerwise_process(pair.twin, info)
+    return True
+
+
+def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:
+    """Those of `left` whose parameters are the live tensors of loaded modules: a tied output head, packed anew."""
+    owners = {id(tensor): (pair, name) for pair in loaded for name, tensor in pair.live._parameters.items()}
+    tied = []
+    for pair in left:
+        shared = {n: owners[id(t)] for n, t in pair.live._parameters.items() if t is not None and id(t) in owners}
+        for name, (owner, owners_name) in shared.items():
+            pair.twin._parameters[name] = owner.twin._parameters[owners_name]
+        if shared:
+            if hasattr(pair.twin, "cpu_linear"):
+                pair.twin.quant_method.process_weights_after_loading(pair.twin)
+            tied.append(pair)
+    return tied
+
+
+def _check_complete(left: list[Pair]) -> None:
+    missing = [f"{pair.name}.{name}" for pair in left for name, size in _sizes(pair) if size]
+    if missing:
+        raise ValueError(f"{len(missing)} parameters of this server's model were not sent, among them {missing[0]}")
+
+
+def check_rows(pairs: list[Pair], weights: Weights) -> None:
+    """Embedding and output head must hold what arrived, row for row: a probe sees only the rows of its own tokens,
+    while every other layer's weights act on all of them.
+
+    Raises ValueError where some rows differ. A loader that makes another thing of every row is taken at its word.
+    """
+    for pair in pairs:
+        sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.twin, "weight", None)
+        if sent is None or not isinstance(pair.live, VocabParallelEmbedding) or not isinstance(weight, torch.Tensor):
+            continue
+        if weight.ndim != 2 or sent.shape[1:] != weight.shape[1:] or len(sent) > len(weight):
+            continue
+        held_rows = weight.detach()[: len(sent)]
+        if torch.equal(held_rows, sent):
+            continue
+        differ = (held_rows != sent.to(held_rows.device)).any(dim=1) & ~sent.isnan().any(dim=1).to(held_rows.device)
+        wrong = differ.nonzero().flatten().tolist()
+        if 0 < len(wrong) < len(sent) / 2:
+            raise ValueError(f"{pair.name}: {len(wrong)} rows are not those that arrived, among them row {wrong[0]}")
+
+
+def _sizes(pair: Pair) -> Iterator[tuple[str, int]]:
+    params, _ = pair.info.restore_metadata
+    yield from ((name, tensor.numel()) for name, tensor in params.items())
+
+
+def _head_is_tied_and_sent(pairs: list[Pair], weights: Weights) -> bool:
+    return "lm_head.weight" in weights and any(isinstance(pair.live, ParallelLMHead) for pair in pairs)
+
+
+def _mark_lookups(pairs: list[Pair]) -> None:
+    """An embedding beside a head of its own multiplies nothing, and needs no packing."""
+    heads = [pair for pair in pairs if isinstance(pair.live, ParallelLMHead)]
+    for pair in pairs:
+        if isinstance(pair.live, VocabParallelEmbedding) and pair not in heads and heads:
+            pair.twin.__dict__[LOOKUP_ONLY] = True
+
+
+def _pack_experts(twin: Any) -> None:
+    """vLLM packs experts at their first load only."""
+    kernel = getattr(getattr(twin, "quant_method", None), "moe_kernel", None)
+    if kernel is not None and twin.w13_weight.device.type == "cpu":
+        kernel.fused_experts.process_weights_after_loading(twin)
+
+
+def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
+    """What makes the live module hold what its twin holds; each returns what it took out."""
+    for container in ("_parameters", "_buffers"):
+        old = getattr(pair.live, container)
+        for name, tensor in getattr(pair.twin, container).items():
+            if tensor is None or tensor is old.get(name) or tensor.is_meta:
+                continue
+            bind_to_live(tensor, pair)
+            live = old.get(name)
+            # Others hold these by reference: a router's bias, and on a GPU the captured graphs.
+            if live is not None and (name in SKIP_TENSORS or live.device.type != "cpu"):
+                yield partial(live.data.copy_, tensor.data)
+            else:
+                yield partial(_put, old, name, tensor)
+    for name, value in pair.twin.__dict__.items():
+        live = pair.live.__dict__.get(name)
+        if name in NOT_LOADED or live is value:
+            continue
+        if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.device.type != "cpu":
+            # Products of weights, kept beside them: captured graphs hold these, too.
+            yield partial(live.copy_, value)
+        else:
+            yield partial(_put, pair.live.__dict__, name, value)
+
+
+def _put(where: dict[str, Any], name: str, value: Any) -> Any:
+    old = where.get(name)
+    where[name] = value
+    return old
+
+
+class _config_known:  # noqa: N801
+    """vLLM's current configuration, for loaders that ask. It is one of the process: a worker has never another."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
+
+    def __enter__(self) -> None:
+        from vllm.config import vllm as module
+
+        self._before = module._current_vllm_config
+        module._current_vllm_config = self._config
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.config import vllm as module
+
+        module._current_vllm_config = self._before

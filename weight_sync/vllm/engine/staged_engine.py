@@ -1,0 +1,128 @@
+"""vLLM's end of every transport that stages: receive and build beside generation, exchange under the pause.
+
+A call to an engine blocks vLLM's engine loop, so `update_weights` hands the work to a thread and returns. The live
+model is touched by `finish_weight_update` alone, which vLLM's worker calls inside the swap.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from weight_sync.vllm import torch_packing
+from weight_sync.vllm.staging import Staging, Weights
+
+
+class Receiver(Protocol):
+    """A worker's end of a connection to the learner."""
+
+    def receive(self, update_info: Any, /, *into: Any) -> Weights:
+        """Verified weights by name, in checkpoint format: views of memory that is good until the next update.
+
+        Runs on a thread beside generation. Raises whatever says why they did not arrive; the text reaches the learner.
+        """
+
+    def close(self) -> None:
+        """Let go of the learner. Never raises, and may be called again."""
+
+
+class StagedEngine(WeightTransferEngine):
+    """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls` and `join`. See vLLM's
+    `WeightTransferEngine` for when each method is called.
+
+    `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.engine.fingerprints.ModelFingerprints`), None where that is
+    not known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.engine.shadow.build` made them;
+    None before and after.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.proven: Any = None
+        self._staging: Staging | None = None
+        self._reception: Any = None
+        if self.device.type == "cpu":
+            torch_packing.install()
+
+    @property
+    def shadow(self) -> Any:
+        return self._staging.shadow if self._staging is not None else None
+
+    def join(self, init_info: Any) -> Receiver:
+        """Meet the learner that `init_info` names."""
+        raise NotImplementedError
+
+    @property
+    def group_rank(self) -> int:
+        """This worker's in a group of the learner, which is 0, and all workers of the server."""
+        parallel = self.parallel_config
+        return 1 + int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.shutdown()
+        self._reception = self.join(init_info)
+
+    def receive(self, update_info: Any) -> Weights:
+        """As `Reception.receive`, of what `init_transfer_engine` met."""
+        reception = self._reception
+        if reception is None:
+            raise RuntimeError("the learner was let go")
+        return self.received(reception, update_info)
+
+    def received(self, reception: Any, update_info: Any) -> Weights:
+        weights: Weights = reception.receive(update_info)
+        return weights
+
+    def start_weight_update(self) -> None:
+        """Raises RuntimeError while the thread of the update before still works."""
+        if self._staging is not None and self._staging.is_alive():
+            raise RuntimeError("the reception of the last update has not ended")
+        self._staging = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Begin to receive and to build; `staging` tells how far it is."""
+        if self._reception is None:
+            raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
+        if self._staging is not None and self._staging.is_alive():
+            raise RuntimeError("the reception of the last update has not ended")
+        self._staging = Staging(lambda: self.receive(update_info), self.build)
+        self._staging.start()
+
+    def build(self, weights: Weights) -> Any:
+        """The shadow of `self.model` with `weights`. Raises ValueError where they are not the model's."""
+        from weight_sync.vllm.engine.shadow import build
+
+        return build(self.model, self.vllm_config, weights)
+
+    def staging(self, wait_s: float = 0.0) -> dict[str, Any]:
+        """How far the update is: `stage` ("receiving", "building", "ready" or "failed"), `error`, `seconds` by stage.
+        Waits at most `wait_s` for the end of the thread."""
+        if self._staging is None:
+            return {"stage": "failed", "error": "no weights were sent since start_weight_update", "seconds": {}}
+        if wait_s:
+            self._staging.join(wait_s)
+        return self._staging.report()
+
+    def finish_weight_update(self) -> None:
+        """Exchange the live weights for the shadow's; generation must stand still.
+
+        Raises RuntimeError, before the model is touched, where they are not ready.
+        """
+        report = self.staging()
+        if report["stage"] != "ready":
+            raise RuntimeError(f"weights not swapped: {report['error'] or 'they have not all arrived'}")
+        staging, self._staging = self._staging, None
+        assert staging is not None
+        self.proven = None
+        staging.shadow.exchange()
+        self.proven = getattr(staging.shadow, "proven", None)
+
+    def shutdown(self) -> None:
+        """Drop the connection and what is staged."""
+        self._staging = None
+        reception, self._reception = self._reception, None
+        if reception is not None:
+            reception.close()

@@ -1,0 +1,81 @@
+"""What one update writes into a live model, where it is: each tensor once, each parameter from some of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+from weight_sync.vllm.engine.fingerprints import fingerprint
+from weight_sync.vllm.engine.layer_proof import Products, Watched
+
+
+class UpdateCheck:
+    """Of one update of `model`, which vLLM has made ready to load. prints: what the live tensors must be then, by name;
+    products: of layers that cannot be read."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.prints: dict[str, str] = {}
+        self.products: dict[str, Products] = {}
+        self._model = model
+        self._as_they_stand = {
+            name: (parameter.shape, parameter.dtype)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self._seen: set[str] = set()
+
+    def check_announced(self, names: Sequence[str], dtypes: Sequence[str], vllm_config: Any) -> None:
+        """Before anything is received. Raises ValueError."""
+        twice = [name for name, times in Counter([*names, *self._seen]).items() if times > 1]
+        if twice:
+            raise ValueError(f"{len(twice)} tensors were sent twice, among them {twice[0]}")
+        known = {str(dtype) for _, dtype in self._as_they_stand.values()} | {str(vllm_config.model_config.dtype)}
+        known |= {str(buffer.dtype) for buffer in self._model.buffers()}
+        for name, dtype in zip(names, dtypes, strict=True):
+            if f"torch.{dtype}" not in known:
+                raise ValueError(f"{name} came as {dtype}, and this server's model is {sorted(known)}: set model.dtype")
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """What is about to be loaded."""
+        self._seen.add(name)
+        if self._as_they_stand.get(name) == (tensor.shape, tensor.dtype):
+            self.prints[name] = fingerprint(tensor)
+
+    def take(self, watched: Watched) -> None:
+        """What layers held as they were loaded; what arrived under a parameter's own name says more."""
+        self.prints = watched.prints | self.prints
+        self.products |= watched.products
+
+    def check_whole(self) -> None:
+        """Before vLLM ends the load, which keeps the old weights of a layer that was sent nothing, and only warns.
+
+        Raises ValueError.
+        """
+        short = [name for name, module in self._model.named_modules() for name in self._short(name, module)]
+        if short:
+            raise ValueError(
+                f"{len(short)} parameters of this server's model were not sent whole, among them {short[0]}: it holds "
+                f"older weights there"
+            )
+
+    def _short(self, name: str, module: Any) -> Iterator[str]:
+        info = get_layerwise_info(module)
+        parameters = {of: tensor for of, tensor in info.restore_metadata[0].items() if of not in SKIP_TENSORS}
+        if not info.can_load() or not parameters or is_deferred_attention_layer(module):
+            return
+        # A tied head has the embedding's weight, and a padded vocabulary is more than was sent.
+        if isinstance(module, ParallelLMHead) and info.load_numel == 0:
+            return
+        if isinstance(module, VocabParallelEmbedding) and info.load_numel > 0:
+            return
+        # Some quantised layers have more than a checkpoint holds, and experts may be another worker's.
+        plain = type(getattr(module, "quant_method", None)).__name__.startswith(("Unquantized", "NoneType"))
+        plain = plain and all(tensor.ndim < 3 for tensor in parameters.values())
+        if info.load_numel == 0 or (plain and info.load_numel < sum(tensor.numel() for tensor in parameters.values())):
+            yield from (f"{name}.{of}" for of in parameters)

@@ -1,0 +1,113 @@
+"""The adapters that a server can be asked for, and the newest proven one of them.
+
+An adapter is loaded under its own name beside those that serve, proven, and only then served: no token is sampled from
+weights that are not proven, and there is no pause. Requests in flight keep theirs: the file of one that a request may
+still need is not removed, since vLLM reads it again after its cache has let go of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+
+from protocol.adapter_names import label_in
+from weight_sync.vllm.adapter_store import AdapterStore
+from weight_sync.vllm.engine_state import condition_of
+from weight_sync.vllm.route import RouteError
+
+logger = logging.getLogger(__name__)
+
+# So many of those that served last may still be asked for by name.
+KEPT = 3
+
+
+class LoadedAdapters:
+    """Of one engine. `served`: the newest proven one's name, None before the first.
+
+    models: vLLM's `OpenAIServingModels`, which knows adapters by name; engine: its client.
+    """
+
+    def __init__(self, engine: Any, models: Any, store: AdapterStore) -> None:
+        self.served: str | None = None
+        self.store = store
+        self.engine = engine
+        self._models = models
+        self._order: list[str] = []
+        self._lock = asyncio.Lock()
+
+    def state(self) -> dict[str, Any]:
+        """The answer of `GET /slipstream/adapters`."""
+        lora = self.engine.vllm_config.lora_config
+        return {
+            "enabled": lora is not None,
+            "max_rank": lora.max_lora_rank if lora is not None else 0,
+            "served": self.served,
+            "loaded": self._loaded(),
+        }
+
+    async def load(self, name: str, config: str, digest: str) -> dict[str, Any]:
+        """Have the engine load what has arrived; harmless if it has. Raises `RouteError` 422 where vLLM refuses it, and
+        `StoreError`."""
+        async with self._lock:
+            if name in self._models.lora_requests:
+                return {"load_s": 0.0}
+            folder = await asyncio.to_thread(self.store.complete, name, config, digest)
+            began = time.monotonic()
+            wanted = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder))
+            refusal = _refusal(await self._models.load_lora_adapter(wanted))
+            if refusal is not None:
+                self.store.keep(set(self.store.whole) - {name})
+                raise RouteError(422, f"vLLM does not load the adapter {name}: {refusal}")
+            return {"load_s": time.monotonic() - began}
+
+    async def serve(self, name: str) -> dict[str, Any]:
+        """Name `name` to everybody who asks, and let go of what is old. Raises `RouteError` 409 for one that is not
+        loaded."""
+        async with self._lock:
+            if name not in self._models.lora_requests:
+                raise RouteError(409, f"the adapter {name} is not loaded")
+            self._name(name)
+            self._order = [*(other for other in self._order if other != name), name][-KEPT:]
+            # Their files go with a later call: a request may just be on its way into the engine.
+            kept = {*self._order, *self._loaded(), *self._in_use()}
+            gone = await asyncio.to_thread(self.store.keep, kept)
+            for old in self._loaded():
+                if old not in self._order:
+                    await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=old))
+            return {"removed": len(gone)}
+
+    async def clear(self) -> None:
+        """Before the base changes: what was proven over it is proven no more."""
+        async with self._lock:
+            self._name(None)
+            self._order = []
+            for name in self._loaded():
+                await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+
+    def adapter(self, name: str) -> Any:
+        """vLLM's `LoRARequest` of it; None: not loaded."""
+        return self._models.lora_requests.get(name)
+
+    def _name(self, served: str | None) -> None:
+        """To workers, and as the label of what this server holds."""
+        self.served = served
+        condition_of(self.engine).adapter = None if served is None else str(label_in(served))
+
+    def _loaded(self) -> list[str]:
+        """Of ours; a person may have loaded others."""
+        return [name for name in self._models.lora_requests if label_in(name) is not None]
+
+    def _in_use(self) -> set[str]:
+        """Adapters of the requests that are in flight."""
+        states = self.engine.output_processor.request_states.values()
+        return {state.lora_name for state in states if state.lora_name is not None}
+
+
+def _refusal(answer: Any) -> str | None:
+    """vLLM answers a text where it has loaded an adapter, and an error's description where not."""
+    error = getattr(answer, "error", None)
+    return None if error is None else str(error.message)

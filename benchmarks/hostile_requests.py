@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol import codec, routes
+from protocol import access, codec
 from protocol.client import JSON, MSGPACK, QueueClient
 from protocol.messages import BeginSession, Server, ServerState, TicketRequest
 from rollout_queue.service import listen
@@ -43,18 +43,18 @@ SERVE = (
     "import sys; from protocol.config import load; from rollout_queue.service import serve; serve(load(sys.argv[1]))"
 )
 ROUTES = [
-    ("POST", routes.TICKETS),
+    ("POST", access.TICKETS),
     ("POST", "/v1/tickets/0.0/fail"),
     ("POST", "/v1/workers/w"),
     ("PUT", "/v1/groups/0.0"),
-    ("POST", routes.LEASES),
+    ("POST", access.LEASES),
     ("POST", "/v1/leases/l/ack"),
     ("POST", "/v1/leases/l/renew"),
     ("POST", "/v1/leases/l/release"),
-    ("POST", routes.POLICY),
+    ("POST", access.POLICY),
     ("PUT", "/v1/servers/vllm-9"),
-    ("POST", routes.FINISH),
-    ("GET", routes.STATUS),
+    ("POST", access.FINISH),
+    ("GET", access.STATUS),
 ]
 # Messages that are right but for what an attack puts in the place of one value.
 CONTROL = [
@@ -154,7 +154,7 @@ class Attack:
         value = self._random.choice(
             ["0", "1", "-1", "99999999999999999999", "abc", "5\r\nContent-Length: 6", "1e3", ""]
         )
-        return (self.http("POST", routes.TICKETS, b'{"worker_id": "w"}', f"Content-Length: {value}\r\n"),)
+        return (self.http("POST", access.TICKETS, b'{"worker_id": "w"}', f"Content-Length: {value}\r\n"),)
 
     def unknown_route(self) -> Request:
         return (self.http("GET", "/" + "".join(self._random.choices("abc/.%2e?#;", k=30))),)
@@ -170,7 +170,7 @@ class Attack:
         return (self.http("PUT", "/v1/servers/" + name[:1000], body.encode()),)
 
     def chunked(self) -> Request:
-        head = self.http("POST", routes.TICKETS, headers="Transfer-Encoding: chunked\r\n")
+        head = self.http("POST", access.TICKETS, headers="Transfer-Encoding: chunked\r\n")
         frames = [
             b"1\r\na\r\n" * 20_000, b"zz\r\n", b"ffffffffffffffffff\r\n", b"1;" + b"x" * MIB, b"2\r\n{}\r\n0\r\n\r\n",
             b"2\r\n{}\r\n0\r\nX: " + b"t" * MIB, b"-1\r\n",
@@ -178,7 +178,7 @@ class Attack:
         return (head + self._random.choice(frames),)
 
     def trickle(self) -> Request:
-        head = self.http("POST", routes.TICKETS, headers="Transfer-Encoding: chunked\r\n")
+        head = self.http("POST", access.TICKETS, headers="Transfer-Encoding: chunked\r\n")
         return (head, *[b"1\r\n \r\n"] * 10)
 
     def half_open(self) -> Request:
@@ -198,20 +198,20 @@ class Attack:
                 "Authorization: \udcff\r\n", "Origin: \udcff\r\n", "Transfer-Encoding: gzip, chunked\r\n", "X y: z\r\n",
             ]
         )  # fmt: skip
-        return (self.http("POST", routes.TICKETS, b"{}", lines),)
+        return (self.http("POST", access.TICKETS, b"{}", lines),)
 
     def huge_head(self) -> Request:
         size = self._random.choice([70_000, MIB, 8 * MIB])
         return (self._random.choice([b"GET /", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\n"]) + b"a" * size,)
 
     def pipelined(self) -> Request:
-        return (self.http("GET", routes.STATUS) * 500,)
+        return (self.http("GET", access.STATUS) * 500,)
 
     def web_page(self) -> Request:
         lines = self._random.choice(
             ["Host: evil.example\r\n", "Origin: http://evil.example\r\n", "Content-Type: text/plain\r\n"]
         )
-        return (self.http("POST", routes.FINISH, b'{"session": 1}', lines),)
+        return (self.http("POST", access.FINISH, b'{"session": 1}', lines),)
 
     def hostile_path(self) -> Request:
         method, path = self._random.choice(

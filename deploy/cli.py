@@ -25,8 +25,8 @@ from deploy.servers import devices, tokens
 from deploy.servers.tokens import check_arguments, check_secret
 from protocol import access
 from protocol.client import QueueError
-from protocol.config import ConfigError, Need, RunConfig, load, missing_files, parse_overrides, quorum, resolve, to_toml
-from protocol.config.algorithm import doubts
+from protocol.config import ConfigError, Need, RunConfig, checks, load, missing_files, parse_overrides, resolve, to_toml
+from protocol.config.checks import find_algorithm_doubts
 from protocol.config.fingerprint import release
 from protocol.config.text import nearest
 
@@ -93,7 +93,7 @@ def config(
         hint = f"did you mean {meant}?" if meant else f"the sections are: {', '.join(RunConfig.model_fields)}"
         raise ConfigError(f"--section {section}: there is no such section; {hint}")
     typer.echo(to_toml(found, section and [section], unset.keys()))
-    doubted = [*doubts(found.learner), *quorum.doubts(found.weight_sync, found.vllm)]
+    doubted = [*find_algorithm_doubts(found.learner), *checks.find_quorum_doubts(found.weight_sync, found.vllm)]
     for fault in [*doubted, *(missing_files(found, EVERYTHING) if run_file else [])]:
         print(f"slipstream: warning: {fault}", file=sys.stderr)
 

@@ -13,7 +13,7 @@ from typing import Literal
 from deploy.placement import Placement, place
 from deploy.servers.devices import DevicePlan, environment_of, nccl_environment
 from deploy.servers.vllm_server import on_cpu
-from protocol import access, routes
+from protocol import access
 from protocol.config import RunConfig
 
 # What a process is for, and the name of its command.
@@ -68,7 +68,7 @@ def programs(config: RunConfig, run_file: Path, resume: bool, devices: DevicePla
     on_gpus = {f"vllm-{index}": environment_of(seat) for index, seat in enumerate(seats)}
     own = environment_of(devices.learner) if devices else {}
     return [
-        program("queue", "queue", health=config.queue.url + routes.HEALTH),
+        program("queue", "queue", health=config.queue.url + access.HEALTH),
         *(
             _with(program(name, "vllm", "--index", str(index), health=f"{url}/health"), on_gpus.get(name, {}))
             for index, (name, url) in enumerate(servers.items())

@@ -15,7 +15,7 @@ from learner.report.progress import TerminalProgress
 from protocol import reasons
 from protocol.client import QueueRefused
 from protocol.config import RunConfig
-from protocol.evaluations import Evaluation, EvaluationRequest, figures
+from protocol.status import Evaluation, EvaluationRequest, evaluation_metrics
 
 _POLL_S = 10.0
 
@@ -95,7 +95,7 @@ class Evaluator:
         if self._journal is not None and self._open:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
         fresh, self._fresh = self._fresh, []
-        return [figures(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
+        return [evaluation_metrics(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
 
     def wait(self) -> None:
         """Wait for those that are open. The queue ends each at its time-out at the latest."""

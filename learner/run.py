@@ -29,8 +29,8 @@ from learner.report.trackers import installed
 from learner.training.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.client import QueueClient
-from protocol.config import ConfigError, RunConfig, adapter_checks, quorum
-from protocol.config.algorithm import doubts
+from protocol.config import ConfigError, RunConfig, adapter_checks, checks
+from protocol.config.checks import find_algorithm_doubts
 from weight_sync.publisher import Publisher
 from weight_sync.weights import snapshot
 
@@ -78,8 +78,11 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
             progress.say(start.algorithm(config.learner))
-            doubted = [*doubts(config.learner), *adapter_checks.find_adapter_doubts(config.learner, config.lora)]
-            for doubt in [*doubted, *quorum.doubts(config.weight_sync, config.vllm)]:
+            doubted = [
+                *find_algorithm_doubts(config.learner),
+                *adapter_checks.find_adapter_doubts(config.learner, config.lora),
+            ]
+            for doubt in [*doubted, *checks.find_quorum_doubts(config.weight_sync, config.vllm)]:
                 progress.warn(doubt)
             for said in unheeded:
                 progress.warn(said)

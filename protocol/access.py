@@ -7,6 +7,8 @@ itself crosses no network, and who holds a role's token can derive neither the s
 
 worker: draws tickets, hands in groups, samples from the servers. learner: everything that changes the run's weights,
 its registry of servers and its position. viewer: reads status, metrics and rollouts, as every role may.
+
+Paths of the queue service. A name ending in `_OF` is a format string.
 """
 
 from __future__ import annotations
@@ -162,3 +164,40 @@ class AccessTokens:
             f"{asked} needs the token of a {needed}, and this is a {holder}'s: set {TOKEN_VARIABLE} to what `slipstream "
             f"token {needed}` prints where the run's secret is",
         )
+
+
+TICKETS = "/v1/tickets"
+
+TICKET_FAIL_OF = "/v1/tickets/{id}/fail"
+
+WORKER_OF = "/v1/workers/{id}"
+
+GROUP_OF = "/v1/groups/{id}"
+
+LEASES = "/v1/leases"
+
+LEASE_ACK_OF = "/v1/leases/{id}/ack"
+
+LEASE_RENEW_OF = "/v1/leases/{id}/renew"
+
+LEASE_RELEASE_OF = "/v1/leases/{id}/release"
+
+POLICY = "/v1/policy"
+
+EVALUATIONS = "/v1/evaluations"
+
+SERVERS = "/v1/servers"
+
+SERVER_OF = "/v1/servers/{name}"
+
+ROLLOUTS = "/v1/rollouts"
+
+STATUS = "/v1/status"
+
+FINISH = "/v1/run/finish"
+
+METRICS = "/metrics"
+
+HEALTH = "/healthz"
+
+READY = "/readyz"

@@ -1,7 +1,11 @@
-"""What a URL and an MCP server's address look like. Each raises `ValueError` with the remedy."""
+"""What a URL and an MCP server's address look like. Each raises `ValueError` with the remedy.
+
+What a vLLM server may be called in a run, and where it may be: its URL in one spelling.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from urllib.parse import urlsplit
 
@@ -41,3 +45,38 @@ def _is_url(text: str) -> bool:
     except ValueError:  # brackets that do not close, or a port that is no number
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and not any(map(str.isspace, text))
+
+
+LONGEST_NAME = 64
+
+_PORTS = {"http": 80, "https": 443}
+
+_WORD = re.compile(r"[^\s/]+")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError. It stands in routes, logs and labels of metrics."""
+    if len(name) > LONGEST_NAME or not name.isprintable() or not _WORD.fullmatch(name):
+        raise ValueError(
+            f"server name {name[: LONGEST_NAME + 1]!r}: take a printable word of at most {LONGEST_NAME} characters, "
+            f"without spaces and slashes"
+        )
+
+
+def normal_url(url: str) -> str:
+    """The same for all spellings of one address: small letters, no port that goes without saying, no slash at the end.
+
+    Raises ValueError for what is not the http(s) URL of a host, or has more than host, port and path.
+    """
+    wanted = f"server URL {url[:200]!r}: write it as http://host:port"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:  # a port that is not a number, a bracket that is not closed
+        raise ValueError(f"{wanted} ({error})") from None
+    plain = url.isprintable() and not re.search(r"[\s?#@\\\\]", url)
+    if parts.scheme not in _PORTS or not host or port == 0 or not plain:
+        raise ValueError(wanted)
+    named = f"[{host}]" if ":" in host else host.rstrip(".")
+    shown = "" if port in (None, _PORTS[parts.scheme]) else f":{port}"
+    return f"{parts.scheme}://{named}{shown}{parts.path.rstrip('/')}"

@@ -4,13 +4,17 @@ A call that cannot reach the queue, or meets a 5xx, is tried again with growing 
 long-poll's own wait comes on top): that is what lets the queue be killed and restarted under a run. Every route is
 safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused`, with a code of `protocol.reasons`. A full
 queue is waited for, within `FULL_PATIENCE_S`. Every error names the URL that was asked.
+
+Why a connection failed, in words that name what to look at.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -28,11 +32,11 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from protocol import codec, reasons, routes, unconnected
-from protocol.evaluations import Evaluation, EvaluationRequest
+from protocol import access, codec, reasons
 from protocol.messages import (
     BeginSession,
     Checkpointed,
+    ErrorBody,
     FinishRun,
     Group,
     LeaseAck,
@@ -41,7 +45,6 @@ from protocol.messages import (
     LeaseReply,
     LeaseRequest,
     PolicyCommand,
-    Problem,
     RunPosition,
     Server,
     ServerChange,
@@ -53,7 +56,24 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.rollouts import RolloutView
-from protocol.status import Status
+from protocol.status import Evaluation, EvaluationRequest, Status
+
+
+def connection_failure(error: BaseException) -> str:
+    """Of any error of aiohttp's client; never empty."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return of_host(error.host, error.os_error)
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
+
+
+def of_host(host: str, error: BaseException) -> str:
+    """Of a host name that could not be looked up. The numbers of such errors are not those of `os.strerror`."""
+    if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+        return f"host name {host} cannot be looked up now: {error.strerror}"
+    return f"host name {host} is not known"
+
 
 T = TypeVar("T")
 
@@ -75,7 +95,7 @@ class QueueError(RuntimeError):
 class QueueRefused(QueueError):
     """A 4xx answer. `reason` is the queue's code, `retry_after_s` is set with 429."""
 
-    def __init__(self, status: int, problem: Problem, retry_after_s: float | None = None, url: str = "") -> None:
+    def __init__(self, status: int, problem: ErrorBody, retry_after_s: float | None = None, url: str = "") -> None:
         asked = f" [{url}]" if url else ""
         # What differs from the run is for a person to read, who did not ask this URL.
         alone = problem.reason in (reasons.FINGERPRINT, reasons.SESSION_AWAITED)
@@ -143,22 +163,22 @@ class QueueClient:
     async def tickets(self, request: TicketRequest) -> TicketReply:
         """Wait up to `request.wait_s` for tickets; an empty reply means none yet. Raises `RunFinished`, `GaveUp`."""
         try:
-            body = await self._call("POST", routes.TICKETS, request, wait_s=request.wait_s)
+            body = await self._call("POST", access.TICKETS, request, wait_s=request.wait_s)
         except QueueRefused as refusal:
             if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
             raise
-        return self._understood(routes.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
+        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
 
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
-        await self._call("POST", routes.TICKET_FAIL_OF.format(id=ticket_id), failure)
+        await self._call("POST", access.TICKET_FAIL_OF.format(id=ticket_id), failure)
 
     async def heartbeat(self, report: WorkerReport) -> WorkerReply:
-        return await self._ask(WorkerReply, "POST", routes.WORKER_OF.format(id=report.worker_id), report)
+        return await self._ask(WorkerReply, "POST", access.WORKER_OF.format(id=report.worker_id), report)
 
     async def sign_off(self, worker_id: str) -> None:
         """The worker ends, and has nothing under way any more."""
-        await self._call("DELETE", routes.WORKER_OF.format(id=quote(worker_id, safe="")))
+        await self._call("DELETE", access.WORKER_OF.format(id=quote(worker_id, safe="")))
 
     async def submit(self, group: Group) -> bool:
         """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again, for the
@@ -167,7 +187,7 @@ class QueueClient:
         Raises `Refused`: 410 the ticket is no longer ours, or the run is over, 413 too large, 422 a rule of the door.
         """
         data = codec.encode(group)
-        path = routes.GROUP_OF.format(id=group.ticket_id)
+        path = access.GROUP_OF.format(id=group.ticket_id)
         patience_s = max(self.patience_s, FULL_PATIENCE_S)
         deadline = time.monotonic() + patience_s
         while True:
@@ -186,23 +206,23 @@ class QueueClient:
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Wait up to `request.wait_s` for groups; may return none."""
-        body = await self._call("POST", routes.LEASES, request, wait_s=request.wait_s)
-        return self._understood(routes.LEASES, codec.decode, body, LeaseReply)
+        body = await self._call("POST", access.LEASES, request, wait_s=request.wait_s)
+        return self._understood(access.LEASES, codec.decode, body, LeaseReply)
 
     async def ack(self, lease_id: str, ack: LeaseAck) -> RunPosition:
-        return await self._ask(RunPosition, "POST", routes.LEASE_ACK_OF.format(id=lease_id), ack)
+        return await self._ask(RunPosition, "POST", access.LEASE_ACK_OF.format(id=lease_id), ack)
 
     async def renew(self, lease_id: str, session: int, have: Sequence[str] = ()) -> dict[str, str]:
         """Returns which of the groups in `have` must not be trained, and why."""
-        path = routes.LEASE_RENEW_OF.format(id=lease_id)
+        path = access.LEASE_RENEW_OF.format(id=lease_id)
         return (await self._ask(LeaseRenewed, "POST", path, LeaseRenewal(session, list(have)))).revoked
 
     async def release(self, lease_id: str, session: int) -> None:
         """Give a lease's groups back untrained."""
-        await self._call("POST", routes.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
+        await self._call("POST", access.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
 
     async def position(self) -> RunPosition:
-        return await self._ask(RunPosition, "GET", routes.POLICY)
+        return await self._ask(RunPosition, "GET", access.POLICY)
 
     async def begin_session(self, begin: BeginSession) -> RunPosition:
         return await self._command(begin)
@@ -214,32 +234,32 @@ class QueueClient:
         return await self._command(Waiting(session, what))
 
     async def servers(self) -> list[Server]:
-        return await self._ask(list[Server], "GET", routes.SERVERS)
+        return await self._ask(list[Server], "GET", access.SERVERS)
 
     async def put_server(self, server: Server, session: int | None = None) -> Server:
         """Register a server or change its state; raises `Refused` (409) for a change that is not allowed.
 
         Without the learner's session a server can only be registered as joining, or reported as down.
         """
-        path = routes.SERVER_OF.format(name=server.name)
+        path = access.SERVER_OF.format(name=server.name)
         return await self._ask(Server, "PUT", path, ServerChange(server, session))
 
     async def remove_server(self, name: str, now: bool = False) -> list[Server]:
         """Let a server drain, or end it `now`; returns those that are registered then. Raises `Refused` for one that is
         not."""
-        path = routes.SERVER_OF.format(name=quote(name, safe=""))
+        path = access.SERVER_OF.format(name=quote(name, safe=""))
         return await self._ask(list[Server], "DELETE", f"{path}?now=true" if now else path)
 
     async def status(self) -> Status:
-        return await self._ask(Status, "GET", routes.STATUS)
+        return await self._ask(Status, "GET", access.STATUS)
 
     async def evaluate(self, request: EvaluationRequest) -> list[Evaluation]:
         """Ask for an evaluation; returns all that the queue knows, in the order in which they were asked for."""
-        return await self._ask(list[Evaluation], "POST", routes.EVALUATIONS, request)
+        return await self._ask(list[Evaluation], "POST", access.EVALUATIONS, request)
 
     async def evaluations(self, wait_s: float = 0.0) -> list[Evaluation]:
         """All evaluations that the queue knows; while one is open, waits up to `wait_s` for one to end."""
-        path = f"{routes.EVALUATIONS}?wait_s={wait_s:g}"
+        path = f"{access.EVALUATIONS}?wait_s={wait_s:g}"
         body = await self._call("GET", path, wait_s=wait_s)
         return self._understood(path, codec.decode_json, body, list[Evaluation])
 
@@ -247,13 +267,13 @@ class QueueClient:
         """At most `limit` of the rollouts that the queue remembers, newest first; `worst`: lowest reward first;
         `evals`: those of evaluations."""
         asked = f"limit={limit}&worst={str(worst).lower()}&eval={str(evals).lower()}"
-        return await self._ask(list[RolloutView], "GET", f"{routes.ROLLOUTS}?{asked}")
+        return await self._ask(list[RolloutView], "GET", f"{access.ROLLOUTS}?{asked}")
 
     async def finish(self, session: int) -> None:
-        await self._call("POST", routes.FINISH, FinishRun(session))
+        await self._call("POST", access.FINISH, FinishRun(session))
 
     async def _command(self, command: PolicyCommand) -> RunPosition:
-        return await self._ask(RunPosition, "POST", routes.POLICY, command)
+        return await self._ask(RunPosition, "POST", access.POLICY, command)
 
     async def _ask(self, kind: type[T], method: str, path: str, message: msgspec.Struct | None = None) -> T:
         return self._understood(path, codec.decode_json, await self._call(method, path, message), kind)
@@ -326,7 +346,7 @@ class QueueClient:
                     raise QueueRefused(response.status, problem, _retry_after(response), asked)
                 return body
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _Transient(f"{asked}: {unconnected.why(error)}") from error
+            raise _Transient(f"{asked}: {connection_failure(error)}") from error
 
 
 def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[str, str]]:
@@ -337,12 +357,12 @@ def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[st
     return codec.encode_json(message), {"Content-Type": JSON}
 
 
-def _problem(status: int, body: bytes) -> Problem:
+def _problem(status: int, body: bytes) -> ErrorBody:
     try:
-        return codec.decode_json(body, Problem)  # type: ignore[no-any-return]
+        return codec.decode_json(body, ErrorBody)  # type: ignore[no-any-return]
     except codec.DecodeError:
         told = " ".join(body.decode("utf-8", "replace").split())[:200] or f"HTTP {status}"
-        return Problem(
+        return ErrorBody(
             reasons.http(status), f"that is not a Slipstream queue, which would not answer {told}: give the queue's URL"
         )
 

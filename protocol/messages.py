@@ -210,7 +210,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     libraries: dict[str, str] = {}
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class Notice(msgspec.Struct, frozen=True):
     """The first failure of its kind, as a person should read it. `kind`: tool, environment, agent, reward, row, prompt,
     episode, ticket, server, or code, where user code hangs or blocks others; the learner's: checkpoint, batch, server;
     `text`: what failed, with which error, in which file and line."""
@@ -290,7 +290,7 @@ class WorkerReport(msgspec.Struct):
     eval_episodes: Natural = 0
     failures: dict[str, Natural] = {}
     fingerprint: Fingerprint | None = None
-    troubles: list[Trouble] = []
+    troubles: list[Notice] = []
     draining: dict[str, Natural] = {}
 
 
@@ -345,7 +345,7 @@ class LearnerReport(msgspec.Struct):
     staleness_max: Natural
     publishing: Natural | None = None
     metrics: dict[str, float] = {}
-    troubles: list[Trouble] = []
+    troubles: list[Notice] = []
 
 
 class LeaseAck(msgspec.Struct):
@@ -443,7 +443,7 @@ class ServerChange(msgspec.Struct):
     session: int | None = None
 
 
-class Problem(msgspec.Struct):
+class ErrorBody(msgspec.Struct):
     """Every refusal's body. `reason` is a code of `protocol.reasons`, `message` names the value and the remedy."""
 
     reason: str

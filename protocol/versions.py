@@ -1,10 +1,20 @@
-"""What names the weights of a version on a server: `RUN:VERSION`. Two runs may use one number for different weights."""
+"""What names the weights of a version on a server: `RUN:VERSION`. Two runs may use one number for different weights.
+
+How the model, and versions that are published as adapters, are called by the learner, servers and workers.
+
+The staleness rule (I2), for queue and learner alike.
+
+The staleness of a token is the learner's version at the step that trains on it, minus the version that sampled it.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 # Of a control call: the run whose learner makes it.
 RUN_HEADER = "slipstream-run"
@@ -51,3 +61,49 @@ def describe_label(label: str, run: str) -> str:
     if known is not None and known.run and known.run != run:
         return f"version {known.version} of run {known.run}"
     return f"weights labelled {label!r}"
+
+
+# What a server calls the model that it was started with.
+SERVED_MODEL_NAME = "policy"
+
+# Of an answer: the newest proven adapter of the server. Of a request: that its sender knows of adapters.
+HEADER = "slipstream-adapter"
+
+# Hexadecimal digits of the digest in a name.
+DIGITS = 16
+
+_NAME = re.compile(rf"policy-(?:({RUN_ID})-)?v([0-9]{{1,18}})\.[0-9a-f]{{{DIGITS}}}")
+
+
+def name_of(version: int, digest: str, run: str = "") -> str:
+    """The name under which a server serves `version` of `run`, by its id. digest: hexadecimal, of the adapter's bytes:
+    two sessions of a learner may use one number for different weights, which must not share a name, nor a prefix
+    cache."""
+    return f"policy-{f'{run}-' if run else ''}v{version}.{digest[:DIGITS]}"
+
+
+def label_in(name: str) -> Label | None:
+    """Whose version it is; None: not a name of `name_of`."""
+    match = _NAME.fullmatch(name)
+    return Label(match[1] or "", int(match[2])) if match else None
+
+
+def version_of(name: str) -> int | None:
+    """None: not a name of `name_of`."""
+    label = label_in(name)
+    return None if label is None else label.version
+
+
+@overload
+def within_staleness(version: int, oldest: int, max_staleness: int) -> bool: ...
+
+
+@overload
+def within_staleness(version: int, oldest: npt.NDArray[np.int64], max_staleness: int) -> npt.NDArray[np.bool_]: ...
+
+
+def within_staleness(
+    version: int, oldest: int | npt.NDArray[np.int64], max_staleness: int
+) -> bool | npt.NDArray[np.bool_]:
+    """Whether tokens that version `oldest` sampled may train in the step of `version`; for arrays, of each."""
+    return version - oldest <= max_staleness

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from protocol.messages import Trouble
+from protocol.messages import Notice
 from rollout_worker.user_code.texts import encodable
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Troubles:
     """`found`: at most `MOST`, the first of each kind and key; `told` is called at each new one."""
 
     def __init__(self, told: Callable[[], None] = lambda: None) -> None:
-        self.found: list[Trouble] = []
+        self.found: list[Notice] = []
         self._keys: set[tuple[str, str]] = set()
         self._told = told
 
@@ -35,7 +35,7 @@ class Troubles:
         room = MAX_CHARACTERS - len(place)
         whole = " ".join(text.split())
         shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place
-        trouble = Trouble(kind, encodable(shown))
+        trouble = Notice(kind, encodable(shown))
         self.found.append(trouble)
         logger.warning("%s; others like it are only counted", trouble.text)
         self._told()

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from protocol.config import ConfigError
-from protocol.figures import is_counted
+from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
 from rollout_worker.task.rewards.notes import MOST_METRICS
 from rollout_worker.task.task import Task

@@ -26,7 +26,7 @@ from learner.algorithm.regularisers.entropy import EntropyBonus
 from learner.algorithm.regularisers.kl_in_loss import KlInLoss
 from learner.algorithm.regularisers.kl_in_reward import KlInReward
 from protocol.config import LearnerSection
-from protocol.config.algorithm import READERS
+from protocol.config.checks import READERS
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import ABOUT, PRESETS
 

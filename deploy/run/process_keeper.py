@@ -17,7 +17,7 @@ from deploy.programs import Program
 from deploy.restart import Again, Done, Over, RestartPolicy
 from deploy.run.processes import Child, Children, describe_end
 from deploy.run.terminal import Terminal
-from protocol import reasons, routes
+from protocol import access, reasons
 from protocol.config import RunConfig
 
 HEALTH_TIMEOUT_S = 5.0
@@ -103,13 +103,13 @@ class ProcessKeeper:
     async def _while_given_up(self, http: aiohttp.ClientSession) -> None:
         """The learner ends by it too, and says why: once is enough. A late success takes the verdict back."""
         while True:
-            if not (await self._told(routes.STATUS, http)).get(reasons.GAVE_UP):
+            if not (await self._told(access.STATUS, http)).get(reasons.GAVE_UP):
                 return
             await asyncio.sleep(GIVEN_UP_EVERY_S)
 
     async def _goes_on(self, http: aiohttp.ClientSession) -> bool:
         """Whether the queue says that the run is not finished."""
-        return (await self._told(routes.POLICY, http)).get("finished", True) is False
+        return (await self._told(access.POLICY, http)).get("finished", True) is False
 
     async def _told(self, route: str, http: aiohttp.ClientSession) -> Mapping[str, Any]:
         """What the queue answers; nothing where it does not."""

@@ -34,7 +34,7 @@ from deploy.run.run_directory import (
 from deploy.run.terminal import Terminal
 from deploy.servers import devices
 from deploy.servers.vllm_server import on_cpu, with_cache_size
-from protocol import checkpoints, routes
+from protocol import access, checkpoints
 from protocol.config import ConfigError, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -61,7 +61,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
             if resume:
                 settings.enter_context(kept_if_no_step_is_made(config))
             run_file = write_resolved(with_cache_size(counted)).absolute()
-            terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{routes.STATUS}")
+            terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{access.STATUS}")
             if rows is not None and config.learner.epochs is not None:
                 terminal.say(epochs.told(config, rows))
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))

@@ -25,12 +25,12 @@ from deploy.servers.servers import (
     default_name,
     until_gone,
 )
+from protocol.addresses import normal_url
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
 from protocol.config.sections.base import WILDCARDS, url_of
 from protocol.messages import Server, ServerState
-from protocol.server_address import normal_url
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from protocol import reasons, unconnected
+from protocol import client, reasons
+from protocol.addresses import normal_url
 from protocol.client import QueueClient, QueueError, QueueRefused
 from protocol.config import ConfigError
 from protocol.config.sections import LOOPBACK
 from protocol.messages import Server, ServerState
-from protocol.server_address import normal_url
 from protocol.status import ServerStatus
 from weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge
 from weight_sync.fleet.whose import of_another_run
@@ -174,7 +174,7 @@ async def _check_answers(url: str, token: str | None) -> None:
             status = response.status
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ConfigError(
-            f"no server answers at {url} ({unconnected.why(error)}): start it with `slipstream vllm "
+            f"no server answers at {url} ({client.connection_failure(error)}): start it with `slipstream vllm "
             f"run.toml --join URL`, which registers it by itself, or give the address at which it is reached from here"
         ) from None
     if status == 401:

@@ -15,10 +15,10 @@ from deploy.servers import joining as joining_of
 from deploy.servers.devices import SHARE, Seat
 from deploy.servers.tokens import check_secret
 from protocol import access
-from protocol.adapter_names import SERVED_MODEL_NAME
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig, adapter_checks
 from protocol.messages import Server
+from protocol.versions import SERVED_MODEL_NAME
 from weight_sync.fleet.eligibility import ServerFacts, Wanted, judge
 from weight_sync.transports.registry import backend, choice
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from protocol.config import ConfigError
-from protocol.user_files import import_for
+from protocol.config.load import import_for
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

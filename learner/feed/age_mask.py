@@ -11,7 +11,7 @@ import numpy.typing as npt
 from learner.feed.rollout_metrics import CUT_OFF
 from protocol import reasons
 from protocol.messages import Group
-from protocol.staleness import within_staleness
+from protocol.versions import within_staleness
 
 Overage = Literal["mask", "drop"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 
-from protocol.figures import NEW_SEGMENTS, TOOL_COUNT, WHY_FAILED
 from protocol.messages import Group, Rollout
+from protocol.rollouts import NEW_SEGMENTS, TOOL_COUNT, WHY_FAILED
 
 # The policy was cut off, and did not end by itself: TRL's "clipped" completions.
 CUT_OFF = ("length", "context")

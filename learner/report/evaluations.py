@@ -9,7 +9,7 @@ from typing import Any, Self
 import msgspec
 
 from learner.report.journal import Record
-from protocol.evaluations import Evaluation
+from protocol.status import Evaluation
 
 FILE_NAME = "evaluations.jsonl"
 # In a line of `metrics.jsonl`: the figures of those that ended by the same step and are not the newest, one mapping for

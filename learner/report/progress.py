@@ -28,9 +28,8 @@ from learner.report.records import StepRecord
 from learner.report.rollout_text import printable
 from learner.report.sampler_kl import suspicious
 from learner.report.waits import waits_of
-from protocol.evaluations import Evaluation
 from protocol.rollouts import RolloutView
-from protocol.status import Status
+from protocol.status import Evaluation, Status
 
 PRINT_EVERY_STEPS = 10
 

@@ -1,14 +1,41 @@
 """Whether the settings of optimiser and schedule fit together: what transformers would take without a word, or refuse
-only when the model is loaded."""
+only when the model is loaded.
+
+Which settings of [learner] the chosen algorithm reads: one that does nothing must not look as if it did; and which
+do not suit it.
+
+Which settings of [chat] go together: the rules that need neither the model nor the renderers library.
+
+Which names of renderers and parsers there are is the worker's to know (`rollout_worker.chat`).
+
+How long a group may take, and what must be more patient than that: a ticket's greatest age, and the learner.
+
+Whether a run has environments its task says, which the run file only names: `check` is run without them where a run
+file is read, and with them where its task is.
+
+Whether as many servers can have a version as its publication wants.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from protocol.config.sections import LearnerSection
+from protocol.config.sections import (
+    ChatSection,
+    LearnerSection,
+    QueueSection,
+    VllmSection,
+    WeightSyncSection,
+    WorkerSection,
+)
+from protocol.config.sections.algorithm import CLIPPED
 from protocol.config.sections.base import toml_value
-from protocol.config.sections.optimiser import SHARDED
+from protocol.config.sections.learner import SHARDED
+from protocol.config.sections.presets import PRESETS
 
 # The arguments that each of transformers' schedules takes (`transformers.optimization`).
 SCHEDULE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -85,3 +112,184 @@ def _check_schedule(learner: LearnerSection) -> None:
             f"learner.warmup_steps = {learner.warmup_steps} does nothing with learner.lr_scheduler_type = constant: "
             f"leave it out, or set learner.lr_scheduler_type = constant_with_warmup"
         )
+
+
+_CORRECTED = (
+    *("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    *("geometric_mask", "decoupled"),
+)
+
+# By setting, where only some algorithms read it: each part of the algorithm that may, with its variants that do.
+READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "advantage_epsilon": {"advantage": ("grpo", "batch", "gdpo"), "normalise_advantages": (True,)},
+    "reward_clip": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
+    "kl_in_reward": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
+    "clip_low": {"objective": CLIPPED},
+    "clip_high": {"objective": (*CLIPPED, "cispo")},
+    "delta": {"objective": CLIPPED},
+    "dppo_divergence": {"objective": ("dppo",)},
+    "dppo_threshold": {"objective": ("dppo",)},
+    "dppo_ratio_max": {"objective": ("dppo",)},
+    "sapo_temperature_pos": {"objective": ("sapo",)},
+    "sapo_temperature_neg": {"objective": ("sapo",)},
+    "vespo_k_pos": {"objective": ("vespo",)},
+    "vespo_lambda_pos": {"objective": ("vespo",)},
+    "vespo_k_neg": {"objective": ("vespo",)},
+    "vespo_lambda_neg": {"objective": ("vespo",)},
+    "correction_low": {"correction": _CORRECTED},
+    "correction_high": {"correction": _CORRECTED},
+    "proximal": {"correction": _CORRECTED},
+}
+
+# Of the mean ratio of a rollout, which hardly leaves 1.
+_WIDE_FOR_GSPO = 0.05
+
+
+def find_algorithm_doubts(learner: LearnerSection) -> list[str]:
+    """What may be meant, but hardly is."""
+    bounds = {name: getattr(learner, name) for name in ("clip_low", "clip_high")}
+    wide = [f"learner.{name} = {value:g}" for name, value in bounds.items() if value > _WIDE_FOR_GSPO]
+    if learner.objective != "gspo" or not wide:
+        return []
+    papers = " and ".join(f"{name} = {PRESETS['gspo'][name]:g}" for name in bounds)
+    return [
+        f'{" and ".join(wide)} with objective = "gspo": the mean ratio of a rollout hardly ever moves so far, and '
+        f"nothing would be clipped; its paper has {papers}"
+    ]
+
+
+def check_algorithm(learner: LearnerSection) -> None:
+    """Raises `ValueError` for a setting that the run file chooses and nothing reads."""
+    for name, readers in READERS.items():
+        read = any(getattr(learner, part) in variants for part, variants in readers.items())
+        if learner.chooses(name) and not read:
+            chosen = ", ".join(f"{part} = {toml_value(getattr(learner, part))}" for part in readers)
+            wanted = " or ".join(f"{part} = {toml_value(v)}" for part, variants in readers.items() for v in variants)
+            value = toml_value(getattr(learner, name))
+            raise ValueError(f"learner.{name} = {value} does nothing with {chosen}: leave it out, or set {wanted}")
+
+
+# What rendering sets itself, and parameters of transformers' `apply_chat_template`: no variables of a template.
+RESERVED = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("conversation", "conversations", "tokenize", "padding", "truncation", "max_length", "self"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+
+_FILE = re.compile(r".+\.py:[A-Za-z_]\w*")
+
+
+def check_chat(chat: ChatSection) -> None:
+    """Raises `ValueError` that names the setting, the reason and the remedy."""
+    _refuse_empty(chat)
+    if ".py:" in chat.parser and not _FILE.fullmatch(chat.parser):
+        raise ValueError(f"chat.parser = {chat.parser}: names no function; write it as path/to/file.py:function")
+    if taken := sorted(RESERVED & chat.chat_template_kwargs.keys()):
+        raise ValueError(
+            f"chat.chat_template_kwargs: {', '.join(taken)} cannot be set by the run file, rendering does it; leave "
+            f"{'them' if len(taken) > 1 else 'it'} out"
+        )
+    if chat.format == "template":
+        _refuse(_renderer_settings(chat), 'a renderer\'s, and chat.format = "template" uses none')
+    elif chat.format == "renderer":
+        _refuse(template_settings(chat), 'a template\'s, and chat.format = "renderer" uses none')
+    elif chat.renderer is not None:
+        _refuse(template_settings(chat), f"a template's, and chat.renderer = {chat.renderer!r} needs none")
+    elif template_settings(chat):
+        _refuse(_renderer_settings(chat), "a renderer's, and a template's settings stand beside it")
+
+
+def template_settings(chat: ChatSection) -> dict[str, Any]:
+    """Those given that only a template reads."""
+    return _given({"chat.template": chat.template, "chat.parser": None if chat.parser == "auto" else chat.parser})
+
+
+def _renderer_settings(chat: ChatSection) -> dict[str, Any]:
+    return _given({"chat.renderer": chat.renderer, "chat.renderer_options": chat.renderer_options})
+
+
+def _refuse_empty(chat: ChatSection) -> None:
+    empty = {
+        "chat.renderer": chat.renderer == "",
+        "chat.template": chat.template == Path(),
+        "chat.parser": not chat.parser,
+    }
+    for name, is_empty in empty.items():
+        if is_empty:
+            raise ValueError(f'{name} = "": names nothing; leave it out for the default')
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value}
+
+
+def _refuse(settings: dict[str, Any], why: str) -> None:
+    """Raises `ValueError` for the first of the settings."""
+    for name, value in settings.items():
+        raise ValueError(f"{name} = {value}: this setting is {why}; leave one of them out")
+
+
+# What is waited for, as a reader of the run file knows it, with its seconds.
+_Part: TypeAlias = tuple[str, float]
+
+
+def ticket_max_age_s(queue: QueueSection, worker: WorkerSection) -> float:
+    """`queue.ticket_max_age_s` with its "auto" worked out: twice environment, episode and rewards, so that whatever a
+    group may take is in it, as an environment is made and reset, and both it and reward functions may reward."""
+    if queue.ticket_max_age_s != "auto":
+        return queue.ticket_max_age_s
+    return 2 * (worker.environment_timeout_s + worker.episode_timeout_s + worker.reward_timeout_s)
+
+
+def check_patience(
+    queue: QueueSection, worker: WorkerSection, learner: LearnerSection, environments: bool = False
+) -> None:
+    """environments: whether the run's episodes are played in some. Raises `ValueError`."""
+    episode = [("worker.episode_timeout_s", worker.episode_timeout_s)]
+    group = [*episode, ("worker.reward_timeout_s", worker.reward_timeout_s)]
+    if environments:
+        made_and_reset = ("2 x worker.environment_timeout_s", 2 * worker.environment_timeout_s)
+        episode = [made_and_reset, *group]  # get_reward is the episode's own
+        group = [made_and_reset, *episode[1:2], ("2 x worker.reward_timeout_s", 2 * worker.reward_timeout_s)]
+    age_s = ticket_max_age_s(queue, worker)
+    if age_s < _sum(episode):
+        raise ValueError(
+            f"queue.ticket_max_age_s = {age_s:g} is less than {_listed(episode)}: the longest episodes would lose "
+            f"their ticket before they end; raise queue.ticket_max_age_s to {_sum(episode):g} or more, or lower "
+            f"{_settings(episode)}"
+        )
+    if learner.stall_timeout_s <= _sum(group):
+        raise ValueError(
+            f"learner.stall_timeout_s = {learner.stall_timeout_s:g} is not more than {_listed(group)}: the learner "
+            f"would give up while a group may still come; raise learner.stall_timeout_s above {_sum(group):g}, or "
+            f"lower {_settings(group)}"
+        )
+
+
+def _sum(parts: list[_Part]) -> float:
+    return sum(seconds for _, seconds in parts)
+
+
+def _listed(parts: list[_Part]) -> str:
+    texts = [f"{name} = {seconds:g}" for name, seconds in parts]
+    return f"{', '.join(texts[:-1])} and {texts[-1]} together" if len(texts) > 1 else texts[0]
+
+
+def _settings(parts: list[_Part]) -> str:
+    return " or ".join(name.removeprefix("2 x ") for name, _ in parts)
+
+
+def find_quorum_doubts(weight_sync: WeightSyncSection, vllm: VllmSection) -> list[str]:
+    """What may be meant, as servers may join, but hardly is."""
+    there = len(vllm.servers) if vllm.servers else vllm.count
+    if weight_sync.quorum <= there:
+        return []
+    named = f"the {there} of vllm.servers" if vllm.servers else f"vllm.count = {there}"
+    return [
+        f"weight_sync.quorum = {weight_sync.quorum} with {named}: the first step waits until "
+        f"{weight_sync.quorum - there} more have joined (`slipstream vllm run.toml --join URL`), and without them the "
+        f"run ends after vllm.start_timeout_s = {vllm.start_timeout_s:g} s; if none are to join, lower "
+        f"weight_sync.quorum to {max(1, there)}"
+    ]

@@ -9,7 +9,7 @@ from typing import Self
 from pydantic import model_validator
 
 from protocol import access
-from protocol.config import adapter_checks, algorithm, chat, checks, patience, served
+from protocol.config import adapter_checks, checks
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
@@ -29,6 +29,7 @@ from protocol.config.sections import (
     WeightSyncSection,
     WorkerSection,
     sampling,
+    servers,
 )
 
 # Settings of earlier releases that a run file may still hold, and what to write instead.
@@ -97,7 +98,7 @@ class RunConfig(Section):
     @property
     def ticket_max_age_s(self) -> float:
         """`queue.ticket_max_age_s` with its "auto" worked out."""
-        return patience.ticket_max_age_s(self.queue, self.worker)
+        return checks.ticket_max_age_s(self.queue, self.worker)
 
     @property
     def most_open(self) -> int:
@@ -112,17 +113,17 @@ class RunConfig(Section):
     def probe_tolerance(self) -> float:
         """`weight_sync.probe_tolerance` with its "auto" worked out."""
         tolerance = self.weight_sync.probe_tolerance
-        return served.tolerance(self.model.dtype, self.vllm.args) if tolerance == "auto" else tolerance
+        return servers.probe_tolerance(self.model.dtype, self.vllm.args) if tolerance == "auto" else tolerance
 
     @property
     def served_dtype(self) -> str:
         """What the servers compute in: float32, bfloat16 or float16."""
-        return served.dtype(self.model.dtype, self.vllm.args)
+        return servers.served_dtype(self.model.dtype, self.vllm.args)
 
     @property
     def served_quantised(self) -> bool:
         """Whether the servers round the weights that they are sent to fewer bits."""
-        return served.quantisation(self.vllm.args) is not None
+        return servers.served_quantisation(self.vllm.args) is not None
 
     @property
     def server_names(self) -> dict[str, str]:
@@ -132,12 +133,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         rollout, queue, learner = self.rollout, self.queue, self.learner
-        chat.check(self.chat)
+        checks.check_chat(self.chat)
         sampling.check_sampling(rollout)
-        algorithm.check(learner)
+        checks.check_algorithm(learner)
         checks.check_optimisation(learner)
         adapter_checks.check_adapter(self.model, learner, self.lora, self.weight_sync)
-        served.check(self.vllm.args)
+        servers.check_server_args(self.vllm.args)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:
             raise ValueError(
                 f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room for a prompt in "
@@ -159,7 +160,7 @@ class RunConfig(Section):
                 f"queue.capacity_groups = {queue.capacity_groups} is less than learner.groups_per_step = "
                 f"{learner.groups_per_step}: a step could never be filled; raise queue.capacity_groups"
             )
-        patience.check(queue, self.worker, learner)
+        checks.check_patience(queue, self.worker, learner)
         if queue.depth != "auto" and queue.depth * learner.groups_per_step < 1:
             raise ValueError(f"queue.depth = {queue.depth} allows no group at all; raise it to 1 or write 'auto'")
         if self.weight_sync.every > queue.max_staleness + 1:

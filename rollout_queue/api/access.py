@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol import access, reasons, routes
+from protocol import access, reasons
 from protocol.client import JSON, MSGPACK
 from rollout_queue.api import requests
 from rollout_queue.ledger.refusal import Refusal
@@ -17,16 +17,16 @@ _READS = ("GET", "HEAD")
 
 
 # What workers ask for, and what everyone may read. All else, a route that there is not too, is the learner's.
-_WORKERS = tuple(route.partition("{")[0] for route in (routes.TICKET_FAIL_OF, routes.WORKER_OF, routes.GROUP_OF))
+_WORKERS = tuple(route.partition("{")[0] for route in (access.TICKET_FAIL_OF, access.WORKER_OF, access.GROUP_OF))
 
-_EVERYONES = (routes.STATUS, routes.METRICS, routes.ROLLOUTS, routes.READY, routes.POLICY, routes.SERVERS)
+_EVERYONES = (access.STATUS, access.METRICS, access.ROLLOUTS, access.READY, access.POLICY, access.SERVERS)
 
 
 def roles_for(method: str, path: str) -> tuple[access.Role, ...]:
     """Whose token opens the route."""
     if method in _READS and path in _EVERYONES:
         return access.ROLES
-    if path == routes.TICKETS or path.startswith(_WORKERS):
+    if path == access.TICKETS or path.startswith(_WORKERS):
         return ("worker",)
     return ("learner",)
 
@@ -41,7 +41,7 @@ class RoleTokens:
         self._ring = access.AccessTokens(secret)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != routes.HEALTH:
+        if scope["type"] == "http" and scope["path"] != access.HEALTH:
             given = dict(scope["headers"]).get(b"authorization", b"")
             method, path = scope["method"], scope["path"]
             denied = self._ring.denied(given, roles_for(method, path), f"{method} {path[:200]}", "queue")
@@ -68,7 +68,7 @@ class NoWebPages:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != routes.HEALTH:
+        if scope["type"] == "http" and scope["path"] != access.HEALTH:
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             wrong = self._wrong_host(headers.get(b"host", ""))
             if wrong is None and scope["method"] not in _READS:

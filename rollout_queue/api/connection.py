@@ -21,9 +21,9 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from protocol import codec, reasons, routes
+from protocol import access, codec, reasons
 from protocol.client import JSON
-from protocol.messages import Problem
+from protocol.messages import ErrorBody
 
 _MOST_CONNECTIONS = 4096
 
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
         self._phase = _Phase.BODY
         self._waiting.discard(self)
         self._received = self._body = self._body_before = self._pieces = 0
-        health = self.url.partition(b"?")[0] == routes.HEALTH.encode()
+        health = self.url.partition(b"?")[0] == access.HEALTH.encode()
         self.limit_concurrency = None if health else self.config.limit_concurrency
         super().on_headers_complete()
 
@@ -254,7 +254,7 @@ class Connection(HttpToolsProtocol):
             if begun:
                 self.transport.abort()
                 return
-        body = codec.encode_json(Problem(reasons.http(status), text))
+        body = codec.encode_json(ErrorBody(reasons.http(status), text))
         line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
         head = f"{line}content-type: {JSON}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)

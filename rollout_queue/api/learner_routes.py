@@ -12,9 +12,9 @@ from itertools import accumulate
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from protocol import codec, reasons, routes
+from protocol import access, codec, reasons
+from protocol.addresses import check_name, normal_url
 from protocol.client import MSGPACK
-from protocol.evaluations import EvaluationRequest
 from protocol.messages import (
     BeginSession,
     Checkpointed,
@@ -27,7 +27,7 @@ from protocol.messages import (
     PolicyCommand,
     ServerChange,
 )
-from protocol.server_address import check_name, normal_url
+from protocol.status import EvaluationRequest
 from rollout_queue.api.bodies import read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
 from rollout_queue.broker.broker import Broker
@@ -42,12 +42,12 @@ _MOST_LEASE_BYTES = 32 * 1024**2  # a larger answer would hold up everybody else
 router = APIRouter()
 
 
-@router.get(routes.POLICY)
+@router.get(access.POLICY)
 async def read_position(broker: ReadyBroker) -> Response:
     return reply_json(broker.position())
 
 
-@router.post(routes.POLICY)
+@router.post(access.POLICY)
 async def command(request: Request, broker: ReadyBroker) -> Response:
     """Begin a session, note a checkpoint, or say what the learner waits for; answers the run's position."""
     message: PolicyCommand = await read_json(request, PolicyCommand)
@@ -75,7 +75,7 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
     return reply_json(broker.position())
 
 
-@router.post(routes.EVALUATIONS)
+@router.post(access.EVALUATIONS)
 async def ask_for_evaluation(request: Request, broker: ReadyBroker) -> Response:
     """Open an evaluation, or find that its step has one; answers all of them."""
     message: EvaluationRequest = await read_json(request, EvaluationRequest)
@@ -85,7 +85,7 @@ async def ask_for_evaluation(request: Request, broker: ReadyBroker) -> Response:
     return reply_json(broker.evaluation_views())
 
 
-@router.get(routes.EVALUATIONS)
+@router.get(access.EVALUATIONS)
 async def read_evaluations(request: Request, broker: ReadyBroker) -> Response:
     """All open evaluations and the newest of those that have ended, in the order in which they were asked for.
 
@@ -102,7 +102,7 @@ async def read_evaluations(request: Request, broker: ReadyBroker) -> Response:
     return reply_json(broker.evaluation_views())
 
 
-@router.post(routes.LEASES)
+@router.post(access.LEASES)
 async def lease(request: Request, broker: ReadyBroker) -> Response:
     """Groups as soon as there are any, none after the wait."""
     message: LeaseRequest = await read_json(request, LeaseRequest)
@@ -130,7 +130,7 @@ async def lease(request: Request, broker: ReadyBroker) -> Response:
             return _reply(broker, message.lease_id, [], {}, {})
 
 
-@router.post(routes.LEASE_ACK_OF)
+@router.post(access.LEASE_ACK_OF)
 async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Response:
     """End groups as trained or dropped; a new step raises the policy's version.
 
@@ -154,7 +154,7 @@ async def acknowledge(id: str, request: Request, broker: ReadyBroker) -> Respons
     return reply_json(broker.position())
 
 
-@router.post(routes.LEASE_RENEW_OF)
+@router.post(access.LEASE_RENEW_OF)
 async def renew(id: str, request: Request, broker: ReadyBroker) -> Response:
     """Answers which of its groups must not be trained; refused if the lease has expired and they may be leased anew."""
     message: LeaseRenewal = await read_json(request, LeaseRenewal)
@@ -164,7 +164,7 @@ async def renew(id: str, request: Request, broker: ReadyBroker) -> Response:
     return reply_json(LeaseRenewed(leases.revoked(broker.ledger, broker.fleet, id, message.have)))
 
 
-@router.post(routes.LEASE_RELEASE_OF)
+@router.post(access.LEASE_RELEASE_OF)
 async def release(id: str, request: Request, broker: ReadyBroker) -> Response:
     """Return a lease's groups untrained."""
     message: LeaseRenewal = await read_json(request, LeaseRenewal)
@@ -174,12 +174,12 @@ async def release(id: str, request: Request, broker: ReadyBroker) -> Response:
     return Response(status_code=204)
 
 
-@router.get(routes.SERVERS)
+@router.get(access.SERVERS)
 async def read_servers(broker: ReadyBroker) -> Response:
     return reply_json(broker.fleet.servers)
 
 
-@router.put(routes.SERVER_OF)
+@router.put(access.SERVER_OF)
 async def put_server(name: str, request: Request, broker: ReadyBroker) -> Response:
     """Register a server or change its state; answers its record. Only the newest learner may prove one."""
     change: ServerChange = await read_json(request, ServerChange)
@@ -202,7 +202,7 @@ async def put_server(name: str, request: Request, broker: ReadyBroker) -> Respon
     return reply_json(broker.fleet.get(name))
 
 
-@router.delete(routes.SERVER_OF)
+@router.delete(access.SERVER_OF)
 async def remove_server(name: str, request: Request, broker: ReadyBroker) -> Response:
     """Let a server drain, or with `now=true` end it at once; answers those that are registered then."""
     async with broker.lock:
@@ -213,7 +213,7 @@ async def remove_server(name: str, request: Request, broker: ReadyBroker) -> Res
     return reply_json(broker.fleet.servers)
 
 
-@router.post(routes.FINISH)
+@router.post(access.FINISH)
 async def finish(request: Request, broker: ReadyBroker) -> Response:
     """End the run: what is outstanding is dropped, and workers are told."""
     message: FinishRun = await read_json(request, FinishRun)

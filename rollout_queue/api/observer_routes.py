@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from protocol import reasons, routes
+from protocol import access, reasons
 from protocol.client import JSON
 from rollout_queue.api.bodies import reply_json
 from rollout_queue.api.dependencies import ReadyBroker
@@ -17,23 +17,23 @@ _MOST_ROLLOUTS = 256
 router = APIRouter()
 
 
-@router.get(routes.HEALTH)
+@router.get(access.HEALTH)
 async def health() -> Response:
     """The process is alive, even if its store has failed."""
     return Response("ok")
 
 
-@router.get(routes.READY)
+@router.get(access.READY)
 async def ready(broker: ReadyBroker) -> Response:
     return Response("ok")
 
 
-@router.get(routes.STATUS)
+@router.get(access.STATUS)
 async def read_status(broker: ReadyBroker) -> Response:
     return reply_json(status.assemble(broker))
 
 
-@router.get(routes.ROLLOUTS)
+@router.get(access.ROLLOUTS)
 async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     """Recent rollouts as a list of `RolloutView`: the newest `limit`, newest first, or with `worst=true` those of the
     lowest reward, lowest first. With `eval=true` those of evaluations, else those of training."""
@@ -45,6 +45,6 @@ async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     return Response(seen.json(min(int(limit), _MOST_ROLLOUTS), worst), media_type=JSON)
 
 
-@router.get(routes.METRICS)
+@router.get(access.METRICS)
 async def read_metrics(broker: ReadyBroker) -> Response:
     return Response(prometheus.render(status.assemble(broker)), media_type=prometheus.CONTENT_TYPE)

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from protocol import codec, reasons
 from protocol.client import JSON
-from protocol.messages import Problem
+from protocol.messages import ErrorBody
 from rollout_queue.ledger.refusal import Refusal
 
 # 409: the request does not fit the state of the run. 410: the ticket is over. 422: the message breaks a rule. 503:
@@ -77,7 +77,7 @@ def error_response(refusal: Refusal) -> Response:
         headers["Retry-After"] = f"{refusal.retry_after_s:g}"
     if refusal.reason == reasons.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return _problem(HTTP_STATUS[refusal.reason], Problem(refusal.reason, refusal.message), headers)
+    return _problem(HTTP_STATUS[refusal.reason], ErrorBody(refusal.reason, refusal.message), headers)
 
 
 def install_error_bodies(app: FastAPI) -> None:
@@ -90,12 +90,12 @@ def install_error_bodies(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _problem(error.status_code, Problem(reasons.http(error.status_code), message))
+        return _problem(error.status_code, ErrorBody(reasons.http(error.status_code), message))
 
     @app.exception_handler(ClientDisconnect)
     async def hung_up(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=400)  # which nobody hears
 
 
-def _problem(status: int, problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+def _problem(status: int, problem: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
     return Response(codec.encode_json(problem), status, headers=headers, media_type=JSON)

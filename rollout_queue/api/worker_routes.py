@@ -12,7 +12,7 @@ from math import ceil
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from protocol import reasons, routes
+from protocol import access, reasons
 from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.api.bodies import read_body, read_json, reply_json
 from rollout_queue.api.dependencies import ReadyBroker
@@ -27,7 +27,7 @@ from rollout_queue.wakeup import MAX_WAIT_S, wait
 router = APIRouter()
 
 
-@router.post(routes.TICKETS)
+@router.post(access.TICKETS)
 async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
     """Tickets as soon as admission has any, 204 if there are none after the wait, and the fleet alone as soon as a
     server leaves service that the worker uses; refused once the run is finished or given up, and to a worker that is
@@ -70,7 +70,7 @@ async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
             return Response(status_code=204)
 
 
-@router.post(routes.TICKET_FAIL_OF)
+@router.post(access.TICKET_FAIL_OF)
 async def give_back_ticket(id: str, request: Request, broker: ReadyBroker) -> Response:
     """End a ticket that yielded no group. If it has ended already, the call may be a repeat: nothing changes."""
     failure: TicketFailure = await read_json(request, TicketFailure)
@@ -86,7 +86,7 @@ async def give_back_ticket(id: str, request: Request, broker: ReadyBroker) -> Re
     return Response(status_code=204)
 
 
-@router.post(routes.WORKER_OF)
+@router.post(access.WORKER_OF)
 async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
     """Register a worker, renew its tickets, and tell it which of them it has lost. A worker that would make wrong data
     is refused, and its tickets go to others."""
@@ -114,7 +114,7 @@ async def heartbeat(id: str, request: Request, broker: ReadyBroker) -> Response:
     return reply_json(WorkerReply(lost, broker.fleet.servers, run.finished, list(warnings), run.id))
 
 
-@router.delete(routes.WORKER_OF)
+@router.delete(access.WORKER_OF)
 async def sign_off(id: str, broker: ReadyBroker) -> Response:
     """A worker ends, and has no request on any server any more: nobody waits for its next heartbeat. One that is not
     known may have signed off before."""
@@ -124,7 +124,7 @@ async def sign_off(id: str, broker: ReadyBroker) -> Response:
     return Response(status_code=204)
 
 
-@router.put(routes.GROUP_OF)
+@router.put(access.GROUP_OF)
 async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Response:
     """201 for a group that is new, 200 if it is here already.
 

@@ -20,10 +20,10 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from protocol import reasons
+from protocol.addresses import normal_url
 from protocol.config import RunConfig
-from protocol.evaluations import Evaluation
 from protocol.messages import RunPosition, Server, ServerState
-from protocol.server_address import normal_url
+from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from protocol.versions import new_run_id
 from rollout_queue.broker.byte_budget import ByteBudget

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.evaluations import Evaluation
 from protocol.messages import Server, ServerState
-from protocol.status import GroupCounts, ServerStatus, Stall, Status, Wait
+from protocol.status import Evaluation, GroupCounts, ServerStatus, Stall, Status, Wait
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.eval_tickets import MOST_OPEN
 from rollout_queue.ledger.records import TicketState

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from protocol import reasons
-from protocol.evaluations import Ended
+from protocol.status import Ended
 from rollout_queue.ledger.eval_proof import unproven_rows, without_unproven
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
 from rollout_queue.ledger.fleet import Fleet

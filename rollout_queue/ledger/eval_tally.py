@@ -10,8 +10,8 @@ from copy import deepcopy
 import msgspec
 
 from protocol import reasons
-from protocol.evaluations import Ended, Evaluation
 from protocol.messages import Group
+from protocol.status import Ended, Evaluation
 from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.records import EvalRecord, EvalRow, EvalRowState, RowResult
 

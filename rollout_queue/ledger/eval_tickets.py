@@ -15,8 +15,8 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Ticket
+from protocol.status import Evaluation, EvaluationRequest
 from rollout_queue.ledger.eval_ends import ended_record, with_ends, without_oldest
 from rollout_queue.ledger.eval_proof import awaited_proof, without_unproven
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation

@@ -13,7 +13,7 @@ import msgspec
 
 from protocol import reasons
 from protocol.messages import BeginSession, LeaseAck, SessionStart
-from protocol.staleness import within_staleness
+from protocol.versions import within_staleness
 from rollout_queue.ledger import tickets
 from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.ledger import Ledger

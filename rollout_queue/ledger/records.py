@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.evaluations import Evaluation
 from protocol.messages import Fingerprint, Server, SessionStart, TicketKind
+from protocol.status import Evaluation
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 
 

@@ -8,9 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.evaluations import figures
 from protocol.messages import ServerState
-from protocol.status import Status, episodes_at
+from protocol.status import Status, episodes_at, evaluation_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -86,7 +85,7 @@ def _evaluations(status: Status) -> Iterator[Metric]:
     }
     yield _gauge("slipstream_evaluation_rows", "rows of evaluations that have not ended", rows, "state")
     newest = next((found for found in reversed(status.evaluations) if found.ended is not None), None)
-    of_it = {} if newest is None else figures(newest)
+    of_it = {} if newest is None else evaluation_metrics(newest)
     yield _gauge("slipstream_eval", "figures of the newest evaluation that has ended", of_it, "name")
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from protocol.adapter_names import SERVED_MODEL_NAME
 from protocol.config import RolloutSection
-from protocol.figures import NEW_SEGMENTS, SERVER_MOVES
 from protocol.messages import FinishReason, Rollout
+from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
+from protocol.versions import SERVED_MODEL_NAME
 from rollout_worker import user_code
 from rollout_worker.agent import schemas
 from rollout_worker.agent.allowance import Allowance

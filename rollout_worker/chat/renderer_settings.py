@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from protocol.config import ChatSection, ConfigError, RunConfig
-from protocol.config.chat import template_settings
+from protocol.config.checks import template_settings
 from rollout_worker.chat.renderer import RendererFormat
 from rollout_worker.chat.tokenizer import load_tokenizer
 

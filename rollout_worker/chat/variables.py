@@ -12,7 +12,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser as JinjaParser
 
 from protocol.config import ConfigError
-from protocol.config.chat import RESERVED
+from protocol.config.checks import RESERVED
 
 # Functions that transformers gives to templates.
 _FUNCTIONS = {"raise_exception", "strftime_now"}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from protocol import figures, reasons
+from protocol import reasons, rollouts
 from protocol.config import ConfigError, WorkerSection
 from rollout_worker.backoff import pause_s
 from rollout_worker.chat.base import Message
@@ -100,7 +100,7 @@ class _Play:
     async def reset(self, prompt: Sequence[Message], columns: Mapping[str, Any]) -> list[Message]:
         """The episode's prompt. Raises `EpisodeFailed`."""
         timeout_s = self.driver.limits.environment_timeout_s
-        with self._at_work("tools", figures.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
+        with self._at_work("tools", rollouts.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
             said = await self.instance.call("reset", observed, timeout_s, dict(columns))
         self.prompt = folded(prompt, said)
         return self.prompt
@@ -108,7 +108,7 @@ class _Play:
     async def respond(self, messages: Sequence[Message]) -> list[Message] | None:
         """See `scene.Respond`."""
         conversation = {"messages": [*self.prompt, *messages]}
-        with self._at_work("tools", figures.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
+        with self._at_work("tools", rollouts.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
             said = await self.instance.call("respond", answered, self.driver.limits.tool_timeout_s, conversation)
         if said is None:
             return None
@@ -118,7 +118,7 @@ class _Play:
         """What `get_reward` gives, tried again where it raises. A call that was given up may keep the environment busy
         for a while: it is waited for. Raises `EpisodeFailed`."""
         limits = self.driver.limits
-        with self._at_work("judgement", figures.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
+        with self._at_work("judgement", rollouts.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
             for attempt in range(limits.reward_attempts - 1):
                 try:
                     return await self._reward()

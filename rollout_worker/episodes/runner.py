@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from protocol import reasons
-from protocol.figures import NEW_SEGMENTS, SERVER_MOVES
 from protocol.messages import FinishReason, Rollout, Segment
+from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from rollout_worker import user_code
 from rollout_worker.budget import Limits
 from rollout_worker.chat.base import ChatFormat, MalformedCall, Message, ParsedTurn, PromptError

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from protocol import reasons
-from protocol.adapter_names import HEADER, SERVED_MODEL_NAME, version_of
+from protocol.versions import HEADER, SERVED_MODEL_NAME, version_of
 from rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
 from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
 

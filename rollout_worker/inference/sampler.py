@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol import reasons
-from protocol.adapter_names import SERVED_MODEL_NAME, label_in
 from protocol.config import RunConfig
 from protocol.messages import Server
+from protocol.versions import SERVED_MODEL_NAME, label_in
 from rollout_worker.backoff import pause_s
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.failures import (

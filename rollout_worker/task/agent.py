@@ -11,8 +11,8 @@ from typing import Any
 
 from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
-from protocol.figures import is_counted
 from protocol.messages import LARGEST_FIGURE
+from protocol.rollouts import is_counted
 from rollout_worker.task.rewards.base import RESULTS
 from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
 from rollout_worker.user_code.errors import gives_items, is_async, name_of

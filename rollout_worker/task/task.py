@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import ConfigError, TaskSection
-from protocol.user_files import import_for
+from protocol.config.load import import_for
 from rollout_worker.data import columns
 from rollout_worker.data.dataset import DataSource, is_lazy, open_rows
 from rollout_worker.data.rows import Row, RowPosition, Rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.config import ConfigError
-from protocol.config.algorithm import READERS
+from protocol.config.checks import READERS
 from slipstream.trl.configs import AsyncGRPOConfig, RLOOConfig, _Config
 from slipstream.trl.fields import FIELDS, TABLES
 

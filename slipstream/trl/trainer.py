@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from protocol import checkpoints
 from protocol.config import ConfigError
-from protocol.user_files import end_import_at
+from protocol.config.load import end_import_at
 from rollout_worker.task.task import Task
 from slipstream.script import loading_a_task, path_of, run, without_frames
 from slipstream.trl.check import check

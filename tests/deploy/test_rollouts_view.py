@@ -13,7 +13,7 @@ from fastapi import FastAPI, Response
 from rich.console import Console
 
 from deploy.commands.rollouts import FILE_NAME, Wanted, find, render
-from protocol import routes
+from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError
 from protocol.rollouts import RolloutView
@@ -169,7 +169,7 @@ async def queue() -> AsyncIterator[str]:
     app = FastAPI()
     app.state.broker = type("Broker", (), {"close_waits": staticmethod(lambda: None)})
 
-    @app.get(routes.ROLLOUTS)
+    @app.get(access.ROLLOUTS)
     async def rollouts(limit: int, worst: bool, eval: bool) -> Response:
         found = [view(number, number / 10) for number in ((1, 2, 3) if worst else (3, 2, 1))]
         found = [msgspec.structs.replace(shown, evaluation=5, step=None) for shown in found] if eval else found

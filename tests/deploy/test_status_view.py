@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from deploy.commands.status import render
-from protocol.evaluations import Evaluation
 from protocol.messages import ServerState
 from protocol.status import (
+    Evaluation,
     GroupCounts,
     LearnerStatus,
     Notice,

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.commands.doc_pages import algorithms_page
 from protocol.config import LearnerSection
-from protocol.config.algorithm import check
+from protocol.config.checks import check_algorithm
 from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.presets import ABOUT, PRESETS
 
@@ -37,7 +37,7 @@ def test_an_entry_says_when_to_choose_it_and_how(title: str) -> None:
     assert re.search(r"^Choose it", ENTRIES[title], re.MULTILINE), "its docstring needs a paragraph: Choose it ..."
     options = dict(re.findall(r"--learner\.(\w+) (\S+?)[ `]", ENTRIES[title]))
     assert options
-    check(LearnerSection.model_validate({name: _value(text) for name, text in options.items()}))
+    check_algorithm(LearnerSection.model_validate({name: _value(text) for name, text in options.items()}))
 
 
 def _value(text: str) -> object:

@@ -14,8 +14,8 @@ import torch
 
 from deploy.servers import vllm_server
 from learner.model.policy import Policy, Scoring, load_policy
-from protocol.adapter_names import version_of
 from protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
+from protocol.versions import version_of
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, sampled_of, sampling_params
 from tests.e2e.conftest import EXAMPLE, SmallRun, _small_run, wait_until_healthy

@@ -16,7 +16,7 @@ from learner.algorithm.step_data import Tokens
 from learner.feed.packing import Sample
 from protocol import codec, reasons
 from protocol.client import QueueRefused
-from protocol.messages import BeginSession, Group, LeaseAck, LeaseReply, LeaseRequest, Problem, RunPosition, Server
+from protocol.messages import BeginSession, ErrorBody, Group, LeaseAck, LeaseReply, LeaseRequest, RunPosition, Server
 from protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall, Status, TicketCounts
 from tests.kit.messages import VOCABULARY, group
 
@@ -154,7 +154,7 @@ class FakeQueue:
 
     async def renew(self, lease_id: str, session: int, have: Sequence[str] = ()) -> dict[str, str]:
         if self.refuse_renewals:
-            raise QueueRefused(410, Problem(reasons.LEASE_LAPSED, "the lease expired"))
+            raise QueueRefused(410, ErrorBody(reasons.LEASE_LAPSED, "the lease expired"))
         self.renewed.append(lease_id)
         return {ticket_id: reason for ticket_id, reason in self.revoke.items() if ticket_id in have}
 

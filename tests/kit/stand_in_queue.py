@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from protocol import reasons
 from protocol.client import QueueRefused, RunFinished
 from protocol.messages import (
+    ErrorBody,
     Group,
-    Problem,
     Server,
     ServerState,
     Ticket,
@@ -108,4 +108,4 @@ class StandInQueue:
         if self.gave_up is not None:
             raise self.gave_up
         if not self.known:
-            raise QueueRefused(409, Problem(reasons.UNREGISTERED, "this queue does not know the worker"))
+            raise QueueRefused(409, ErrorBody(reasons.UNREGISTERED, "this queue does not know the worker"))

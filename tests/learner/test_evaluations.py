@@ -20,8 +20,8 @@ from learner.report.progress import TerminalProgress, line
 from learner.report.records import StepRecord
 from protocol.client import QueueClient, QueueRefused
 from protocol.config import RunConfig
-from protocol.evaluations import Evaluation, EvaluationRequest
-from protocol.messages import Problem
+from protocol.messages import ErrorBody
+from protocol.status import Evaluation, EvaluationRequest
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless, status
 from tests.learner.test_learner_loop import config_for, lines, train
@@ -194,7 +194,7 @@ def test_what_belongs_to_steps_that_are_made_again_is_forgotten(tmp_path: Path) 
 
 class Refusing(FakeQueue):
     async def evaluate(self, request: EvaluationRequest) -> list[Evaluation]:
-        raise QueueRefused(409, Problem("evaluations_open", "16 evaluations are open; raise eval.every"))
+        raise QueueRefused(409, ErrorBody("evaluations_open", "16 evaluations are open; raise eval.every"))
 
 
 class NeverEnding(FakeQueue):

@@ -18,8 +18,8 @@ from learner.run import build_trainer
 from protocol import checkpoints as places
 from protocol.checkpoints import Best
 from protocol.config import RunConfig
-from protocol.evaluations import Evaluation
 from protocol.messages import LeaseAck, RunPosition
+from protocol.status import Evaluation
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless
 from tests.learner.test_evaluations import Queue, done

@@ -35,7 +35,7 @@ from learner.training.trainer import Trainer
 from protocol import reasons
 from protocol.client import QueueClient, QueueRefused, Unreachable
 from protocol.config import ConfigError, RunConfig, fingerprint, to_toml
-from protocol.messages import Group, Problem
+from protocol.messages import ErrorBody, Group
 from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, sample, status
@@ -574,7 +574,7 @@ def test_a_run_that_gave_up_ends_with_the_queue_s_words_and_code_1(
     in_place: FakeQueue, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "the first 16 groups failed: reward: accuracy gave 3 values for 4 completions; return one for each"
-    in_place.fail_lease = QueueRefused(409, Problem(reasons.GAVE_UP, text))
+    in_place.fail_lease = QueueRefused(409, ErrorBody(reasons.GAVE_UP, text))
     (tmp_path / "task.py").write_text("task = None\n")
     settings = config_for(model_path, tmp_path)
     file = tmp_path / "run.toml"

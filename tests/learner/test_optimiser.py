@@ -20,7 +20,7 @@ from learner.muon import MuonWithAdamW
 from learner.training import optimiser
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
-from protocol.config.sections.optimiser import OptimiserName
+from protocol.config.sections.learner import OptimiserName
 from tests.kit.learner import sample, step_rollouts
 
 MakePolicy = Callable[..., Policy]

@@ -13,7 +13,7 @@ from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.corrections import CORRECTIONS
 from learner.algorithm.objectives import OBJECTIVES
 from protocol.config import LearnerSection
-from protocol.config.algorithm import READERS
+from protocol.config.checks import READERS
 
 # Settings that are applied where all variants of a part meet them.
 APPLIED_BEFORE = {"reward_clip", "kl_in_reward", "proximal"}

@@ -14,7 +14,7 @@ from transformers.trainer_utils import SchedulerType
 from learner.schedule import factor_of
 from protocol.config import ConfigError, LearnerSection
 from protocol.config.checks import SCHEDULE_ARGUMENTS
-from protocol.config.sections.optimiser import ScheduleName
+from protocol.config.sections.learner import ScheduleName
 
 NEEDED: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},

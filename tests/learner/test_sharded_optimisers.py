@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from learner.ranks import wrapping
 from learner.training import optimiser
 from protocol.config import LearnerSection
-from protocol.config.sections.optimiser import SHARDED
+from protocol.config.sections.learner import SHARDED
 from tests.kit.model import tiny_model
 from tests.kit.ranks import WARM
 

@@ -21,7 +21,7 @@ from learner.report.trackers.installed import PACKAGES, wanted
 from learner.report.trackers.start import ARGUMENTS, FILE_NAME, Memory, start_of
 from learner.report.tracking import Tracking, numbers, told_settings
 from protocol.config import ConfigError, RunConfig, TrackingSection
-from protocol.config.sections.tracking import TRACKERS
+from protocol.config.sections.run import TRACKERS
 from protocol.rollouts import RolloutView
 from tests.kit import LEARNER, config
 from tests.learner.test_summary import step_record

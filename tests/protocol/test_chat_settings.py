@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from protocol.addresses import checked_url, mcp_command
-from protocol.config.chat import RESERVED
+from protocol.config.checks import RESERVED
 from tests.kit import config
 
 

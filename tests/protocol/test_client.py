@@ -18,13 +18,13 @@ from protocol import codec, reasons
 from protocol.client import GaveUp, QueueClient, QueueError, QueueRefused, RunFinished, Unreachable
 from protocol.messages import (
     BeginSession,
+    ErrorBody,
     FinishRun,
     Group,
     LeaseAck,
     LeaseReply,
     LeaseRequest,
     PolicyCommand,
-    Problem,
     Rollout,
     RunPosition,
     Segment,
@@ -224,7 +224,7 @@ async def test_a_service_that_speaks_no_http_is_unreachable() -> None:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 409, 410, 413, 422, 429])
 async def test_a_refusal_is_raised_with_its_reason_and_never_retried(status: int) -> None:
-    refusal = says(Problem("a_code", "lower x"), status=status)
+    refusal = says(ErrorBody("a_code", "lower x"), status=status)
     async with running(refusal) as queue, QueueClient(queue.url) as client:
         with pytest.raises(QueueRefused, match=r"lower x \(a_code\)") as error:
             await client.ack("lease", LeaseAck(1))
@@ -272,7 +272,7 @@ async def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:
-    full = says(Problem("full", "the queue is full"), status=429, headers={"Retry-After": "0.15"})
+    full = says(ErrorBody("full", "the queue is full"), status=429, headers={"Retry-After": "0.15"})
     async with running(full, full, says(b"new", status=201)) as queue, QueueClient(queue.url) as client:
         started = perf_counter()
         assert await client.submit(a_group()) is True
@@ -284,7 +284,7 @@ async def test_a_full_queue_is_waited_for_as_long_as_it_says() -> None:
 @pytest.mark.parametrize("status", [410, 413, 422])
 async def test_a_group_that_is_not_taken_is_not_submitted_again(status: int) -> None:
     async with (
-        running(says(Problem("code", "no"), status=status)) as queue,
+        running(says(ErrorBody("code", "no"), status=status)) as queue,
         QueueClient(queue.url) as client,
     ):
         with pytest.raises(QueueRefused):
@@ -294,7 +294,7 @@ async def test_a_group_that_is_not_taken_is_not_submitted_again(status: int) -> 
 
 async def test_hole_7_a_queue_that_stays_full_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.client.FULL_PATIENCE_S", 0.2)
-    full = says(Problem("full", "the queue is full"), status=429, headers={"Retry-After": "0.05"})
+    full = says(ErrorBody("full", "the queue is full"), status=429, headers={"Retry-After": "0.05"})
     async with running(full) as queue, QueueClient(queue.url, patience_s=0.1) as client:
         with pytest.raises(QueueError, match=r"no room for group t-1 for 0 s: the queue is full.*slipstream status"):
             await client.submit(a_group())
@@ -303,8 +303,8 @@ async def test_hole_7_a_queue_that_stays_full_is_given_up_in_the_end(monkeypatch
 
 @pytest.mark.parametrize(("status", "reason"), [(410, reasons.TICKET_ENDED), (409, reasons.RUN_FINISHED)])
 async def test_hole_7_waiting_for_room_ends_with_the_ticket_or_the_run(status: int, reason: str) -> None:
-    full = says(Problem("full", "the queue is full"), status=429, headers={"Retry-After": "0.01"})
-    over = says(Problem(reason, "it is over"), status=status)
+    full = says(ErrorBody("full", "the queue is full"), status=429, headers={"Retry-After": "0.01"})
+    over = says(ErrorBody(reason, "it is over"), status=status)
     async with running(full, full, over) as queue, QueueClient(queue.url) as client:
         with pytest.raises(QueueRefused, match="it is over"):
             await client.submit(a_group())
@@ -318,7 +318,7 @@ async def test_hole_7_waiting_for_room_ends_with_the_ticket_or_the_run(status: i
 )
 async def test_a_run_that_gave_up_is_told_in_the_queues_words(call: Callable[[QueueClient], Awaitable[Any]]) -> None:
     text = "the first 8 groups all failed: task.py, line 3: KeyError"
-    async with running(says(Problem(reasons.GAVE_UP, text), status=409)) as queue, QueueClient(queue.url) as client:
+    async with running(says(ErrorBody(reasons.GAVE_UP, text), status=409)) as queue, QueueClient(queue.url) as client:
         with pytest.raises(GaveUp) as error:
             await call(client)
         assert str(error.value) == text
@@ -327,7 +327,7 @@ async def test_a_run_that_gave_up_is_told_in_the_queues_words(call: Callable[[Qu
 
 @pytest.mark.parametrize("status", [403, 409])
 async def test_a_fingerprint_that_differs_is_told_alone(status: int) -> None:
-    differs = says(Problem(reasons.FINGERPRINT, "the tokenizer differs: a, the run has b"), status=status)
+    differs = says(ErrorBody(reasons.FINGERPRINT, "the tokenizer differs: a, the run has b"), status=status)
     async with running(differs) as queue, QueueClient(queue.url) as client:
         with pytest.raises(QueueRefused) as error:
             await client.heartbeat(WorkerReport("w", []))
@@ -342,7 +342,7 @@ async def test_no_tickets_yet_is_an_empty_reply() -> None:
 
 
 async def test_a_finished_run_ends_the_tickets() -> None:
-    finished = says(Problem(reasons.RUN_FINISHED, "the run is over"), status=409)
+    finished = says(ErrorBody(reasons.RUN_FINISHED, "the run is over"), status=409)
     async with running(finished) as queue, QueueClient(queue.url) as client:
         with pytest.raises(RunFinished, match="the run is over"):
             await client.tickets(TicketRequest("w", 1, 0.0))

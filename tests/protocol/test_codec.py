@@ -400,7 +400,7 @@ def test_invalid_utf8_is_refused() -> None:
     with pytest.raises(codec.DecodeError):
         codec.decode(data.replace(b"ticket\xa5", b"tick\xff\xfe\xa5"), Group)
     with pytest.raises(codec.DecodeError):
-        codec.decode_json(b'{"reason": "\xff\xfe", "message": ""}', messages.Problem)
+        codec.decode_json(b'{"reason": "\xff\xfe", "message": ""}', messages.ErrorBody)
 
 
 def test_a_missing_field_of_a_group_is_refused_and_so_is_an_unknown_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.config import ConfigError, EvalSection, load
-from protocol.evaluations import Evaluation, figures
+from protocol.status import Evaluation, evaluation_metrics
 from tests.kit import config
 
 
@@ -55,7 +55,7 @@ def test_a_number_of_rows_that_cannot_be_is_told_once(tmp_path: Path, rows: str)
 
 
 def test_figures_have_the_names_of_trl_and_only_what_is_known() -> None:
-    found = figures(Evaluation(5, 5, 1, rows=2, done=2, reward=0.5, rewards={"right": 0.5}, mean_length=9.0))
+    found = evaluation_metrics(Evaluation(5, 5, 1, rows=2, done=2, reward=0.5, rewards={"right": 0.5}, mean_length=9.0))
     assert found["eval/reward"] == 0.5
     assert found["eval/rewards/right/mean"] == 0.5
     assert found["eval/completions/mean_length"] == 9.0

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.config import RunConfig, patience
+from protocol.config import RunConfig, checks
 from tests.kit import config
 
 seconds = st.floats(1.0, 10_000.0)
 
 
 def check(run: RunConfig, environments: bool) -> None:
-    patience.check(run.queue, run.worker, run.learner, environments)
+    checks.check_patience(run.queue, run.worker, run.learner, environments)
 
 
 def test_every_default_is_patient_enough_for_environments() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.quorum import doubts
+from protocol.config.checks import find_quorum_doubts
 from protocol.config.sections.servers import MOST_SERVERS
 from rollout_queue.ledger import fleet
 from tests.kit import config
@@ -26,7 +26,7 @@ def test_a_quorum_above_the_servers_that_are_listed_is_doubted(
     quorum: int, vllm: dict[str, Any], said: str | None
 ) -> None:
     made = config(weight_sync={"quorum": quorum}, vllm={"start_timeout_s": 600.0, **vllm})
-    found = doubts(made.weight_sync, made.vllm)
+    found = find_quorum_doubts(made.weight_sync, made.vllm)
     assert len(found) == (said is not None)
     assert said is None or re.search(said, found[0])
 

@@ -19,9 +19,9 @@ import aiohttp
 import pytest
 import uvicorn
 
-from protocol import codec, reasons, routes
+from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient
-from protocol.messages import BeginSession, LeaseRequest, Problem, TicketRequest, WorkerReport
+from protocol.messages import BeginSession, ErrorBody, LeaseRequest, TicketRequest, WorkerReport
 from rollout_queue.api import learner_routes
 from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import Connection, ConnectionLimits
@@ -95,7 +95,7 @@ async def healthz(port: int) -> float:
     return perf_counter() - started
 
 
-def post(body: bytes = b"{}", path: str = routes.TICKETS, **headers: str) -> bytes:
+def post(body: bytes = b"{}", path: str = access.TICKETS, **headers: str) -> bytes:
     lines = {"Host": "127.0.0.1", "Content-Type": JSON, "Content-Length": str(len(body))}
     lines |= {name.replace("_", "-"): value for name, value in headers.items()}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value != "none")
@@ -224,7 +224,7 @@ async def test_what_is_no_http_is_a_problem_without_a_line_in_the_log(
     async with door() as port:
         answer = await talk(port, raw)
     assert b" 400 " in answer
-    assert codec.decode_json(answer.partition(b"\r\n\r\n")[2], Problem).reason == "http_400"
+    assert codec.decode_json(answer.partition(b"\r\n\r\n")[2], ErrorBody).reason == "http_400"
     assert not caplog.records
 
 
@@ -264,9 +264,9 @@ async def test_hole_7_a_client_that_hangs_up_prints_no_traceback(sent: int, capl
 async def test_hole_5_a_web_page_can_change_nothing(headers: dict[str, str], wrong: str) -> None:
     async with door() as port:
         body = b"0\r\n\r\n" if "Transfer_Encoding" in headers else b"{}"
-        answer = await talk(port, post(body, path=routes.FINISH, **headers))
+        answer = await talk(port, post(body, path=access.FINISH, **headers))
         assert b" 403 " in answer
-        problem = codec.decode_json(answer.partition(b"\r\n\r\n")[2], Problem)
+        problem = codec.decode_json(answer.partition(b"\r\n\r\n")[2], ErrorBody)
         assert problem.reason == reasons.ORIGIN
         assert problem.message.startswith(f"{wrong} is ")
 
@@ -302,7 +302,7 @@ async def test_hole_5_a_name_that_was_turned_to_this_machine_reads_nothing_unles
     [
         (413, "too_large", "/v1/servers/a", {"name": "a" * 20 * MIB, "url": "u"}),
         (413, "too_large", "/v1/servers/a", {"server": {"name": "a", "url": "u" * 1025}}),
-        (413, "too_large", routes.TICKETS, {"worker_id": "w" * 1000, "max_tickets": 1}),
+        (413, "too_large", access.TICKETS, {"worker_id": "w" * 1000, "max_tickets": 1}),
         (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": ["t" * 1000]}),
         (413, "too_large", "/v1/workers/w", {"worker_id": "w", "ticket_ids": [], "failures": {"f" * 300: 1}}),
         (
@@ -311,18 +311,18 @@ async def test_hole_5_a_name_that_was_turned_to_this_machine_reads_nothing_unles
             "/v1/workers/w",
             {"worker_id": "w", "ticket_ids": [], "failures": {str(i): i for i in range(1001)}},
         ),
-        (413, "too_large", routes.LEASES, {"session": 1, "lease_id": "l" * 300, "max_groups": 1}),
-        (422, "decode", routes.LEASES, {"session": 2**63, "lease_id": "l", "max_groups": 1}),
+        (413, "too_large", access.LEASES, {"session": 1, "lease_id": "l" * 300, "max_groups": 1}),
+        (422, "decode", access.LEASES, {"session": 2**63, "lease_id": "l", "max_groups": 1}),
     ],
 )
 async def test_hole_6_what_would_be_kept_is_bounded(status: int, reason: str, path: str, body: dict[str, Any]) -> None:
-    method = "PUT" if path.startswith(routes.SERVERS) else "POST"
+    method = "PUT" if path.startswith(access.SERVERS) else "POST"
     async with (
         serving(config()) as queue,
         aiohttp.ClientSession(headers={"Content-Type": JSON}) as session,
         session.request(method, queue.url + path, data=codec.encode_json(body)) as response,
     ):
-        assert (response.status, codec.decode_json(await response.read(), Problem).reason) == (status, reason)
+        assert (response.status, codec.decode_json(await response.read(), ErrorBody).reason) == (status, reason)
 
 
 async def test_hole_6_a_large_worker_still_renews_its_tickets() -> None:
@@ -397,7 +397,7 @@ async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
                 session.put(f"{queue.url}/v1/groups/{tickets[0].id}", data=body) as response,
             ):
                 assert response.status == 429
-                assert codec.decode_json(await response.read(), Problem).reason == reasons.FULL
+                assert codec.decode_json(await response.read(), ErrorBody).reason == reasons.FULL
         assert queue.broker.bodies.taken == 0
         assert await client.submit(group(tickets[0])) is True
         assert await client.submit(group(tickets[0])) is False

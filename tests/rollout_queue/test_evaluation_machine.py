@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from protocol import reasons
-from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Fingerprint, Server, ServerState
+from protocol.status import Evaluation, EvaluationRequest
 from rollout_queue.ledger import eval_ends, eval_tickets, leases, servers
 from rollout_queue.ledger.eval_tickets import Asking
 from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from protocol.client import QueueClient, QueueRefused
-from protocol.evaluations import Evaluation, EvaluationRequest, figures
 from protocol.messages import (
     BeginSession,
     Fingerprint,
@@ -28,6 +27,7 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
+from protocol.status import Evaluation, EvaluationRequest, evaluation_metrics
 from rollout_queue.ledger.eval_ends import MOST_ENDED
 from rollout_queue.ledger.eval_tickets import MOST_OPEN
 from rollout_queue.ledger.records import Decision
@@ -426,8 +426,8 @@ async def test_rewards_by_function_and_what_was_cut_off() -> None:
         assert found.rewards == {"right": 0.5, "brief": 0.25}
         assert (found.clipped, found.mean_length, found.finished) == (0.5, 1.5, {"length": 2, "stop": 2})
         assert (found.best_name, found.best, found.reward) == ("best@2", 1.25, 0.625)
-        assert figures(found)["eval/rewards/right/mean"] == 0.5
-        assert figures(found)["eval/best@2"] == 1.25
+        assert evaluation_metrics(found)["eval/rewards/right/mean"] == 0.5
+        assert evaluation_metrics(found)["eval/best@2"] == 1.25
 
 
 async def test_status_metrics_and_rollouts_show_it() -> None:

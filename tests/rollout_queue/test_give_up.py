@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol import codec, reasons, routes
+from protocol import access, codec, reasons
 from protocol.client import QueueClient, QueueError, QueueRefused
-from protocol.messages import BeginSession, LeaseRequest, TicketFailure, TicketRequest, Trouble, WorkerReport
+from protocol.messages import BeginSession, LeaseRequest, Notice, TicketFailure, TicketRequest, WorkerReport
 from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.records import TicketRecord
 from rollout_queue.ledger.refusal import Refusal
@@ -97,7 +97,7 @@ async def test_attack_2_bodies_that_no_worker_of_ours_sends_end_no_run(body: byt
         await serve_version(client, 0)
         for issued in (await client.tickets(TicketRequest("w", 3, wait_s=0.0))).tickets:
             with pytest.raises(QueueRefused):
-                await client._call("PUT", routes.GROUP_OF.format(id=issued.id), body)
+                await client._call("PUT", access.GROUP_OF.format(id=issued.id), body)
         assert (await client.status()).gave_up is None
 
 
@@ -131,12 +131,12 @@ async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> Non
     async with serving(config(rollout={"give_up_after": 2})) as queue, QueueClient(queue.url) as client:
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)
-        await client.heartbeat(WorkerReport("w", [], troubles=[Trouble("reward", "accuracy: boom in task.py:3")]))
+        await client.heartbeat(WorkerReport("w", [], troubles=[Notice("reward", "accuracy: boom in task.py:3")]))
         tickets = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
         await client.fail_ticket(tickets[0].id, TicketFailure("w", reasons.REWARD, "boom"))
         await client.tickets(TicketRequest("w", 100, wait_s=0.0))
         leasing = asyncio.create_task(client.lease(LeaseRequest(1, "l", 2, wait_s=30.0)))
-        asking = asyncio.create_task(client._call("POST", routes.TICKETS, TicketRequest("v", 1, wait_s=30.0)))
+        asking = asyncio.create_task(client._call("POST", access.TICKETS, TicketRequest("v", 1, wait_s=30.0)))
         await asyncio.sleep(0.05)
         bad = group(tickets[1])
         bad.rollouts[0].reward = float("nan")
@@ -148,7 +148,7 @@ async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> Non
                     await waiting
         status = await client.status()
         assert "accuracy: boom in task.py:3" in (status.gave_up or "")
-        assert b"slipstream_gave_up 1.0" in await client._call("GET", routes.METRICS)
+        assert b"slipstream_gave_up 1.0" in await client._call("GET", access.METRICS)
         await client.begin_session(BeginSession(0, 0, 100, resume=True))
         assert (await client.status()).gave_up is None
         await client.lease(LeaseRequest(2, "m", 2, wait_s=0.0))

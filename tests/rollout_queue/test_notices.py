@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from protocol import reasons, routes
+from protocol import access, reasons
 from protocol.client import QueueClient, QueueRefused
 from protocol.messages import (
     BeginSession,
     LearnerReport,
     LeaseAck,
     LeaseRequest,
+    Notice,
     Server,
     ServerState,
     TicketRequest,
-    Trouble,
     WorkerReport,
 )
 from rollout_queue.broker.broker import Broker, Clock
@@ -194,7 +194,7 @@ async def test_hole_2_five_median_steps_of_the_learner_are_waited_for() -> None:
         queue.time.now += 1.0
         stall = (await client.status()).stall
         assert (stall.stalled, stall.since_s, stall.after_s) == (True, 500.0, 500.0)
-        metrics = (await client._call("GET", routes.METRICS)).decode().splitlines()
+        metrics = (await client._call("GET", access.METRICS)).decode().splitlines()
         for line in (
             'slipstream_train{name="reward"} 0.5',
             'slipstream_train{name="kl"} 0.25',
@@ -207,7 +207,7 @@ async def test_troubles_of_workers_and_failing_servers_are_told_once() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         await begin(client)
         for row in range(3):
-            trouble = Trouble("reward", f"accuracy: ValueError on row {row} in task.py:12")
+            trouble = Notice("reward", f"accuracy: ValueError on row {row} in task.py:12")
             await client.heartbeat(WorkerReport(f"w{row}", [], troubles=[trouble]))
         url = (await client.servers())[0].url
         await client.put_server(Server(SERVER, url, ServerState.DOWN, reason="connection refused"))

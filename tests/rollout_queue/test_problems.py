@@ -10,7 +10,7 @@ import pytest
 
 import rollout_queue
 from protocol import codec, reasons
-from protocol.messages import Problem
+from protocol.messages import ErrorBody
 from rollout_queue.api import requests
 from rollout_queue.ledger.refusal import Refusal
 
@@ -72,6 +72,6 @@ def test_only_the_api_knows_http() -> None:
 def test_every_refusal_becomes_a_problem(reason: str) -> None:
     answer = requests.error_response(Refusal(reason, "what and how to mend it", retry_after_s=2.5))
     assert answer.status_code == requests.HTTP_STATUS[reason]
-    assert codec.decode_json(bytes(answer.body), Problem) == Problem(reason, "what and how to mend it")
+    assert codec.decode_json(bytes(answer.body), ErrorBody) == ErrorBody(reason, "what and how to mend it")
     assert answer.headers["retry-after"] == "2.5"
     assert ("www-authenticate" in answer.headers) == (reason == reasons.UNAUTHORIZED)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import reasons, routes
+from protocol import access, reasons
 from protocol.client import QueueClient, QueueRefused
 from protocol.config import fingerprint
 from protocol.messages import (
@@ -61,7 +61,7 @@ async def beat(client: QueueClient, worker: str = "w", given: Fingerprint | None
 
 async def ask(client: QueueClient, worker: str = "w", count: int = 1, **fields: Any) -> TicketReply:
     request = TicketRequest(worker, count, **{"wait_s": 0.0, **fields})
-    body = await client._call("POST", routes.TICKETS, request, wait_s=request.wait_s)
+    body = await client._call("POST", access.TICKETS, request, wait_s=request.wait_s)
     return msgspec.json.decode(body, type=TicketReply) if body else TicketReply([], [])
 
 

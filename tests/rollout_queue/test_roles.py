@@ -5,10 +5,10 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from protocol import access, codec, routes
+from protocol import access, codec
 from protocol.client import QueueClient, QueueRefused
 from protocol.config import ConfigError
-from protocol.messages import Problem
+from protocol.messages import ErrorBody
 from rollout_queue import service
 from rollout_queue.api.access import roles_for
 from rollout_queue.api.app import create_app
@@ -19,31 +19,31 @@ from tests.kit.queue import serving
 SECRET = "0123456789abcdef"
 ANYONE, WORKER, LEARNER = access.ROLES, ("worker",), ("learner",)
 ROUTES = {
-    ("POST", routes.TICKETS): WORKER,
-    ("POST", routes.TICKET_FAIL_OF): WORKER,
-    ("POST", routes.WORKER_OF): WORKER,
-    ("DELETE", routes.WORKER_OF): WORKER,
-    ("PUT", routes.GROUP_OF): WORKER,
-    ("GET", routes.POLICY): ANYONE,
-    ("POST", routes.POLICY): LEARNER,
-    ("GET", routes.EVALUATIONS): LEARNER,
-    ("POST", routes.EVALUATIONS): LEARNER,
-    ("POST", routes.LEASES): LEARNER,
-    ("POST", routes.LEASE_ACK_OF): LEARNER,
-    ("POST", routes.LEASE_RENEW_OF): LEARNER,
-    ("POST", routes.LEASE_RELEASE_OF): LEARNER,
-    ("GET", routes.SERVERS): ANYONE,
-    ("PUT", routes.SERVER_OF): LEARNER,
-    ("DELETE", routes.SERVER_OF): LEARNER,
-    ("POST", routes.SERVERS): LEARNER,
-    ("POST", routes.FINISH): LEARNER,
-    ("GET", routes.STATUS): ANYONE,
-    ("GET", routes.METRICS): ANYONE,
-    ("GET", routes.ROLLOUTS): ANYONE,
-    ("GET", routes.READY): ANYONE,
+    ("POST", access.TICKETS): WORKER,
+    ("POST", access.TICKET_FAIL_OF): WORKER,
+    ("POST", access.WORKER_OF): WORKER,
+    ("DELETE", access.WORKER_OF): WORKER,
+    ("PUT", access.GROUP_OF): WORKER,
+    ("GET", access.POLICY): ANYONE,
+    ("POST", access.POLICY): LEARNER,
+    ("GET", access.EVALUATIONS): LEARNER,
+    ("POST", access.EVALUATIONS): LEARNER,
+    ("POST", access.LEASES): LEARNER,
+    ("POST", access.LEASE_ACK_OF): LEARNER,
+    ("POST", access.LEASE_RENEW_OF): LEARNER,
+    ("POST", access.LEASE_RELEASE_OF): LEARNER,
+    ("GET", access.SERVERS): ANYONE,
+    ("PUT", access.SERVER_OF): LEARNER,
+    ("DELETE", access.SERVER_OF): LEARNER,
+    ("POST", access.SERVERS): LEARNER,
+    ("POST", access.FINISH): LEARNER,
+    ("GET", access.STATUS): ANYONE,
+    ("GET", access.METRICS): ANYONE,
+    ("GET", access.ROLLOUTS): ANYONE,
+    ("GET", access.READY): ANYONE,
     ("GET", "/nowhere"): LEARNER,
     ("GET", "/v1/ticketsx"): LEARNER,
-    ("POST", routes.STATUS): LEARNER,
+    ("POST", access.STATUS): LEARNER,
 }
 
 
@@ -59,7 +59,7 @@ def test_every_route_of_the_queue_has_its_role_in_the_table() -> None:
         for method in getattr(route, "methods", ())
         if method != "HEAD"
     }
-    assert known - {("GET", routes.HEALTH)} <= {*ROUTES}
+    assert known - {("GET", access.HEALTH)} <= {*ROUTES}
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -78,7 +78,7 @@ async def test_i8_a_role_s_token_is_refused_where_another_s_is_needed_and_nothin
                     assert response.status not in (401, 403), (method, path, role)
                     continue
                 assert response.status == 403, (method, path, role)
-                problem = codec.decode_json(body, Problem)
+                problem = codec.decode_json(body, ErrorBody)
                 assert problem.reason == "wrong_role"
                 assert f"needs the token of a {roles[0]}, and this is a {role}'s" in problem.message
                 assert SECRET not in problem.message

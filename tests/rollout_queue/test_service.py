@@ -14,22 +14,22 @@ import msgspec
 import pytest
 
 from deploy.servers.vllm_server import announce
-from protocol import codec, reasons, routes
+from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient, QueueRefused, RunFinished
 from protocol.messages import (
     BeginSession,
+    ErrorBody,
     Group,
     LearnerReport,
     LeaseAck,
     LeaseReply,
     LeaseRequest,
-    Problem,
+    Notice,
     Server,
     ServerState,
     Ticket,
     TicketFailure,
     TicketRequest,
-    Trouble,
     WorkerReport,
 )
 from rollout_queue.broker.broker import Broker, Clock
@@ -224,7 +224,7 @@ async def test_f15_whatever_fails_a_ticket_its_permit_comes_back() -> None:
         refused = await refusal(client.submit(bad))
         assert (refused.status, refused.reason) == (422, "reward_not_finite")
         assert "nan" in str(refused)
-        await refusal(client._call("PUT", routes.GROUP_OF.format(id=tickets[2].id), b"\xc1"))
+        await refusal(client._call("PUT", access.GROUP_OF.format(id=tickets[2].id), b"\xc1"))
         status = await client.status()
         assert status.drops == {"failed:judge": 1, "rejected:reward_not_finite": 1, "rejected:decode": 1}
         assert status.rejections == {"reward_not_finite": 1, "decode": 1}
@@ -248,9 +248,9 @@ async def test_a_group_that_is_too_large_is_refused_and_the_connection_lives(chu
                 yield bytes(MIB // 2)
 
         body: Any = chunks() if chunked else bytes(4 * MIB)
-        path = client.url + routes.GROUP_OF.format(id=ticket.id)
+        path = client.url + access.GROUP_OF.format(id=ticket.id)
         async with aiohttp.ClientSession(headers=TYPED) as session, session.put(path, data=body) as response:
-            problem = codec.decode_json(await response.read(), Problem)
+            problem = codec.decode_json(await response.read(), ErrorBody)
         assert (response.status, problem.reason) == (413, "too_large")
         assert "queue.max_group_bytes" in problem.message
         status = await client.status()
@@ -267,7 +267,7 @@ async def test_i3_a_full_queue_holds_producers_back_until_there_is_room() -> Non
         for ticket in tickets[:fitting]:
             await client.submit(group(ticket))
         late = group(tickets[fitting])
-        refused = await refusal(client._call("PUT", routes.GROUP_OF.format(id=late.ticket_id), codec.encode(late)))
+        refused = await refusal(client._call("PUT", access.GROUP_OF.format(id=late.ticket_id), codec.encode(late)))
         assert (refused.status, refused.reason, refused.retry_after_s) == (429, "full", 1.0)
         waiting = asyncio.create_task(client.submit(late))
         await lease(client)
@@ -575,7 +575,7 @@ async def test_worker_figures() -> None:
         assert status.worker_cpu_ms_per_episode == pytest.approx(2.0)
         assert [(w.episodes_done, w.eval_episodes, w.cpu_ms_per_episode) for w in status.workers] == [(8, 2, 2.0)] * 2
         assert [w.full_share for w in status.workers] == [0.3, 0.1]
-        lines = (await client._call("GET", routes.METRICS)).decode().splitlines()
+        lines = (await client._call("GET", access.METRICS)).decode().splitlines()
         at = {"generating": 6, "waiting": 2, "in_tools": 4, "in_judgement": 2, "over": 4}
         for line in (
             *(f'slipstream_episodes{{at="{place}"}} {count}.0' for place, count in at.items()),
@@ -597,7 +597,7 @@ async def test_a_heartbeat_s_figures_are_finite_and_its_share_at_most_one() -> N
 async def test_what_is_kept_of_workers_is_bounded() -> None:
     async with running() as (queue, client):
         failures = {f"{number:03}" + "f" * 100: number for number in range(1000)}
-        troubles = [Trouble("tool", "t" * 1000)] * 100
+        troubles = [Notice("tool", "t" * 1000)] * 100
         reports = [WorkerReport(f"w{number}", [], failures=failures, troubles=troubles) for number in range(2)]
         for report in reports:
             await client.heartbeat(report)
@@ -621,7 +621,7 @@ async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_
             await lease(client)
             await client.ack("l", LeaseAck(1, dropped={ticket.id: "zero_variance" for ticket in tickets}))
         assert [notice.kind for notice in (await client.status()).notices] == ["reward_not_finite", "zero_variance"]
-        await client._call("GET", routes.METRICS)
+        await client._call("GET", access.METRICS)
 
 
 async def test_a_group_of_another_worker_is_refused_and_the_ticket_s_own_may_still_bring_its() -> None:
@@ -648,7 +648,7 @@ async def test_metrics_say_what_the_status_says() -> None:
         tickets = await take(client, 3)
         await client.submit(group(tickets[0]))
         await client.fail_ticket(tickets[1].id, TicketFailure("w", "row", retryable=False))
-        lines = (await client._call("GET", routes.METRICS)).decode().splitlines()
+        lines = (await client._call("GET", access.METRICS)).decode().splitlines()
         assert not any("slipstream_queue_depth" in line for line in lines), "groups are not called depth"
         for line in (
             'slipstream_groups_outstanding{place="tickets"} 1.0',
@@ -671,11 +671,11 @@ async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
     async with serving(config(queue={"token": "secret"})) as queue:
         async with aiohttp.ClientSession() as session:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-                for path in (routes.STATUS, routes.METRICS, routes.READY, "/nowhere"):
+                for path in (access.STATUS, access.METRICS, access.READY, "/nowhere"):
                     async with session.get(queue.url + path, headers=headers) as response:
                         assert response.status == 401
-                        assert codec.decode_json(await response.read(), Problem).reason == "unauthorized"
-            async with session.get(queue.url + routes.HEALTH) as response:
+                        assert codec.decode_json(await response.read(), ErrorBody).reason == "unauthorized"
+            async with session.get(queue.url + access.HEALTH) as response:
                 assert response.status == 200
         async with QueueClient(queue.url, token="secret") as client:
             assert (await client.position()).session == 0
@@ -685,13 +685,13 @@ async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
     ("status", "reason", "method", "path", "body"),
     [
         (404, "http_404", "GET", "/nowhere", b""),
-        (405, "http_405", "DELETE", routes.STATUS, b""),
-        (422, "decode", "POST", routes.TICKETS, b"{"),
-        (422, "decode", "POST", routes.POLICY, b'{"do": "explode"}'),
-        (422, "max_tickets", "POST", routes.TICKETS, b'{"worker_id": "w", "max_tickets": 0}'),
+        (405, "http_405", "DELETE", access.STATUS, b""),
+        (422, "decode", "POST", access.TICKETS, b"{"),
+        (422, "decode", "POST", access.POLICY, b'{"do": "explode"}'),
+        (422, "max_tickets", "POST", access.TICKETS, b'{"worker_id": "w", "max_tickets": 0}'),
         (422, "worker_mismatch", "POST", "/v1/workers/a", b'{"worker_id": "b", "ticket_ids": []}'),
         (422, "server_mismatch", "PUT", "/v1/servers/a", b'{"server": {"name": "b", "url": "u"}}'),
-        (413, "too_large", "POST", routes.TICKETS, b" " * (9 * MIB)),
+        (413, "too_large", "POST", access.TICKETS, b" " * (9 * MIB)),
     ],
 )
 async def test_every_refusal_is_a_problem(status: int, reason: str, method: str, path: str, body: bytes) -> None:
@@ -701,7 +701,7 @@ async def test_every_refusal_is_a_problem(status: int, reason: str, method: str,
         session.request(method, queue.url + path, data=body) as response,
     ):
         assert response.status == status
-        assert codec.decode_json(await response.read(), Problem).reason == reason
+        assert codec.decode_json(await response.read(), ErrorBody).reason == reason
 
 
 class FailingStore(SqliteStore):
@@ -725,14 +725,14 @@ async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
         store.full = True
         async with aiohttp.ClientSession(headers=TYPED) as session:
             request = codec.encode_json(TicketRequest("w", 1))
-            async with session.post(queue.url + routes.TICKETS, data=request) as response:
+            async with session.post(queue.url + access.TICKETS, data=request) as response:
                 assert response.status == 503
-                assert "disk full" in codec.decode_json(await response.read(), Problem).message
+                assert "disk full" in codec.decode_json(await response.read(), ErrorBody).message
             store.full = False
-            for path in (routes.READY, routes.STATUS):
+            for path in (access.READY, access.STATUS):
                 async with session.get(queue.url + path) as response:
                     assert response.status == 503
-            async with session.get(queue.url + routes.HEALTH) as response:
+            async with session.get(queue.url + access.HEALTH) as response:
                 assert response.status == 200
         assert stopped == ["stop"]
         assert queue.broker.ledger.issued == 0
@@ -757,7 +757,7 @@ async def test_a_worker_that_hung_up_is_given_no_ticket() -> None:
             body = codec.encode_json(TicketRequest("gone", 1, wait_s=30.0))
             timeout = aiohttp.ClientTimeout(total=0.1)
             with pytest.raises(TimeoutError):
-                await session.post(queue.url + routes.TICKETS, data=body, timeout=timeout)
+                await session.post(queue.url + access.TICKETS, data=body, timeout=timeout)
         await asyncio.sleep(0.05)
         await client.fail_ticket("0.0", TicketFailure("w", "test"))
         assert [ticket.id for ticket in await take(client)] == ["0.1"]
@@ -795,15 +795,15 @@ BEYOND = 2**63
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (routes.POLICY, {"do": "begin", "step": -5, "version": 0, "total_steps": 9, "resume": True}),
-        (routes.POLICY, {"do": "begin", "step": 0, "version": -1, "total_steps": 9, "resume": True}),
-        (routes.POLICY, {"do": "begin", "step": 0, "version": 0, "total_steps": 0, "resume": True}),
-        (routes.POLICY, {"do": "begin", "step": 0, "version": 0, "total_steps": BEYOND, "resume": True}),
-        (routes.POLICY, {"do": "begin", "step": BEYOND, "version": 0, "total_steps": 9, "resume": True}),
-        (routes.POLICY, {"do": "begin", "step": 2**70, "version": 0, "total_steps": 9, "resume": True}),
-        (routes.POLICY, {"do": "begin", "step": 0, "version": BEYOND, "total_steps": 9, "resume": True}),
-        (routes.POLICY, {"do": "checkpointed", "session": 1, "step": -1}),
-        (routes.POLICY, {"do": "checkpointed", "session": 1, "step": 2**70}),
+        (access.POLICY, {"do": "begin", "step": -5, "version": 0, "total_steps": 9, "resume": True}),
+        (access.POLICY, {"do": "begin", "step": 0, "version": -1, "total_steps": 9, "resume": True}),
+        (access.POLICY, {"do": "begin", "step": 0, "version": 0, "total_steps": 0, "resume": True}),
+        (access.POLICY, {"do": "begin", "step": 0, "version": 0, "total_steps": BEYOND, "resume": True}),
+        (access.POLICY, {"do": "begin", "step": BEYOND, "version": 0, "total_steps": 9, "resume": True}),
+        (access.POLICY, {"do": "begin", "step": 2**70, "version": 0, "total_steps": 9, "resume": True}),
+        (access.POLICY, {"do": "begin", "step": 0, "version": BEYOND, "total_steps": 9, "resume": True}),
+        (access.POLICY, {"do": "checkpointed", "session": 1, "step": -1}),
+        (access.POLICY, {"do": "checkpointed", "session": 1, "step": 2**70}),
         ("/v1/leases/l/ack", {"session": 1, "trained": ["0.0"], "step": BEYOND, "version": 1}),
         ("/v1/leases/l/ack", {"session": 1, "trained": ["0.0"], "step": 1, "version": 2**70}),
         ("/v1/servers/vllm-0", {"session": 1, "server": {"name": "vllm-0", "url": "u", "version": 2**70}}),
@@ -814,7 +814,7 @@ async def test_hole_3_a_number_that_the_store_cannot_hold_is_refused_not_a_500(p
     async with running() as (queue, client), aiohttp.ClientSession() as session:
         method = "PUT" if "servers" in path else "POST"
         async with session.request(method, queue.url + path, json=body) as response:
-            assert (response.status, codec.decode_json(await response.read(), Problem).reason) == (422, "decode")
+            assert (response.status, codec.decode_json(await response.read(), ErrorBody).reason) == (422, "decode")
         assert (await client.position()).session == 1
 
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from protocol.config import QueueSection, RunConfig
-from protocol.evaluations import Evaluation
 from protocol.messages import Server, ServerState
+from protocol.status import Evaluation
 from rollout_queue import store as stores
 from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.records import (

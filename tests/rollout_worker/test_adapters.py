@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from protocol.adapter_names import name_of, version_of
 from protocol.messages import ServerState
+from protocol.versions import name_of, version_of
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.wire import SampledSpan
 from tests.kit.fake_vllm import serving

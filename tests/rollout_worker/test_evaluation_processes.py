@@ -11,8 +11,8 @@ import pytest
 from protocol import codec
 from protocol.client import QueueClient
 from protocol.config import RunConfig, fingerprint, to_toml
-from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState
+from protocol.status import Evaluation, EvaluationRequest
 from protocol.versions import label_of
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import FakeVllm

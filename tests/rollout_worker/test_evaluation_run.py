@@ -13,8 +13,8 @@ import pytest
 
 from protocol.client import QueueClient
 from protocol.config import RunConfig, fingerprint
-from protocol.evaluations import Evaluation, EvaluationRequest
 from protocol.messages import BeginSession
+from protocol.status import Evaluation, EvaluationRequest
 from rollout_queue.store.sqlite import SqliteStore
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task.task import Task

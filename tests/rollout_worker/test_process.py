@@ -9,9 +9,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from protocol import codec, routes
+from protocol import access, codec
 from protocol.config import RunConfig, fingerprint, to_toml
-from protocol.messages import Group, Problem, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from protocol.messages import ErrorBody, Group, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.stand_in_queue import serving_at, tickets_for
@@ -50,10 +50,10 @@ class HttpQueue:
         self.app = web.Application()
         self.app.add_routes(
             [
-                web.post(routes.TICKETS, self.tickets),
-                web.post(routes.WORKER_OF, self.heartbeat),
-                web.post(routes.TICKET_FAIL_OF, self.fail),
-                web.put(routes.GROUP_OF, self.submit),
+                web.post(access.TICKETS, self.tickets),
+                web.post(access.WORKER_OF, self.heartbeat),
+                web.post(access.TICKET_FAIL_OF, self.fail),
+                web.put(access.GROUP_OF, self.submit),
             ]
         )
 
@@ -137,11 +137,11 @@ async def test_a_worker_that_is_refused_ends_with_the_queues_text(tmp_path):
     queue = HttpQueue()
 
     async def refuse(request):
-        problem = Problem("fingerprint", "worker w1: the tokenizer differs: a, the run has b")
+        problem = ErrorBody("fingerprint", "worker w1: the tokenizer differs: a, the run has b")
         return web.Response(status=403, body=codec.encode_json(problem))
 
     queue.app = web.Application()
-    queue.app.add_routes([web.post(routes.WORKER_OF, refuse)])
+    queue.app.add_routes([web.post(access.WORKER_OF, refuse)])
     async with serving(queue) as queue_url, worker(values, queue_url, tmp_path) as process:
         _, errors = await asyncio.wait_for(process.communicate(), 60)
     text = errors.decode()

@@ -15,7 +15,7 @@ from protocol import codec
 from protocol.client import GaveUp, QueueRefused, RunFinished
 from protocol.config import ConfigError
 from protocol.config import fingerprint as shared
-from protocol.messages import Problem
+from protocol.messages import ErrorBody
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
@@ -135,13 +135,13 @@ async def test_every_heartbeat_carries_the_fingerprint_and_the_first_comes_befor
 async def test_a_worker_that_would_make_wrong_data_ends_with_the_queues_text():
     """As ConfigError, which is exit code 2."""
     queue = StandInQueue(tickets_for(1, 2))
-    queue.refusal = QueueRefused(403, Problem("fingerprint", "worker w0: the tokenizer differs: a, the run has b"))
+    queue.refusal = QueueRefused(403, ErrorBody("fingerprint", "worker w0: the tokenizer differs: a, the run has b"))
     with pytest.raises(ConfigError, match="worker w0: the tokenizer differs: a, the run has b"):
         await roll(task(), fake(), queue=queue)
     assert queue.requests == []
 
 
-DIFFERS = QueueRefused(409, Problem("session_awaited", "worker w0 waits for the learner's session: a, not b"))
+DIFFERS = QueueRefused(409, ErrorBody("session_awaited", "worker w0 waits for the learner's session: a, not b"))
 
 
 async def test_i9_a_worker_that_the_session_before_differs_from_waits_for_the_next(caplog):
@@ -181,7 +181,7 @@ async def test_a_worker_that_is_refused_later_ends_too(monkeypatch):
     original = queue.submit
 
     async def submit(group):
-        queue.refusal = QueueRefused(403, Problem("fingerprint", "rollout.temperature = 1.0, the run has 0.5"))
+        queue.refusal = QueueRefused(403, ErrorBody("fingerprint", "rollout.temperature = 1.0, the run has 0.5"))
         return await original(group)
 
     queue.submit = submit
@@ -217,7 +217,7 @@ async def test_a_queue_that_keeps_forgetting_is_not_hammered():
     async def tickets(request):
         if len(slept) == 3:
             raise RunFinished("the run is finished")
-        raise QueueRefused(409, Problem("unregistered", "who are you?"))
+        raise QueueRefused(409, ErrorBody("unregistered", "who are you?"))
 
     async def sleep(seconds):
         slept.append(seconds)

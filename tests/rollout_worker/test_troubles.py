@@ -8,7 +8,7 @@ import pytest
 
 from protocol.client import QueueRefused
 from protocol.config import TaskSection
-from protocol.messages import Problem
+from protocol.messages import ErrorBody
 from rollout_worker.task.task import load_task
 from rollout_worker.troubles import MAX_CHARACTERS, MOST, Troubles
 from tests.kit import WORKER, config
@@ -223,7 +223,7 @@ async def test_an_episode_that_vllm_refuses_is_told():
 
 async def test_a_group_that_the_queue_refuses_is_told():
     queue = StandInQueue(tickets_for(2, 2), keep_open=True)
-    queue.submit_error = QueueRefused(422, Problem("logprob_positive", "rollout 0: a log-prob is 3, above 0"))
+    queue.submit_error = QueueRefused(422, ErrorBody("logprob_positive", "rollout 0: a log-prob is 3, above 0"))
     run = await roll(
         task(),
         fake(),

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from protocol.client import QueueRefused, Unreachable
-from protocol.messages import Problem, Server, ServerState, TicketReply
+from protocol.messages import ErrorBody, Server, ServerState, TicketReply
 from rollout_worker.chat.build import WithSystemPrompt
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.task.task import Task
@@ -496,7 +496,7 @@ async def test_an_answer_without_tickets_says_nothing_of_servers():
 
 async def test_a_group_refused_for_a_lost_ticket_is_counted():
     queue = StandInQueue(tickets_for(2, 2), keep_open=True)
-    queue.submit_error = QueueRefused(410, Problem("ticket_ended", "ticket was superseded"))
+    queue.submit_error = QueueRefused(410, ErrorBody("ticket_ended", "ticket was superseded"))
     run = await roll(task(), fake(), queue=queue, stop_when=lambda worker: worker.counters.failures["lost"] == 2)
     assert queue.failures == {}
     assert idle(run.worker)
@@ -504,7 +504,7 @@ async def test_a_group_refused_for_a_lost_ticket_is_counted():
 
 async def test_a_group_refused_at_the_door_is_counted_by_reason_and_told_once(caplog):
     queue = StandInQueue(tickets_for(3, 2), keep_open=True)
-    queue.submit_error = QueueRefused(422, Problem("logprobs_nan", "log-probs are not finite"))
+    queue.submit_error = QueueRefused(422, ErrorBody("logprobs_nan", "log-probs are not finite"))
     with caplog.at_level(logging.WARNING, "rollout_worker"):
         run = await roll(
             task(),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from protocol.adapter_names import name_of
+from protocol.versions import name_of
 from weight_sync.adapters.payload import digest_of
 
 pytest.importorskip("vllm")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from learner.model.adapter import AdapterAlone
-from protocol.adapter_names import version_of
+from protocol.versions import version_of
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import logprob_of

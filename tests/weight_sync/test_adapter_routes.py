@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from protocol.adapter_names import name_of
+from protocol.versions import name_of
 from weight_sync.adapters.payload import digest_of
 from weight_sync.vllm.engine_state import condition_of
 

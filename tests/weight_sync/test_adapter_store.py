@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from protocol.adapter_names import name_of, version_of
+from protocol.versions import name_of, version_of
 from weight_sync.adapters.payload import digest_of
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
 

@@ -8,8 +8,11 @@ import pytest
 
 from protocol.messages import ServerState
 from tests.kit.sync import probe
-from tests.weight_sync.test_publisher import World, until, weights
-from tests.weight_sync.test_publisher import world as world  # a fixture
+from tests.weight_sync.test_publisher import (
+    World,
+    until,
+    weights,  # a fixture
+)
 from weight_sync.publisher import Publisher
 
 OTHER = "other-1"

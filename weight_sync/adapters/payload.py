@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import save
 
-from protocol.adapter_names import name_of
+from protocol.versions import name_of
 
 
 @dataclass(frozen=True)

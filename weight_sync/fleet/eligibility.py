@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from protocol.adapter_names import SERVED_MODEL_NAME
 from protocol.config import RunConfig
+from protocol.versions import SERVED_MODEL_NAME
 from weight_sync.transports.registry import TRANSPORTS, backend
 
 # The release whose routes and internals weight sync was built and tried with.

@@ -13,9 +13,8 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from protocol import unconnected
-from protocol.adapter_names import HEADER
-from protocol.versions import RUN_HEADER
+from protocol import client
+from protocol.versions import HEADER, RUN_HEADER
 from weight_sync.adapters.routes import AdapterRoutes
 from weight_sync.fleet.eligibility import ServerFacts
 from weight_sync.server.answers import EngineState, Staged, Swap, hint
@@ -276,7 +275,7 @@ class ServerControl(AdapterRoutes):
         except TimeoutError as error:
             raise ControlError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientConnectorError as error:
-            why = unconnected.why(error)
+            why = client.connection_failure(error)
             if not isinstance(error, aiohttp.ClientConnectorDNSError):
                 why = why.lower()
             raise ControlError(f"{self.url} does not answer ({why})", unconnected=why) from error

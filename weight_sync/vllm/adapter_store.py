@@ -1,7 +1,7 @@
 """The adapters on a server's disk: arriving in chunks, whole ones in folders of their own, old ones removed.
 
 Pure files: what vLLM is told of them is `adapters`' part. The folder is private to the server's process. Nothing in it
-is pickled, and no name from outside becomes a path unless it is one of `protocol.adapter_names`.
+is pickled, and no name from outside becomes a path unless it is one of `protocol.versions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from protocol.adapter_names import version_of
+from protocol.versions import version_of
 
 # Before the number of the process that it belongs to.
 PREFIX = "slipstream-adapters-"

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.adapter_names import HEADER
+from protocol.versions import HEADER
 from weight_sync.vllm import owner
 from weight_sync.vllm.adapter_score import layers, score
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError

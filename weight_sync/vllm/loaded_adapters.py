@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
-from protocol.adapter_names import label_in
+from protocol.versions import label_in
 from weight_sync.vllm.adapter_store import AdapterStore
 from weight_sync.vllm.engine_state import condition_of
 from weight_sync.vllm.route import RouteError

@@ -1,14 +1,264 @@
-"""What an optimiser step does with rewards and log-probs: an objective, and what the loss holds beside it."""
+"""What an optimiser step does with rewards and log-probs: an objective, and what the loss holds beside it.
+
+How rewards and log-probs become losses: advantage, objective, normaliser, correction, masks, and presets by name.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
-from protocol.config.sections.base import CountOrZero, setting, toml_value
-from protocol.config.sections.objective import ObjectiveSection
-from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
+from protocol.config.sections.base import CountOrZero, Section, is_number, setting, toml_value
+from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS, TIED_TO
+
+# The objectives with a clip: they read clip_low, clip_high and delta.
+CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
+
+
+class ObjectiveSection(Section):
+    """A part of [learner]."""
+
+    algorithm: Literal[
+        "grpo",
+        "trl_grpo",
+        "async_grpo",
+        "dr_grpo",
+        "dapo",
+        "bnpo",
+        "rloo",
+        "gdpo",
+        "gspo",
+        "luspo",
+        "cispo",
+        "dppo",
+        "sapo",
+        "vespo",
+        "tis",
+        "icepop",
+        "decoupled_ppo",
+    ] = setting(
+        "grpo",
+        description="what a step learns, by name: sets some of the settings beneath, as docs/algorithms.md lists them; "
+        "what is set beside it goes first",
+        why="the one that most people know",
+    )
+    advantage: Literal["grpo", "async_grpo", "dr_grpo", "rloo", "batch", "gdpo"] = setting(
+        "grpo",
+        description="of a reward r in its group: grpo (r - mean) / std; async_grpo as grpo, with the population's std; "
+        "dr_grpo r - mean; rloo r - mean of the others; batch (r - mean) / std of the step; gdpo as grpo for each "
+        "reward function, summed, and then normalised over the step",
+        why="what most people mean by GRPO",
+    )
+    advantage_epsilon: float = setting(
+        1e-4, gt=0, le=1, description="what is added to the deviation before it divides", why="TRL's"
+    )
+    reward_clip: tuple[float, float] | None = setting(
+        None,
+        strict=False,
+        description="rewards are held within [low, high] before advantages are computed",
+        why="a reward means what it says",
+    )
+    normalise_advantages: bool = setting(
+        False,
+        description="advantages are shifted and scaled to mean 0 and deviation 1 over the step",
+        why="the advantage has its own scale; TRL's",
+    )
+    objective: Literal[
+        "ppo_clip", "gspo", "sequence_clip", "cispo", "dppo", "sapo", "vespo", "importance", "reinforce"
+    ] = setting(
+        "ppo_clip",
+        description="the loss of a token, from its advantage and its ratio, p of the policy that trains / p of the one "
+        "that sampled it; docs/algorithms.md has the formulas",
+        why="a bounded ratio needs no second model and no second forward pass",
+    )
+    clip_low: float = setting(
+        0.2,
+        gt=0,
+        lt=1,
+        description="ppo_clip, gspo, sequence_clip: the ratio stays above 1 - clip_low",
+        why="PPO's own; gspo wants far less, 3e-4 in its paper",
+    )
+    clip_high: float = setting(
+        0.28,
+        gt=0,
+        le=1000,
+        description="ppo_clip, gspo, sequence_clip, cispo: the ratio stays below 1 + clip_high",
+        why="DAPO's: leaves rare tokens room to grow; cispo wants 4, gspo 4e-4",
+    )
+    delta: float | Literal["none"] = setting(
+        4.0,
+        validate_default=True,
+        description="ppo_clip, gspo, sequence_clip: most that the ratio counts for where the advantage is negative, "
+        "which the clip leaves unbounded, or none; beyond it a token has no gradient",
+        why="INTELLECT-2's, for asynchronous training; 3, the dual clip's, gives up bad tokens earlier",
+    )
+    dppo_divergence: Literal["tv", "kl"] = setting(
+        "tv",
+        description="dppo: how far a token has moved: tv, the difference of its probabilities; kl, KL(old, policy) of "
+        "the token and the rest",
+        why="a step of the same size for rare and for common tokens",
+    )
+    dppo_threshold: float | Literal["auto"] = setting(
+        "auto",
+        description="dppo: a token that has moved farther, the way that its advantage says, loses its gradient; auto "
+        "is 0.15 for tv, 0.05 for kl",
+        why="what its authors ran each with",
+    )
+    dppo_ratio_max: float = setting(
+        20.0, gt=1, le=10**6, description="dppo: most that a ratio counts for", why="its authors' code has it"
+    )
+    sapo_temperature_pos: float = setting(
+        1.0,
+        gt=0,
+        le=1000,
+        description="sapo: how fast the gate closes as the ratio leaves 1, where the advantage is positive",
+        why="the paper's, and TRL's",
+    )
+    sapo_temperature_neg: float = setting(
+        1.05,
+        gt=0,
+        le=1000,
+        description="sapo: the same where it is negative",
+        why="the paper's, and TRL's: bad tokens spread their gradient over all others",
+    )
+    vespo_k_pos: float = setting(
+        2.0,
+        ge=0,
+        le=100,
+        description="vespo: power k of the ratio w in the weight w^k exp(lambda (1 - w)), where the advantage is not "
+        "negative",
+        why="TRL's",
+    )
+    vespo_lambda_pos: float = setting(3.0, gt=0, le=100, description="vespo: lambda of the same", why="TRL's")
+    vespo_k_neg: float = setting(3.0, ge=0, le=100, description="vespo: k where the advantage is negative", why="TRL's")
+    vespo_lambda_neg: float = setting(
+        2.0, gt=0, le=100, description="vespo: lambda where the advantage is negative", why="TRL's"
+    )
+    normaliser: Literal["tokens", "sequences", "constant", "rollouts"] = setting(
+        "tokens",
+        description="what the sum of the losses is divided by: tokens, all tokens of the step; sequences, each "
+        "rollout's own tokens and then the number of rollouts; constant, rollouts x rollout.max_episode_tokens; "
+        "rollouts, the number of rollouts",
+        why="every token counts alike, in long answers too (DAPO)",
+    )
+    correction: Literal[
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_mask",
+        "decoupled",
+    ] = setting(
+        "none",
+        description="what is done about tokens that an older version sampled, from r = p of the proximal policy / p of "
+        "the sampler: token_* "
+        "weight each token by its r, sequence_* by that of the whole rollout; *_truncate keep the weight within the "
+        "bounds, *_mask leave out what is outside; geometric_mask leaves out rollouts by the mean of log r and weights "
+        "nothing; decoupled is decoupled PPO",
+        why="the clip bounds the ratio to the policy that sampled",
+    )
+    correction_low: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        description="the lower bound of the correction's ratio; without it, the correction's own",
+        why="each correction has a bound of its own: 0.5 for token_mask, 0.99 for geometric_mask, else 0",
+    )
+    correction_high: float | None = setting(
+        None,
+        ge=1,
+        le=1e6,
+        description="the upper bound of the correction's ratio; without it, the correction's own",
+        why="each correction has a bound of its own: 2 for token_truncate, 5 for token_mask and decoupled, 3 for "
+        "sequence_*, 1.01 for geometric_mask",
+    )
+    proximal: Literal["recomputed", "last_step", "interpolated"] = setting(
+        "recomputed",
+        description="the policy between sampler and learner, for a correction: recomputed, as the step begins; "
+        "last_step, before the last optimiser step (a copy of the weights and a forward pass); interpolated, "
+        "guessed from a token's age (A-3PO)",
+        why="needs neither a copy of the weights nor a pass",
+    )
+    off_policy_mask_threshold: float | None = setting(
+        None,
+        gt=0,
+        le=1000,
+        description="rollouts of negative advantage are left out where the mean of log sampler - log policy over their "
+        "tokens is above this",
+        why="off; DeepSeek-V3.2 and TRL have the same switch, and 0.5 is a usual value",
+    )
+    top_entropy_quantile: float = setting(
+        1.0,
+        ge=0,
+        le=1,
+        description="only this share of the step's tokens is learnt from: those where the policy's entropy is highest",
+        why="all; 0.2 in the paper on forking tokens, at the price of a forward pass for steps of several rows",
+    )
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _clip_in_order(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("the first must be below the second, else all rewards are the same")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, values: Any) -> Any:
+        return {**cls.preset_beside(values), **values} if isinstance(values, dict) else values
+
+    @classmethod
+    def preset_beside(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the preset of `values` sets where these say nothing: without what is tied to a part that they
+        replace."""
+        preset = PRESETS.get(str(values.get("algorithm", "grpo")), {})
+
+        def has_its_part(name: str) -> bool:
+            parts = {part: preset.get(part, cls.model_fields[part].default) for part in TIED_TO.get(name, ())}
+            return all(values.get(part, whose) == whose for part, whose in parts.items())
+
+        return {name: value for name, value in preset.items() if has_its_part(name)}
+
+    @field_validator("delta", mode="before")
+    @classmethod
+    def _delta_is_beyond_the_clip(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == "none":
+            return value
+        if not is_number(value, above=1, most=1e6):
+            raise ValueError("must be 'none' or a number above 1 and at most 1e6")
+        highest = 1 + info.data.get("clip_high", 0.0)
+        if value <= highest and info.data.get("objective") in CLIPPED:
+            raise ValueError(
+                f"must be above 1 + learner.clip_high = {highest:g}, or bad tokens would lose their gradient before "
+                f"good ones are clipped: raise it, lower learner.clip_high, or write 'none'"
+            )
+        return value
+
+    @field_validator("dppo_threshold", mode="before")
+    @classmethod
+    def _some_token_is_beyond_the_threshold(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == "auto":
+            return value
+        if not is_number(value, above=0, most=20):
+            raise ValueError("must be 'auto' or a number above 0 and at most 20")
+        if value >= 1 and info.data.get("dppo_divergence") == "tv":
+            raise ValueError(
+                "would mask no token, as probabilities differ by less than 1: lower it, or set "
+                "learner.dppo_divergence = 'kl'"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _correction_fits(self) -> Self:
+        if self.correction_low == self.correction_high == 1:
+            raise ValueError(
+                "correction_low = 1 and correction_high = 1 leave no room for any ratio but 1: every token that an "
+                "older version sampled would be left out or lose its weight; lower the one or raise the other"
+            )
+        return self
 
 
 class AlgorithmSection(ObjectiveSection):

@@ -1,14 +1,89 @@
-"""The learner's settings."""
+"""The learner's settings.
+
+Which optimiser steps on the weights, and how its learning rate goes: by transformers' names.
+
+An adapter that trains in place of the model's weights (LoRA, arXiv:2106.09685), by peft's names.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.config.sections.base import Count, CountOrZero, Seconds, setting
-from protocol.config.sections.optimiser import OptimiserSection
+from protocol.config.sections.algorithm import AlgorithmSection
+from protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
+
+OptimiserName = Literal[
+    "adamw_torch_fused",
+    "adamw_torch",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "ademamix",
+    "ademamix_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+    "stable_adamw",
+    "adafactor",
+    "muon",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+]
+
+# Those that step on weights that ranks share out, which not all can: tests/learner/test_sharded_optimisers.py.
+SHARDED = frozenset({"adamw_torch_fused", "adamw_torch", "muon", "sgd", "adagrad", "rmsprop"})
+
+ScheduleName = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+
+class OptimiserSection(AlgorithmSection):
+    """A part of [learner]."""
+
+    optim: OptimiserName = setting(
+        "adamw_torch_fused",
+        description="optimiser, by transformers' name; muon is torch's, for the matrices of the layers, with AdamW for "
+        "the rest",
+        why="AdamW with torch's fused step; those in 8 bits and paged ones need a GPU and bitsandbytes",
+    )
+    optim_args: dict[str, Any] = setting(
+        {},
+        description="further keyword arguments of the optimiser's class, such as momentum or eps",
+        why="each has defaults of its own",
+    )
+    lr_scheduler_type: ScheduleName = setting(
+        "constant_with_warmup",
+        description="how the learning rate goes after the warm-up, by transformers' name, over learner.steps",
+        why="a run may be prolonged or end early, and no step is weaker for it",
+    )
+    lr_scheduler_kwargs: dict[str, Any] = setting(
+        {},
+        description="further arguments of the schedule, such as min_lr_rate or num_cycles",
+        why="each has defaults of its own",
+    )
 
 
 class LearnerSection(OptimiserSection):
@@ -154,4 +229,83 @@ class LearnerSection(OptimiserSection):
     def _betas_in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("each must be at least 0 and below 1")
+        return value
+
+
+class LoraSection(Section):
+    r: CountOrZero = setting(
+        0,
+        description="rank of the adapter's matrices; 0: no adapter, all weights train",
+        why="all weights learn the most from a step; an adapter takes a fraction of the memory",
+    )
+    lora_alpha: Count = setting(
+        32,
+        description="the adapter's product is multiplied by lora_alpha / r",
+        why="twice a rank of 16, as is usual",
+    )
+    lora_dropout: float = setting(
+        0.0,
+        ge=0,
+        le=0,
+        description="must be 0: the policy never drops anything, or its log-probs would not be those that sampled",
+        why="the only value that there is",
+    )
+    target_modules: str | list[str] = setting(
+        "all-linear",
+        description="linear layers that get a part of the adapter: names, a regular expression of whole names, "
+        "all-linear for all but the output layer (of a mixture of experts, those of attention), or auto for what peft "
+        "has for the architecture",
+        why="the most that an adapter of a rank can learn",
+    )
+    exclude_modules: list[str] = setting([], description="names of layers that get none after all", why="none")
+    layers_to_transform: list[CountOrZero] = setting(
+        [], description="numbers of the model's layers that get one; empty: all", why="all of them learn"
+    )
+    rank_pattern: dict[str, Count] = setting(
+        {}, description="another rank for layers by name or regular expression", why="one rank for all"
+    )
+    alpha_pattern: dict[str, Count] = setting(
+        {}, description="another lora_alpha likewise", why="one lora_alpha for all"
+    )
+    modules_to_save: list[str] = setting(
+        [],
+        description="names of modules that train whole beside the adapter, such as lm_head where it is not tied",
+        why="the adapter alone learns",
+    )
+    bias: Literal["none", "all", "lora_only"] = setting(
+        "none",
+        description="biases that train beside the adapter: all, or those of its layers",
+        why="without them the model is the base again where the adapter is off",
+    )
+    use_rslora: bool = setting(
+        False,
+        description="multiply by lora_alpha / sqrt(r) (arXiv:2312.03732)",
+        why="matters for ranks far above 16",
+    )
+    use_dora: bool = setting(
+        False,
+        description="train each row's length apart from its direction (arXiv:2402.09353)",
+        why="takes more time and memory for each step",
+    )
+    init_lora_weights: bool | str = setting(
+        True,
+        description='how the adapter starts: true for peft\'s own, "gaussian" for another first matrix',
+        why="as peft does; the second matrix is 0, so that the policy starts as the base",
+    )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _targets_something(cls, value: Any) -> Any:
+        if not value:
+            raise ValueError('must name a layer; write "all-linear" for all of them')
+        return value
+
+    @field_validator("init_lora_weights")
+    @classmethod
+    def _starts_at_the_base(cls, value: bool | str) -> bool | str:
+        if value is not True and value != "gaussian":
+            raise ValueError(
+                'must be true or "gaussian": others change the base, or start away from it, and then the base would be '
+                "neither what the servers hold nor the reference"
+            )
         return value

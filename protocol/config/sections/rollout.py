@@ -1,10 +1,15 @@
-"""How episodes are sampled."""
+"""How episodes are sampled.
+
+When the policy is evaluated while it trains, on which rows and how.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from protocol.config.sections.base import Count, CountOrZero, Section, setting
+from pydantic import field_validator, model_validator
+
+from protocol.config.sections.base import Count, CountOrZero, Seconds, Section, setting
 
 
 class RolloutSection(Section):
@@ -100,3 +105,100 @@ class RolloutSection(Section):
         description="groups that fail before any succeeded, after which the run ends with the failure; 0: never",
         why="sixteen in a row are no chance, and the fault shows within a minute",
     )
+
+
+# vLLM takes what is between for this.
+_LEAST_TEMPERATURE = 0.01
+
+
+class EvalSection(Section):
+    every: CountOrZero = setting(
+        0,
+        description="optimiser steps from one evaluation on the task's eval_dataset to the next; 0: none between the "
+        "first and the last step",
+        why="a task need not have an eval_dataset",
+    )
+    at_start: bool = setting(
+        False, description="evaluate the model before its first step", why="a task need not have an eval_dataset"
+    )
+    at_end: bool = setting(
+        False,
+        description="evaluate the weights of the last step; the run ends when that is done",
+        why="a task need not have an eval_dataset",
+    )
+    rows: Count | Literal["all"] = setting(
+        "all",
+        description="how many rows of the eval_dataset are taken, the first ones; all of an iterable cannot be",
+        why="whoever gives an eval_dataset means all of it",
+    )
+    group_size: int = setting(
+        1,
+        ge=1,
+        le=1024,
+        description="episodes of each row; above 1 the best of them is told too, as pass@k or best@k",
+        why="many rows say more than many episodes of a few",
+    )
+    temperature: float | None = setting(
+        None,
+        ge=0,
+        le=2,
+        description="sampling temperature of an evaluation; 0: the likeliest token each time; none: "
+        "rollout.temperature",
+        why="the curve then shows the policy that trains",
+    )
+    share: float = setting(
+        0.25,
+        gt=0,
+        le=1,
+        description="part of a worker's episodes that may be an evaluation's; one group at least, and all of them "
+        "after the last step",
+        why="an evaluation goes on beside the training, and does not take its place",
+    )
+    timeout_s: Seconds = setting(
+        3600.0,
+        description="time-out of an evaluation, from when it is asked for; rows that are not done by then count as "
+        "failed",
+        why="longer than twice a long episode; without it one that cannot go on would keep the run from its end",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any evaluation."""
+        return self.every > 0 or self.at_start or self.at_end
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether an evaluation belongs to `step` of `steps`; step 0 is before the first."""
+        if step == 0:
+            return self.at_start
+        return (self.at_end and step == steps) or (self.every > 0 and step % self.every == 0)
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _are_some(cls, rows: Any) -> Any:
+        """Said here once: of a union pydantic says it for each part."""
+        if rows != "all" and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise ValueError('must be a whole number of at least 1, or "all"')
+        return rows
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        temperature = self.temperature
+        if temperature is not None and 0 < temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"eval.temperature = {temperature:g}: vLLM would take {_LEAST_TEMPERATURE:g} for it; set it to 0, or "
+                f"to at least {_LEAST_TEMPERATURE:g}"
+            )
+        if temperature == 0 and self.group_size > 1:
+            raise ValueError(
+                f"eval.group_size = {self.group_size} with eval.temperature = 0: all episodes of a row would be the "
+                f"same; set eval.group_size to 1, or leave out eval.temperature"
+            )
+        if not self.is_on:
+            fields = type(self).model_fields
+            for name, field in fields.items():
+                if (value := getattr(self, name)) != field.default:
+                    raise ValueError(
+                        f"eval.{name} = {value} has no effect, as there is no evaluation: set eval.every, "
+                        f"eval.at_start or eval.at_end, or leave it out"
+                    )
+        return self

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from protocol.config import ConfigError, RunConfig, patience
+from protocol.config import ConfigError, RunConfig, checks
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.task.environment.choice import COLUMN, check_row, factories_of, given_as, no_reward
 from rollout_worker.task.environment.face import Face, tools_of
@@ -92,7 +92,7 @@ async def open_environments(
             "in another process; set thread, and start what must not be trusted as a process from the environment"
         )
     try:
-        patience.check(config.queue, config.worker, config.learner, environments=True)
+        checks.check_patience(config.queue, config.worker, config.learner, environments=True)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s)

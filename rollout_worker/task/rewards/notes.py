@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from protocol.figures import is_counted
 from protocol.messages import LARGEST_FIGURE
+from protocol.rollouts import is_counted
 from rollout_worker.task.rewards.base import Values
 from rollout_worker.user_code.texts import encodable
 

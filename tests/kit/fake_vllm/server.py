@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from protocol import access
-from protocol.adapter_names import HEADER, label_in
+from protocol.versions import HEADER, label_in
 from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample

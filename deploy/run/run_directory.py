@@ -9,7 +9,7 @@ from pathlib import Path
 
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, to_toml
-from rollout_queue.store import lock
+from rollout_queue.store import base
 from rollout_queue.store.sqlite import FILE_NAME, run_of, steps_made
 
 # The folder that a start which made no step is moved to, and what stays where it is.
@@ -178,7 +178,7 @@ def _held(config: RunConfig, path: Path, in_use: str) -> Iterator[None]:
     """Hold the lock file `path`; raises `ConfigError`, with the text `in_use` if another process has it."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(lock.held_alone(path))
+            stack.enter_context(base.hold_lock_file(path))
         except BlockingIOError:
             raise ConfigError(in_use) from None
         except OSError as error:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from protocol import access, reasons
 from protocol.client import JSON, MSGPACK
 from rollout_queue.api import requests
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Refusal
 
 _READS = ("GET", "HEAD")
 

@@ -28,14 +28,11 @@ from protocol.messages import (
     ServerChange,
 )
 from protocol.status import EvaluationRequest
-from rollout_queue.api.bodies import read_json, reply_json
-from rollout_queue.api.dependencies import ReadyBroker
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger import eval_ends, eval_tickets, leases, servers
-from rollout_queue.ledger.records import TicketRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.api.requests import ReadyBroker, read_json, reply_json
+from rollout_queue.broker.broker import MAX_WAIT_S, Broker, wait
+from rollout_queue.ledger import evaluations, leases, servers
+from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
 from rollout_queue.observe.observations import FEEDER, LEARNER
-from rollout_queue.wakeup import MAX_WAIT_S, wait
 
 _MOST_LEASE_BYTES = 32 * 1024**2  # a larger answer would hold up everybody else's
 
@@ -57,7 +54,7 @@ async def command(request: Request, broker: ReadyBroker) -> Response:
             async with broker.lock:
                 forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
                 decision = leases.begin(broker.ledger, message, forgotten)
-                gone = eval_tickets.begin(broker.evaluations, message)
+                gone = evaluations.begin(broker.evaluations, message)
                 version = decision.run.version if decision.run is not None else broker.ledger.run.version
                 unproven = servers.distrust_unproven(broker.fleet, version)
                 await broker.commit(msgspec.structs.replace(decision, evals=gone, servers=unproven))
@@ -81,7 +78,7 @@ async def ask_for_evaluation(request: Request, broker: ReadyBroker) -> Response:
     message: EvaluationRequest = await read_json(request, EvaluationRequest)
     async with broker.lock:
         _fence(broker, message.session)
-        await broker.commit(eval_tickets.ask(broker.evaluations, broker.ledger.run, message, broker.clock.wall()))
+        await broker.commit(evaluations.ask(broker.evaluations, broker.ledger.run, message, broker.clock.wall()))
     return reply_json(broker.evaluation_views())
 
 
@@ -219,7 +216,7 @@ async def finish(request: Request, broker: ReadyBroker) -> Response:
     message: FinishRun = await read_json(request, FinishRun)
     async with broker.lock:
         _fence(broker, message.session)
-        left = eval_ends.finish(broker.evaluations, broker.fleet, broker.clock.wall())
+        left = evaluations.finish(broker.evaluations, broker.fleet, broker.clock.wall())
         await broker.commit(msgspec.structs.replace(leases.finish(broker.ledger), evals=left))
     broker.observations.waits.end(LEARNER)
     return reply_json(broker.position())

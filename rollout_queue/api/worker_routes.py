@@ -14,15 +14,12 @@ from fastapi import APIRouter, Request, Response
 
 from protocol import access, reasons
 from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
-from rollout_queue.api.bodies import read_body, read_json, reply_json
-from rollout_queue.api.dependencies import ReadyBroker
-from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger import eval_tally, eval_tickets, registration, tickets, validation
-from rollout_queue.ledger.records import EVAL_TICKET, Decision, EvalRow, TicketRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.api.requests import ReadyBroker, read_body, read_json, reply_json
+from rollout_queue.broker.broker import MAX_WAIT_S, Broker, wait
+from rollout_queue.ledger import evaluations, registration, tickets, validation
+from rollout_queue.ledger.records import EVAL_TICKET, Decision, EvalRow, Refusal, TicketRecord, TicketState
 from rollout_queue.observe import windows
-from rollout_queue.observe.variance import Rewards
-from rollout_queue.wakeup import MAX_WAIT_S, wait
+from rollout_queue.observe.notices import Rewards
 
 router = APIRouter()
 
@@ -39,7 +36,7 @@ async def ask_for_tickets(request: Request, broker: ReadyBroker) -> Response:
     _check_welcome(broker, worker)
     if message.have is not None:
         undelivered = tickets.undelivered(ledger, worker, message.have)[: message.max_tickets]
-        rows = eval_tickets.undelivered(broker.evaluations, worker, message.have)
+        rows = evaluations.undelivered(broker.evaluations, worker, message.have)
         for record in undelivered:
             ledger.renew_ticket(record.id, broker.now)
         for row in rows:
@@ -138,7 +135,7 @@ async def submit_group(id: str, request: Request, broker: ReadyBroker) -> Respon
                 if await _take_in(broker, id, body):
                     return Response(b"new", 201)
         if id.startswith(EVAL_TICKET):
-            eval_tickets.check_accepted(broker.evaluations, id)
+            evaluations.check_accepted(broker.evaluations, id)
         else:
             stored = await broker.call(broker.store.records, [id])
             tickets.check_accepted(broker.ledger, id, stored.get(id))
@@ -174,8 +171,8 @@ async def _take_in(broker: Broker, ticket_id: str, body: bytes) -> bool:
             return False
         broker.fleet.check(arrival.facts, record.serial)
         if isinstance(record, EvalRow):
-            result = eval_tally.result_of(arrival.group, arrival.facts)
-            done = eval_tickets.submit(broker.evaluations, broker.fleet, record, result, broker.clock.wall())
+            result = evaluations.row_result(arrival.group, arrival.facts)
+            done = evaluations.submit(broker.evaluations, broker.fleet, record, result, broker.clock.wall())
             await broker.commit(Decision(evals=done))
         else:
             taken = tickets.submit(broker.ledger, record, arrival.facts)
@@ -199,9 +196,9 @@ def _granted(broker: Broker, worker_id: str, wanted: int) -> Decision:
     """Tickets for a worker: those of evaluations first, as far as their share goes, and training's for what is left."""
     config, ledger, run = broker.config, broker.ledger, broker.ledger.run
     capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
-    asking = eval_tickets.asking(config, run, worker_id, wanted, capacity)
+    asking = evaluations.asking(config, run, worker_id, wanted, capacity)
     served, wall_time = broker.fleet.served_version, broker.clock.wall()
-    evals = eval_tickets.issue(broker.evaluations, run, served, ledger.issued, asking, wall_time)
+    evals = evaluations.issue(broker.evaluations, run, served, ledger.issued, asking, wall_time)
     episodes = broker.evaluations.episodes_of(evals.rows)
     count = min(wanted - ceil(episodes / config.rollout.group_size), broker.grant().count)
     issued = tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
@@ -218,7 +215,7 @@ def _rules(broker: Broker, ticket: TicketRecord | EvalRow) -> validation.Rules:
 
 
 async def _fail_row(broker: Broker, row: EvalRow, reason: str, retryable: bool) -> None:
-    failed = eval_tickets.fail(broker.evaluations, broker.fleet, row, reason, retryable, broker.clock.wall())
+    failed = evaluations.fail(broker.evaluations, broker.fleet, row, reason, retryable, broker.clock.wall())
     await broker.commit(Decision(evals=failed))
 
 
@@ -260,7 +257,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
                 seen.session_came(worker_id)
                 notices.say(refusal.reason, refusal.message, broker.now, worker_id)
             held = registration.give_back(broker.ledger, worker_id)
-            rows = eval_tickets.give_back(broker.evaluations, broker.fleet, worker_id, broker.clock.wall())
+            rows = evaluations.give_back(broker.evaluations, broker.fleet, worker_id, broker.clock.wall())
             await broker.commit(msgspec.structs.replace(held, evals=rows))
             raise
         await broker.commit(admitted.decision)
@@ -288,6 +285,6 @@ def _note_failure(broker: Broker, ended: TicketRecord, reason: str, detail: str)
 
 
 def _reply(broker: Broker, records: Sequence[TicketRecord], rows: Sequence[EvalRow]) -> Response:
-    messages = [eval_tickets.message(broker.evaluations, broker.ledger.run, row) for row in rows]
+    messages = [evaluations.message(broker.evaluations, broker.ledger.run, row) for row in rows]
     messages += [tickets.message(broker.ledger, record) for record in records]
     return reply_json(TicketReply(messages, broker.fleet.servers, broker.ledger.run.id))

@@ -2,6 +2,8 @@
 
 Every change goes one way, one at a time: take the lock, decide, commit, apply. Once a commit fails the broker answers
 nothing more (fail-stop), so that memory and store never differ.
+
+A wake-up that cannot be lost.
 """
 
 from __future__ import annotations
@@ -28,18 +30,44 @@ from protocol.trained_record import RECORD_FOLDER
 from protocol.versions import new_run_id
 from rollout_queue.broker.byte_budget import ByteBudget
 from rollout_queue.broker.recorder import Recorder, heads
-from rollout_queue.ledger import eval_ends, eval_tickets, servers, tickets
-from rollout_queue.ledger.admission import Admission, Grant, Load
+from rollout_queue.ledger import evaluations, servers, tickets
+from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
 from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.evaluations import Evaluations
-from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, ServerRecord, StoreContents, TicketState
-from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.registration import Register
+from rollout_queue.ledger.records import Decision, Refusal, ServerRecord, StoreContents, TicketState
+from rollout_queue.ledger.registration import WorkerRegistry
+from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
-from rollout_queue.wakeup import WakeUp
+
+MAX_WAIT_S = 60.0  # longest wait of one long-poll
+
+
+class WakeUp:
+    """Wakes everyone who listens. Call `listen()` before looking at the state, then `wait` for its event: a change
+    between the look and the wait has set that event already (F8)."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def listen(self) -> asyncio.Event:
+        return self._event
+
+    def notify(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+async def wait(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether the event came within `timeout_s` seconds."""
+    try:
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +105,10 @@ class Broker:
         self.room_came = WakeUp()
         self.evaluations_ended = WakeUp()
         self.admission = Admission(config)
-        self.fleet = Fleet()
+        self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
         self.evaluations = Evaluations(config, StoreContents(), self.now)
-        self.register = Register()
+        self.register = WorkerRegistry()
         self.trial = EarlyFailureCheck(config)
         run_file = config.run_file if config.run_file.is_file() else Path("run.toml")  # else of the user's own name
         self.observations = Observations(
@@ -110,7 +138,7 @@ class Broker:
                 contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
             self.evaluations = Evaluations(self.config, contents, self.now)
-            self.fleet = Fleet(contents.servers)
+            self.fleet = ServerRegistry(contents.servers)
             self.trial.begin(self.ledger.ever_accepted)
             self.ready = True
             for name, given in self.config.server_names.items():
@@ -201,14 +229,14 @@ class Broker:
         """End the tickets and leases whose time is over. Their holders are told when they come back."""
         async with self.lock:
             decision = tickets.expire(self.ledger, self.now)
-            late = eval_tickets.expire(self.evaluations, self.fleet, self.now, self.clock.wall())
+            late = evaluations.expire(self.evaluations, self.fleet, self.now, self.clock.wall())
             await self.commit(msgspec.structs.replace(decision, evals=late))
 
     def with_evals(self, decision: Decision) -> Decision:
         """A change of the fleet, with what it means to evaluations."""
         if not decision.servers:
             return decision
-        judged = eval_ends.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
+        judged = evaluations.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
         return msgspec.structs.replace(decision, evals=judged)
 
     async def remove_drained(self) -> None:
@@ -245,7 +273,9 @@ class Broker:
         run = self.ledger.run
         if run.all_steps_made:
             return Grant(0, "the end of the run: the learner has made its last step")
-        load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session)
+        load = QueueLoad(
+            self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session
+        )
         return self.admission.grant(load)
 
     @property
@@ -271,7 +301,7 @@ class Broker:
 
     def evaluation_views(self) -> list[Evaluation]:
         """Every evaluation that is open or remembered, in the order in which they were asked for."""
-        return eval_tickets.views(self.evaluations, self.ledger.run, self.fleet, self.clock.wall())
+        return evaluations.views(self.evaluations, self.ledger.run, self.fleet, self.clock.wall())
 
     async def _expire_when_due(self) -> None:
         while self.failure is None:

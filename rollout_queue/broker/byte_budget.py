@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from protocol import reasons
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Refusal
 
 
 class ByteBudget:

@@ -9,11 +9,11 @@ import msgspec
 from protocol.messages import Server, ServerState
 from protocol.status import Evaluation, GroupCounts, ServerStatus, Stall, Status, Wait
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.eval_tickets import MOST_OPEN
+from rollout_queue.ledger.evaluations import MOST_OPEN
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import stall
 from rollout_queue.observe.observations import LEARNER
-from rollout_queue.observe.progress import alarm_after_s
+from rollout_queue.observe.stall import alarm_after_s
 
 _AWAITED = {
     ServerState.JOINING: "its first proof",

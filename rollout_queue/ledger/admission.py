@@ -25,7 +25,7 @@ _WAIT_SHARE = 0.05
 _LATE_SHARE = 0.2
 
 
-class Load(msgspec.Struct, frozen=True):
+class QueueLoad(msgspec.Struct, frozen=True):
     """The queue as admission sees it: groups outstanding and their bytes, the learner's version and session, and the
     lowest version on a serving server, None while none serves."""
 
@@ -71,7 +71,7 @@ class Admission:
         """Groups that may be outstanding while the servers' oldest version is `served_version`."""
         return min(self._depth_groups, self._bound(version, served_version))
 
-    def grant(self, load: Load) -> Grant:
+    def grant(self, load: QueueLoad) -> Grant:
         """How many tickets may be issued under `load`."""
         outstanding = f"{load.outstanding} groups outstanding"
         if load.session == 0:

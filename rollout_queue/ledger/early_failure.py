@@ -12,8 +12,7 @@ from collections.abc import Iterable
 
 from protocol import reasons
 from protocol.config import RunConfig
-from rollout_queue.ledger.records import TicketRecord
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Refusal, TicketRecord
 
 _DO_NOT_COUNT = frozenset(
     {

@@ -3,16 +3,171 @@
 Evaluations stand outside admission, the ledger's sums and leases. `eval_tickets` reads this and decides; `apply` alone
 changes it. Deadlines are kept here only: after a restart of the queue each ticket and evaluation gets its full time
 again.
+
+What an evaluation has come to: figures over the rows that are done, added up row by row.
+
+Rows of an evaluation whose weights were swapped in and are not proven yet: it ends with their proof (I5).
+
+The end of an evaluation: when it has come, and what it came to. Pure: memory in, decision out.
+
+`eval_tickets` has the rules in words. No evaluation is complete while weights that sampled for it wait for their proof.
+
+Decisions on evaluations: ask, issue, submit, fail, expire. Pure: memory in, decision out.
+
+A row of an evaluation is issued until a group of it is accepted, or its attempts are used up; then it counts as failed.
+An evaluation ends when all of its rows have, or at its deadline, or with the run, whichever is first. A row that was
+sampled between a swap and its proof is not at its end before the proof holds (I5): where it fails, the row is issued
+again, and an evaluation that ends without it counts the row as failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from itertools import chain
 
+import msgspec
+
+from protocol import reasons
 from protocol.config import RunConfig
-from rollout_queue.ledger.deadlines import Deadlines
-from rollout_queue.ledger.eval_tally import EvalTally
-from rollout_queue.ledger.records import EvalChange, EvalRecord, EvalRow, EvalRowState, StoreContents
+from protocol.messages import BeginSession, Group, Ticket
+from protocol.status import Ended, Evaluation, EvaluationRequest
+from rollout_queue.ledger.ledger import Deadlines
+from rollout_queue.ledger.records import (
+    Decision,
+    EvalChange,
+    EvalRecord,
+    EvalRow,
+    EvalRowState,
+    GroupFacts,
+    Refusal,
+    RowResult,
+    RunState,
+    StoreContents,
+)
+from rollout_queue.ledger.servers import ServerRegistry
+
+# The policy was cut off, and did not end by itself.
+_CUT_OFF = ("length", "context")
+
+
+def row_result(group: Group, facts: GroupFacts) -> RowResult:
+    """What is kept of a valid group of an evaluation."""
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in group.rollouts:
+        for name, value in rollout.reward_components.items():
+            if value is not None:
+                by_name[name].append(value)
+    return RowResult(
+        rewards=tuple(rollout.reward for rollout in group.rollouts),
+        components={name: math.fsum(values) / len(values) for name, values in by_name.items()},
+        lengths=tuple(rollout.sampled_tokens for rollout in group.rollouts),
+        finished=dict(Counter(str(rollout.finish_reason) for rollout in group.rollouts)),
+        servers=facts.servers,
+    )
+
+
+class _Mean(msgspec.Struct):
+    """Mean and sample deviation of values that come one by one (the latter by Welford 1962)."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        before = self.total / self.count if self.count else value
+        self.count += 1
+        self.total += value
+        self.squares += (value - before) * (value - self.total / self.count)
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    @property
+    def std(self) -> float | None:
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else None
+
+
+class EvalTally:
+    """Takes in rows at their end, each once; `evaluation` costs the same however many they are."""
+
+    def __init__(self, rows: Iterable[EvalRow] = ()) -> None:
+        self.failures: Counter[str] = Counter()
+        self._rewards, self._best = _Mean(), _Mean()
+        self._components: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._passes = True
+        self._rollouts = self._tokens = 0
+        self._finished: Counter[str] = Counter()
+        self._versions: tuple[int, int] | None = None
+        for row in rows:
+            self.add(row)
+
+    @property
+    def ended(self) -> int:
+        """Rows that are done or failed."""
+        return self._rewards.count + self.failures.total()
+
+    def add(self, row: EvalRow) -> None:
+        """Count a row, if it is at its end."""
+        if row.state is EvalRowState.FAILED:
+            self.failures[row.reason or reasons.OTHER] += 1
+        if row.state is not EvalRowState.DONE or (result := row.result) is None:
+            return
+        self._rewards.add(math.fsum(result.rewards) / len(result.rewards))
+        self._best.add(max(result.rewards))
+        self._passes = self._passes and all(reward in (0.0, 1.0) for reward in result.rewards)
+        for name, value in result.components.items():
+            self._components[name].add(value)
+        self._rollouts += len(result.rewards)
+        self._tokens += sum(result.lengths)
+        self._finished.update(result.finished)
+        versions = [version for by in result.servers for version in (by.oldest, by.newest)]
+        seen = [*versions, *(self._versions or ())]
+        self._versions = (min(seen), max(seen)) if seen else None
+
+    def and_also(self, rows: Iterable[EvalRow]) -> EvalTally:
+        """This tally with further rows, while it stays as it is."""
+        more = deepcopy(self)
+        for row in rows:
+            more.add(row)
+        return more
+
+    def evaluation(
+        self, record: EvalRecord, seconds: float, ended: Ended | None = None, waits_for: str | None = None
+    ) -> Evaluation:
+        """The evaluation as people see it; of one that has ended, rows that came to no end count as failed."""
+        failures, rows = dict(self.failures), record.rows
+        if ended is not None and rows is not None and (left := rows - self.ended) > 0:
+            reason = reasons.RUN_FINISHED if ended == "run_over" else reasons.DEADLINE
+            failures[reason] = failures.get(reason, 0) + left
+        cut_off = sum(self._finished[reason] for reason in _CUT_OFF)
+        return Evaluation(
+            step=record.step,
+            version=record.version,
+            group_size=record.group_size,
+            temperature=record.temperature,
+            rows=rows,
+            done=self._rewards.count,
+            failed=sum(failures.values()),
+            failures=failures,
+            ended=ended,
+            waits_for=waits_for,
+            seconds=seconds,
+            rollouts=self._rollouts,
+            reward=self._rewards.value,
+            reward_std=self._rewards.std,
+            rewards={name: of.total / of.count for name, of in self._components.items()},
+            best=self._best.value if record.group_size > 1 else None,
+            passes=self._passes and self._rewards.count > 0,
+            mean_length=self._tokens / self._rollouts if self._rollouts else None,
+            clipped=cut_off / self._rollouts if self._rollouts else None,
+            finished=dict(self._finished),
+            versions=self._versions,
+        )
+
 
 # Tickets that were accepted and of which nothing else is known any more: a repeat is still answered as one.
 _REMEMBERED = 4096
@@ -151,3 +306,308 @@ class Evaluations:
     def _leave(self, row: EvalRow) -> None:
         self._tickets.pop(row.id, None)
         self._ticket_deadlines.end(row.id)
+
+
+def unproven_rows(rows: Iterable[EvalRow], fleet: ServerRegistry) -> list[EvalRow]:
+    """Those that are done and whose weights wait for their proof."""
+    return [row for row in rows if _unproven(row, fleet) is not None]
+
+
+def awaited_proof(of: OpenEvaluation, fleet: ServerRegistry) -> str | None:
+    """What an evaluation waits for of which every row has ended: the proof; None while there is more to sample."""
+    if of.record.rows is None or of.tally.ended < of.record.rows:
+        return None
+    names = sorted({name for row in of.rows.values() if (name := _unproven(row, fleet)) is not None})
+    return f"the proof of the weights that {', '.join(names)} sampled its rows with" if names else None
+
+
+def without_unproven(of: OpenEvaluation, fleet: ServerRegistry) -> OpenEvaluation:
+    """As if the rows whose proof has not come had failed."""
+    unproven = unproven_rows(of.rows.values(), fleet)
+    if not unproven:
+        return of
+    counted = OpenEvaluation(of.record)
+    for row in of.rows.values():
+        counted.put(row)
+    for row in unproven:
+        reason = reasons.UNVERIFIED_SERVER
+        counted.put(msgspec.structs.replace(row, state=EvalRowState.FAILED, result=None, reason=reason))
+    return counted
+
+
+def _unproven(row: EvalRow, fleet: ServerRegistry) -> str | None:
+    """The server whose proof a row that is done waits for."""
+    return None if row.result is None else fleet.unproven(GroupFacts(servers=row.result.servers))
+
+
+# What ended stays for the status, and for a learner that was away; its own file has all.
+MOST_ENDED = 256
+
+
+def finish(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> EvalChange:
+    """End with the run what is still open."""
+    ended = [ended_record(without_unproven(of, fleet), "run_over", wall_time) for of in evaluations.open]
+    return without_oldest(evaluations, EvalChange(records=tuple(ended)))
+
+
+def judge(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> EvalChange:
+    """After a change of the `fleet`: rows of open evaluations are issued again that were sampled by weights that failed
+    their proof, or that left service before it (I5); and those evaluations end whose last proof this was."""
+    tainted = [
+        msgspec.structs.replace(row, state=EvalRowState.AGAIN, result=None, reason=reasons.UNVERIFIED_SERVER)
+        for of in evaluations.open
+        for row in of.rows.values()
+        if row.result is not None and fleet.tainted(GroupFacts(servers=row.result.servers), row.serial)
+    ]
+    spoilt = {row.evaluation for row in tainted}
+    ended = [
+        ended_record(of, "complete", wall_time)
+        for of in evaluations.open
+        if of.record.number not in spoilt
+        and of.record.rows is not None
+        and of.tally.ended == of.record.rows
+        and not unproven_rows(of.rows.values(), fleet)
+    ]
+    return without_oldest(evaluations, EvalChange(records=tuple(ended), rows=tuple(tainted)))
+
+
+def with_ends(evaluations: Evaluations, fleet: ServerRegistry, rows: Iterable[EvalRow], wall_time: float) -> EvalChange:
+    """The rows' change, and the end of evaluations of which they are the last, where nothing waits for a proof."""
+    by_evaluation: dict[int, list[EvalRow]] = {}
+    for row in rows:
+        by_evaluation.setdefault(row.evaluation, []).append(row)
+    ended: list[EvalRecord] = []
+    for number, changed in by_evaluation.items():
+        of = evaluations.of(number)
+        after = {**of.rows, **{row.index: row for row in changed}}
+        if of.tally.and_also(changed).ended == of.record.rows and not unproven_rows(after.values(), fleet):
+            ended.append(ended_record(of, "complete", wall_time, changed))
+    rows_changed = tuple(row for changed in by_evaluation.values() for row in changed)
+    return without_oldest(evaluations, EvalChange(records=tuple(ended), rows=rows_changed))
+
+
+def ended_record(of: OpenEvaluation, how: Ended, wall_time: float, last: Iterable[EvalRow] = ()) -> EvalRecord:
+    seconds = max(0.0, wall_time - of.record.asked_at)
+    return msgspec.structs.replace(of.record, result=of.tally.and_also(last).evaluation(of.record, seconds, how))
+
+
+def without_oldest(evaluations: Evaluations, change: EvalChange) -> EvalChange:
+    """Forget the oldest of those that have ended, where they become too many."""
+    over = len(evaluations.ended) + len(change.records) - MOST_ENDED
+    oldest = [record.number for record in evaluations.ended[: max(0, over)]]
+    return msgspec.structs.replace(change, removed=(*change.removed, *oldest))
+
+
+# More than this many would mean that none ever ends before the next two are due.
+MOST_OPEN = 16
+
+# Of one answer to a worker.
+_MOST_TICKETS = 1024
+
+_NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERPRINT})
+
+
+class Asking(msgspec.Struct, frozen=True):
+    """A worker that asks for tickets: it has room for so many `episodes`, and may hold `most` of evaluations in all;
+    one group it may always hold."""
+
+    worker_id: str
+    episodes: int
+    most: int
+
+
+def asking(config: RunConfig, run: RunState, worker_id: str, wanted: int, capacity: int) -> Asking:
+    """A worker of `capacity` episodes asks for `wanted` tickets, which it counts as if all were the training's."""
+    most = capacity if run.all_steps_made else int(config.eval.share * capacity)
+    return Asking(worker_id, wanted * config.rollout.group_size, most)
+
+
+def ask(evaluations: Evaluations, run: RunState, request: EvaluationRequest, wall_time: float) -> Decision:
+    """Open an evaluation; nothing changes if its step has one. Refuses one more than MOST_OPEN (EVALUATIONS_OPEN)."""
+    record = EvalRecord(
+        number=run.evaluations,
+        step=request.step,
+        version=request.version,
+        wanted=request.rows,
+        group_size=request.group_size,
+        temperature=request.temperature,
+        timeout_s=request.timeout_s,
+        asked_at=wall_time,
+    )
+    if any(known.step == record.step for known in evaluations.records):
+        return Decision()
+    if len(evaluations.open) >= MOST_OPEN:
+        raise Refusal(
+            reasons.EVALUATIONS_OPEN,
+            f"{len(evaluations.open)} evaluations are open, the oldest of step {evaluations.open[0].record.step}: they "
+            f"take longer than the steps between them; raise eval.every or eval.share, or lower eval.rows",
+        )
+    return Decision(
+        run=msgspec.structs.replace(run, evaluations=run.evaluations + 1), evals=EvalChange(records=(record,))
+    )
+
+
+def issue(
+    evaluations: Evaluations, run: RunState, served_version: int | None, serial: int, asking: Asking, wall_time: float
+) -> EvalChange:
+    """Tickets for a worker, of the oldest evaluation first; of each, rows that failed come first. `serial`: training
+    tickets issued so far."""
+    held = evaluations.episodes_of(evaluations.held_by(asking.worker_id))
+    left = min(asking.episodes, asking.most - held)
+    records: list[EvalRecord] = []
+    issued: list[EvalRow] = []
+    for of in evaluations.open:
+        if waits_for(of.record, run, served_version) is not None:
+            continue
+        record = _sized(of.record, run)
+        size = record.group_size
+        for row in chain((of.again[number] for number in sorted(of.again)), _new_rows(record)):
+            alone = held == 0 and not issued
+            if (size > left and not alone) or len(issued) == _MOST_TICKETS:
+                break
+            left -= size
+            issued.append(
+                EvalRow(
+                    evaluation=record.number,
+                    index=row.index,
+                    attempt=row.attempt + 1,
+                    serial=serial,
+                    worker_id=asking.worker_id,
+                    version=run.version,
+                    failures=row.failures,
+                )
+            )
+            if row.index == record.next_row:
+                record = msgspec.structs.replace(record, next_row=row.index + 1)
+        if record.rows == 0:
+            records.append(ended_record(OpenEvaluation(record), "complete", wall_time))
+        elif record != of.record:
+            records.append(record)
+    return EvalChange(tuple(records), tuple(issued))
+
+
+def waits_for(record: EvalRecord, run: RunState, served_version: int | None) -> str | None:
+    """What keeps tickets of an open evaluation from being issued; None if nothing does."""
+    if served_version is None:
+        return "a server that serves"
+    if served_version < record.version:
+        return f"version {record.version} on every server that serves, the oldest has {served_version}"
+    if record.rows is None and _rows_of_data(run) is None:
+        return "a worker that has read the eval_dataset"
+    return None
+
+
+def views(evaluations: Evaluations, run: RunState, fleet: ServerRegistry, wall_time: float) -> list[Evaluation]:
+    """All of them as people see them, in the order in which they were asked for."""
+    found = [(record.number, record.result) for record in evaluations.ended if record.result is not None]
+    for of in evaluations.open:
+        seconds = max(0.0, wall_time - of.record.asked_at)
+        why = awaited_proof(of, fleet) or waits_for(of.record, run, fleet.served_version)
+        found.append((of.record.number, of.tally.evaluation(of.record, seconds, waits_for=why)))
+    return [evaluation for _, evaluation in sorted(found, key=lambda pair: pair[0])]
+
+
+def message(evaluations: Evaluations, run: RunState, row: EvalRow) -> Ticket:
+    """The ticket as a worker sees it."""
+    record = evaluations.of(row.evaluation).record
+    return Ticket(
+        id=row.id,
+        index=row.index,
+        group_size=record.group_size,
+        seed=evaluations.config.run.seed,
+        version=row.version,
+        expires_in_s=evaluations.config.queue.ticket_timeout_s,
+        kind="eval",
+        step=run.step,
+        temperature=record.temperature,
+    )
+
+
+def undelivered(evaluations: Evaluations, worker_id: str, have: Sequence[str]) -> list[EvalRow]:
+    """The worker's tickets that it does not have: the answer was lost, or it was restarted under its name (F10)."""
+    held = set(have)
+    return [row for row in evaluations.held_by(worker_id) if row.id not in held]
+
+
+def submit(
+    evaluations: Evaluations, fleet: ServerRegistry, row: EvalRow, result: RowResult, wall_time: float
+) -> EvalChange:
+    """Take in what a valid group came to."""
+    done = msgspec.structs.replace(row, state=EvalRowState.DONE, result=result, reason=None)
+    return with_ends(evaluations, fleet, [done], wall_time)
+
+
+def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
+    """Refuses a group whose ticket is not out (TICKET_ENDED), unless it was accepted before (F24)."""
+    if not evaluations.was_accepted(ticket_id):
+        raise Refusal(
+            reasons.TICKET_ENDED, f"ticket {ticket_id} of an evaluation is not out any more: it or the evaluation ended"
+        )
+
+
+def fail(
+    evaluations: Evaluations, fleet: ServerRegistry, row: EvalRow, reason: str, retryable: bool, wall_time: float
+) -> EvalChange:
+    """A ticket yielded no group."""
+    return with_ends(evaluations, fleet, [_failed(evaluations, row, reason, retryable)], wall_time)
+
+
+def give_back(evaluations: Evaluations, fleet: ServerRegistry, worker_id: str, wall_time: float) -> EvalChange:
+    """Issue the rows of a worker that was refused again. They are not to blame, so no attempt is counted."""
+    held = evaluations.held_by(worker_id)
+    failed = [_failed(evaluations, row, reasons.FINGERPRINT, retryable=True) for row in held]
+    return with_ends(evaluations, fleet, failed, wall_time)
+
+
+def expire(evaluations: Evaluations, fleet: ServerRegistry, now: float, wall_time: float) -> EvalChange:
+    """End evaluations whose time is over, and tickets whose holders were not heard from in time (F10)."""
+    over = evaluations.expired(now)
+    gone = {of.record.number for of in over}
+    late = [
+        _failed(evaluations, row, _why_expired(evaluations, row, now), retryable=True)
+        for row in evaluations.expired_tickets(now)
+        if row.evaluation not in gone
+    ]
+    change = with_ends(evaluations, fleet, late, wall_time)
+    ended = [ended_record(without_unproven(of, fleet), "deadline", wall_time) for of in over]
+    return without_oldest(evaluations, msgspec.structs.replace(change, records=(*change.records, *ended)))
+
+
+def begin(evaluations: Evaluations, message: BeginSession) -> EvalChange:
+    """Forget what belongs to steps that the new session makes anew, and everything where it is a fresh start."""
+    gone = [record.number for record in evaluations.records if record.step > message.step or not message.resume]
+    return EvalChange(removed=tuple(gone))
+
+
+def _rows_of_data(run: RunState) -> int | None:
+    """Rows of the eval_dataset, as the session's workers say."""
+    return run.data.eval_rows if run.data is not None and run.data_session == run.session else None
+
+
+def _sized(record: EvalRecord, run: RunState) -> EvalRecord:
+    """The record with its number of rows, which a worker has told."""
+    there = _rows_of_data(run)
+    if record.rows is not None or there is None:
+        return record
+    return msgspec.structs.replace(record, rows=there if record.wanted is None else min(record.wanted, there))
+
+
+def _new_rows(record: EvalRecord) -> Iterator[EvalRow]:
+    """Rows that were never issued, as if an attempt before their first had been."""
+    for number in range(record.next_row, record.rows or 0):
+        yield EvalRow(record.number, number, -1, 0, "", 0)
+
+
+def _failed(evaluations: Evaluations, row: EvalRow, reason: str, retryable: bool) -> EvalRow:
+    failures = row.failures + (reason not in _NO_ATTEMPT)
+    again = retryable and failures < evaluations.config.queue.ticket_attempts
+    return msgspec.structs.replace(
+        row,
+        state=EvalRowState.AGAIN if again else EvalRowState.FAILED,
+        failures=failures,
+        reason=reason if reasons.is_ours(reason) else reasons.OTHER,
+    )
+
+
+def _why_expired(evaluations: Evaluations, row: EvalRow, now: float) -> str:
+    return reasons.OUTLIVED if evaluations.has_outlived(row.id, now) else reasons.EXPIRED

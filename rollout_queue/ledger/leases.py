@@ -15,10 +15,9 @@ from protocol import reasons
 from protocol.messages import BeginSession, LeaseAck, SessionStart
 from protocol.versions import within_staleness
 from rollout_queue.ledger import tickets
-from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import OUTSTANDING, Decision, RunState, TicketRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import OUTSTANDING, Decision, Refusal, RunState, TicketRecord, TicketState
+from rollout_queue.ledger.servers import ServerRegistry
 
 # Tickets of this many indices stay one by one for `slipstream ledger`, needed or not; older ones only as sums.
 INDICES_KEPT = 100_000
@@ -40,7 +39,7 @@ def check_session(ledger: Ledger, session: int) -> None:
         )
 
 
-def lease(ledger: Ledger, fleet: Fleet, lease_id: str, max_groups: int, have: Sequence[str] = ()) -> Decision:
+def lease(ledger: Ledger, fleet: ServerRegistry, lease_id: str, max_groups: int, have: Sequence[str] = ()) -> Decision:
     """Up to `max_groups` ready groups: those with the oldest tokens first, which are the next to grow over-age.
 
     What the learner says to `have` and a lapsed lease gave back is leased again, beside those. Groups that a failed
@@ -64,7 +63,7 @@ def undelivered(ledger: Ledger, lease_id: str, have: Sequence[str]) -> list[Tick
     return [record for record in ledger.leased(lease_id) if record.id not in held]
 
 
-def revoked(ledger: Ledger, fleet: Fleet, lease_id: str, have: Sequence[str]) -> dict[str, str]:
+def revoked(ledger: Ledger, fleet: ServerRegistry, lease_id: str, have: Sequence[str]) -> dict[str, str]:
     """Those of the groups at the learner that it must not train, with the reason of each: a failed proof taints it
     (I5), or the lease lapsed and it went elsewhere."""
     found = {}
@@ -92,7 +91,7 @@ def release(ledger: Ledger, lease_id: str) -> Decision:
     return Decision(tuple(record.to(TicketState.READY, lease_id=None) for record in ledger.leased(lease_id)))
 
 
-def ack(ledger: Ledger, fleet: Fleet, message: LeaseAck, ended: dict[str, TicketRecord]) -> Decision:
+def ack(ledger: Ledger, fleet: ServerRegistry, message: LeaseAck, ended: dict[str, TicketRecord]) -> Decision:
     """Record what a step trained and what was dropped; one step may take several acks, and any may be repeated.
 
     A group whose server failed its proof while the step was made is trained: it is recorded as such, with the reason.

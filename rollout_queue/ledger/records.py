@@ -2,6 +2,10 @@
 
 Records are immutable. A decision is a list of new records; the broker writes it to the store in one transaction and
 only then applies it to the ledger, so that memory never runs ahead of the disk.
+
+What the queue goes by of a group, its payload aside: how large it is, and what sampled it.
+
+What the decisions turn down: a reason and a message, no HTTP.
 """
 
 from __future__ import annotations
@@ -12,9 +16,59 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.messages import Fingerprint, Server, SessionStart, TicketKind
+from protocol.messages import Fingerprint, Group, Server, SessionStart, TicketKind, VersionSpan
 from protocol.status import Evaluation
-from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
+
+# Of one server in one group, far above any real one; what is beyond is taken to be one range.
+_MOST_RANGES = 32
+
+
+class SampledBy(msgspec.Struct, frozen=True, array_like=True):
+    """Versions that one server sampled of a group, from oldest to newest, both ends included."""
+
+    server: str
+    oldest: int
+    newest: int
+
+
+class GroupFacts(msgspec.Struct, frozen=True):
+    """What the ledger keeps of a group: its size as submitted, its sampled tokens, and what sampled them: for each
+    server the ranges of versions without a gap, as what it sampled before and after a failed proof is good."""
+
+    bytes: int = 0
+    tokens: int = 0
+    oldest_version: int = 0
+    servers: tuple[SampledBy, ...] = ()
+
+    @classmethod
+    def of(cls, group: Group, size: int) -> GroupFacts:
+        """The facts of a valid group of `size` bytes. A server that is named but sampled no token of it is left out."""
+        spans: dict[str, list[VersionSpan]] = {}
+        for rollout in group.rollouts:
+            for segment in rollout.segments:
+                for span in segment.version_spans:
+                    spans.setdefault(group.server_names[span.server], []).append(span)
+        servers = tuple(
+            SampledBy(name, oldest, newest)
+            for name, of_it in sorted(spans.items())
+            for oldest, newest in _ranges({span.version for span in of_it})
+        )
+        return cls(size, group.sampled_tokens, min(sampled.oldest for sampled in servers), servers)
+
+    def sampled_within(self, first: int, end: int) -> bool:
+        """Whether some token is by a version from `first` up to, and without, `end`."""
+        return any(sampled.oldest < end and sampled.newest >= first for sampled in self.servers if first < end)
+
+
+def _ranges(versions: set[int]) -> list[tuple[int, int]]:
+    """The runs of consecutive integers, ascending; the newest ones as one where they are too many."""
+    ranges: list[tuple[int, int]] = []
+    for version in sorted(versions):
+        if ranges and (version == ranges[-1][1] + 1 or len(ranges) == _MOST_RANGES):
+            ranges[-1] = (ranges[-1][0], version)
+        else:
+            ranges.append((version, version))
+    return ranges
 
 
 class TicketState(StrEnum):
@@ -273,3 +327,13 @@ class StoreContents(msgspec.Struct):
     servers: list[ServerRecord] = []
     evaluations: list[EvalRecord] = []
     eval_rows: list[EvalRow] = []
+
+
+class Refusal(Exception):
+    """A request that is turned down: `reason` is a code of `protocol.reasons`, `message` names value and remedy."""
+
+    def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s

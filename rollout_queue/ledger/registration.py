@@ -16,8 +16,7 @@ from protocol import reasons
 from protocol.config import fingerprint
 from protocol.messages import Fingerprint
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, RunState, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Decision, Refusal, RunState, TicketState
 
 _MOST_WORKERS = 4096
 
@@ -121,7 +120,7 @@ def _warnings(worker_id: str, first: Fingerprint, given: Fingerprint) -> Iterato
             )
 
 
-class Register:
+class WorkerRegistry:
     """The workers that were let in, each with the session that it was let in for. Kept in memory: after a restart of
     the queue, and in every new session, a worker comes with a heartbeat first."""
 

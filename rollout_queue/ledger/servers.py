@@ -11,28 +11,284 @@ the proof holds. Where it fails, or the server leaves service before it came, th
 without a proof when it died is distrusted by the next session. A server that leaves the fleet drains: it takes no new
 episode, and is gone when no worker has a request on it and the learner has said what came of the version that was on
 its way. Its distrust outlives it.
+
+The registry of vLLM servers: what state may follow what, and which groups a server may have sampled (I5).
+
+`servers` has the decisions that change it, and the rules in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from protocol import reasons
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger import tickets
-from rollout_queue.ledger.fleet import ALLOWED, AWAITS_PROOF, Fleet, lost
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Distrust, ServerRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, Refusal, ServerRecord, TicketState
 
-__all__ = ["ALLOWED", "Fleet", "check_unfenced", "distrust_unproven", "drain", "put", "remove"]
+_MOST_SERVERS = 1024
+
+# With those that have left, whose groups may still come.
+_MOST_EVER = 16 * 1024
+
+_REASON_CHARACTERS = 1024
+
+_S = ServerState
+
+ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
+    _S.JOINING: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
+    _S.SYNCING: frozenset({_S.SERVING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
+    # A later version is proven while the one before goes on serving.
+    _S.SERVING: frozenset({_S.SERVING, _S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
+    _S.STALE: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
+    _S.QUARANTINED: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
+    _S.DOWN: frozenset({_S.SYNCING, _S.DRAINING}),
+    # It ends by being removed.
+    _S.DRAINING: frozenset(),
+}
+
+# Where the proof of what a server has sampled meanwhile may still come.
+AWAITS_PROOF = frozenset({_S.SYNCING, _S.SERVING})
+
+# Of these, a change of the reason alone is no change of state.
+_SAY_WHY = frozenset({_S.JOINING, _S.SYNCING, _S.STALE, _S.DOWN})
+
+
+class ServerRegistry:
+    """The registry of servers. `decide` is pure; `apply` takes in what was stored."""
+
+    def __init__(self, records: Iterable[ServerRecord] = ()) -> None:
+        self._records = {record.server.name: record for record in records}
+
+    @property
+    def servers(self) -> list[Server]:
+        return [record.server for record in self.records]
+
+    @property
+    def records(self) -> list[ServerRecord]:
+        """Of those that are in the fleet."""
+        return [record for record in self._records.values() if not record.removed]
+
+    def get(self, name: str) -> Server | None:
+        record = self._present(name)
+        return record.server if record is not None else None
+
+    def has_had(self, name: str, url: str) -> bool:
+        """Whether a server of that name and address is in the fleet, or was let go."""
+        record = self._records.get(name)
+        return record is not None and record.server.url == url
+
+    def after(self, records: Iterable[ServerRecord]) -> ServerRegistry:
+        """The registry as it is once `records` are stored."""
+        return ServerRegistry([*self._records.values(), *records])
+
+    @property
+    def served_version(self) -> int | None:
+        """Lowest version proven on a serving server; None if none serves."""
+        return min(
+            (server.version or 0 for server in self.servers if server.state is ServerState.SERVING), default=None
+        )
+
+    def all_serve(self, names: Iterable[str]) -> bool:
+        """Whether each of these is a server that serves."""
+        return set(names) <= {server.name for server in self.servers if server.state is ServerState.SERVING}
+
+    def decide(self, wanted: Server, wall_time: float, serial: int) -> ServerRecord | None:
+        """The server's next record, None if nothing changes. `serial`: tickets issued so far.
+
+        Refuses an unknown server (SERVER_UNKNOWN), one too many (TOO_MANY), and a change that is not allowed
+        (TRANSITION_FORBIDDEN, VERSION_MISSING).
+        """
+        known = self._present(wanted.name)
+        # Cut, not refused: an error's text must not keep a server in service.
+        reason = wanted.reason and wanted.reason[:_REASON_CHARACTERS]
+        if known is None:
+            if wanted.state is not ServerState.JOINING:
+                raise Refusal(
+                    reasons.SERVER_UNKNOWN, f"server {wanted.name!r} is not registered: put it as joining first"
+                )
+            self._check_room(wanted.name)
+        elif known.awaits_verdict and (wanted.state, wanted.url) == (_S.DRAINING, known.server.url):
+            return msgspec.structs.replace(known, awaits_verdict=False)
+        elif (now := known.server) and (now.state, now.url) == (wanted.state, wanted.url):
+            if reason is not None and now.state in _SAY_WHY:
+                return msgspec.structs.replace(known, server=msgspec.structs.replace(now, reason=reason))
+            repeated = wanted.state is not ServerState.JOINING and wanted.version in (None, now.version)
+            if repeated and reason in (None, now.reason):
+                return None  # a repeat, as after a lost answer
+        if known is not None and (verdict := _verdict_of_draining(known, wanted, serial)) is not None:
+            return verdict
+        if known is not None:
+            _check_allowed(known.server, wanted)
+        known = known or self._records.get(wanted.name)  # one that was removed and comes back
+        version = None if wanted.state is ServerState.JOINING else wanted.version
+        if version is None and known is not None and wanted.state is not ServerState.JOINING:
+            version = known.server.version
+        server = msgspec.structs.replace(wanted, version=version, reason=reason, changed_at=wall_time)
+        return _next_record(known or ServerRecord(server), server, serial)
+
+    def leave(self, name: str, wall_time: float) -> ServerRecord | None:
+        """The record of a server that is to drain, None if it drains already. Refuses an unknown one."""
+        known = self._present(name)
+        if known is None:
+            raise Refusal(reasons.SERVER_UNKNOWN, f"server {name[:80]!r} is not registered")
+        if known.server.state is ServerState.DRAINING:
+            return None
+        server = msgspec.structs.replace(
+            known.server, state=ServerState.DRAINING, reason="it was asked to leave", changed_at=wall_time
+        )
+        return msgspec.structs.replace(known, server=server, awaits_verdict=known.server.state in AWAITS_PROOF)
+
+    def gone(self, name: str) -> ServerRecord | None:
+        """What is kept of a server once it has left, None if it has."""
+        known = self._present(name)
+        return msgspec.structs.replace(known, removed=True) if known is not None else None
+
+    def apply(self, record: ServerRecord) -> None:
+        self._records[record.server.name] = record
+
+    def distrusted(self, group: GroupFacts, serial: int) -> str | None:
+        """The server, if any, because of which this group, of the ticket with this serial, must not be trained."""
+        for sampled in group.servers:
+            record = self._records.get(sampled.server)
+            for distrust in record.distrust if record is not None else ():
+                covered = distrust.until_serial is None or serial < distrust.until_serial
+                before_end = distrust.until_version is None or sampled.oldest < distrust.until_version
+                if covered and before_end and sampled.newest >= distrust.version:
+                    return sampled.server
+        return None
+
+    def unproven(self, group: GroupFacts) -> str | None:
+        """The server, if any, that sampled some of this group's tokens by weights that are not proven on it yet."""
+        for sampled in group.servers:
+            record = self._records.get(sampled.server)
+            if record is not None and (record.proven is None or sampled.newest > record.proven):
+                return sampled.server
+        return None
+
+    def tainted(self, group: GroupFacts, serial: int) -> bool:
+        """Whether some of this group's tokens are by weights that failed their proof, or that left service before it
+        came."""
+        records = (self._records.get(sampled.server) for sampled in group.servers)
+        gone = any(record is not None and lost(record, group) for record in records)
+        return gone or self.distrusted(group, serial) is not None
+
+    def check(self, group: GroupFacts, serial: int) -> None:
+        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, that was not
+        proven between its restart and the ticket, or that is distrusted for it (UNVERIFIED_SERVER)."""
+        for name in (sampled.server for sampled in group.servers):
+            record = self._records.get(name)
+            if record is None:
+                raise Refusal(
+                    reasons.SPAN_SERVER_UNKNOWN,
+                    f"server {name[:80]!r} sampled some of its tokens but is not registered",
+                )
+            if not record.served:
+                raise Refusal(
+                    reasons.UNVERIFIED_SERVER,
+                    f"server {name} sampled some of its tokens but was never proven: it is {record.server.state}",
+                )
+            if record.restarted_at is not None and serial >= record.restarted_at:
+                raise Refusal(
+                    reasons.UNVERIFIED_SERVER,
+                    f"server {name} sampled some of its tokens, for a ticket issued after it joined again, but is not "
+                    f"proven since: it is {record.server.state}",
+                )
+        server = self.distrusted(group, serial)
+        if server is not None:
+            raise Refusal(
+                reasons.UNVERIFIED_SERVER,
+                f"server {server} sampled some of its tokens with weights that failed their proof",
+            )
+        for sampled in group.servers:
+            record = self._records[sampled.server]
+            if lost(record, group):
+                raise Refusal(
+                    reasons.UNVERIFIED_SERVER,
+                    f"server {sampled.server} sampled some of its tokens by version {sampled.newest}, which was never "
+                    f"proven on it: it {'has left' if record.removed else f'is {record.server.state}'}",
+                )
+
+    def _present(self, name: str) -> ServerRecord | None:
+        record = self._records.get(name)
+        return record if record is not None and not record.removed else None
+
+    def _check_room(self, name: str) -> None:
+        if len(self.records) >= _MOST_SERVERS or (name not in self._records and len(self._records) >= _MOST_EVER):
+            raise Refusal(
+                reasons.TOO_MANY,
+                f"{len(self.records)} servers are registered, and {len(self._records)} ever were, which is all that "
+                f"one run may have",
+            )
+
+
+def lost(record: ServerRecord, group: GroupFacts) -> bool:
+    """Whether the server left service before it proved what it sampled of the group."""
+    waits = (record.server.state in AWAITS_PROOF or record.awaits_verdict) and not record.removed
+    return not waits and ServerRegistry([record]).unproven(group) is not None
+
+
+def _verdict_of_draining(known: ServerRecord, wanted: Server, serial: int) -> ServerRecord | None:
+    """What is kept of the verdict on a version that was on its way when the drain began: the server drains on. None
+    where that is not what is told."""
+    drains = known.server.state is _S.DRAINING and known.server.url == wanted.url
+    if not drains or wanted.version is None or wanted.state not in (_S.SERVING, _S.QUARANTINED):
+        return None
+    judged = _next_record(known, wanted, serial)
+    server = msgspec.structs.replace(known.server, version=wanted.version)
+    return msgspec.structs.replace(judged, server=server)
+
+
+def _check_allowed(now: Server, wanted: Server) -> None:
+    again = wanted.state is ServerState.JOINING and now.state is not ServerState.DRAINING
+    if not again and wanted.state not in ALLOWED[now.state]:
+        others = {ServerState.JOINING, *ALLOWED[now.state]} if ALLOWED[now.state] else set()
+        allowed = ", ".join(sorted(others)) or "nothing; it leaves, and may register again once it is gone"
+        raise Refusal(
+            reasons.TRANSITION_FORBIDDEN,
+            f"server {wanted.name!r} is {now.state} and cannot become {wanted.state}; from there it can become: "
+            f"{allowed}",
+        )
+    if wanted.state in (ServerState.SERVING, ServerState.QUARANTINED) and wanted.version is None:
+        raise Refusal(reasons.VERSION_MISSING, f"a server cannot be {wanted.state} without a version: name it")
+
+
+def _next_record(known: ServerRecord, server: Server, serial: int) -> ServerRecord:
+    distrust, proven, restarted_at = known.distrust, known.proven, known.restarted_at
+    served = known.served or server.state is ServerState.SERVING
+    if server.state is ServerState.QUARANTINED and server.version is not None:
+        distrust = (*(d for d in distrust if d.until_serial is not None), _distrust_from(server.version, distrust))
+    elif server.state is ServerState.SERVING and server.version is not None:
+        distrust = tuple(_proven_at(server.version, serial, d) for d in distrust)
+        proven, restarted_at = max(server.version, -1 if proven is None else proven), None
+    elif server.state is ServerState.JOINING and served and restarted_at is None:
+        restarted_at = serial
+    return ServerRecord(server, served, distrust, restarted_at, proven)
+
+
+def _distrust_from(version: int, distrust: Iterable[Distrust]) -> Distrust:
+    """The distrust of a server that failed at `version`, and perhaps at others since it was last proven."""
+    return Distrust(min([version, *(d.version for d in distrust if d.until_serial is None)]))
+
+
+def _proven_at(version: int, serial: int, distrust: Distrust) -> Distrust:
+    """The distrust that is left once the server is proven at `version`."""
+    if distrust.until_serial is None:
+        distrust = msgspec.structs.replace(distrust, until_serial=serial)
+    if distrust.until_version is None and version > distrust.version:
+        distrust = msgspec.structs.replace(distrust, until_version=version)
+    return distrust
+
+
+__all__ = ["ALLOWED", "ServerRegistry", "check_unfenced", "distrust_unproven", "drain", "put", "remove"]
 
 _MOST_DISTRUST = 32
 
 
-def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
+def put(fleet: ServerRegistry, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
     """Register a server or change its state. A failed proof drops the ready groups that it taints, and an end of its
     service those that it never proved (I5). The learner hears of the leased ones before it trains them
     (`leases.revoked`)."""
@@ -45,20 +301,20 @@ def put(fleet: Fleet, ledger: Ledger, wanted: Server, wall_time: float) -> Decis
     return _changed(ledger, _tidied(record, ledger))
 
 
-def drain(fleet: Fleet, ledger: Ledger, name: str, wall_time: float) -> Decision:
+def drain(fleet: ServerRegistry, ledger: Ledger, name: str, wall_time: float) -> Decision:
     """A server is to leave: it takes no new episode from now on."""
     record = fleet.leave(name, wall_time)
     return Decision() if record is None else _changed(ledger, record)
 
 
-def remove(fleet: Fleet, ledger: Ledger, names: Iterable[str]) -> Decision:
+def remove(fleet: ServerRegistry, ledger: Ledger, names: Iterable[str]) -> Decision:
     """Servers that have drained, or are to go at once, are gone."""
     records = [record for name in names if (record := fleet.gone(name)) is not None]
     dropped = [ticket for record in records for ticket in _changed(ledger, record).tickets]
     return Decision(tuple({ticket.id: ticket for ticket in dropped}.values()), servers=tuple(records))
 
 
-def distrust_unproven(fleet: Fleet, version: int) -> tuple[ServerRecord, ...]:
+def distrust_unproven(fleet: ServerRegistry, version: int) -> tuple[ServerRecord, ...]:
     """A learner session begins at `version`: what the one before left without a proof is not trusted (I5). Its groups
     are dropped as they would be leased."""
     records = [
@@ -71,7 +327,7 @@ def distrust_unproven(fleet: Fleet, version: int) -> tuple[ServerRecord, ...]:
 
 def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
     """The record, and the end of the ready groups that can no longer be trained because of it."""
-    alone = Fleet([record])
+    alone = ServerRegistry([record])
     tainted = [
         ticket
         for ticket in ledger.tickets(TicketState.READY)
@@ -101,7 +357,7 @@ def _tidied(record: ServerRecord, ledger: Ledger) -> ServerRecord:
     return msgspec.structs.replace(record, distrust=kept)
 
 
-def check_unfenced(fleet: Fleet, server: Server) -> None:
+def check_unfenced(fleet: ServerRegistry, server: Server) -> None:
     """Refuses what only the newest learner may say of a server, which alone proves them (SESSION_SUPERSEDED), and an
     end of one that serves by somebody who takes it to be elsewhere (SERVER_MISMATCH)."""
     if server.state not in (ServerState.JOINING, ServerState.DOWN):

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from protocol import reasons
 from protocol.messages import Ticket
-from rollout_queue.ledger.group_facts import GroupFacts
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Decision, GroupFacts, Refusal, TicketRecord, TicketState
 
 # A worker that ends has not tried the row.
 _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED)})

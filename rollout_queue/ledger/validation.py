@@ -12,9 +12,7 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.messages import LARGEST_FIGURE, SCHEMA_VERSION, Group, Rollout, Segment
-from rollout_queue.ledger.group_facts import GroupFacts
-from rollout_queue.ledger.records import EvalRow, TicketRecord
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import EvalRow, GroupFacts, Refusal, TicketRecord
 
 # A rollout of 1,024 segments, an answer in each, with all figures and notes that are allowed has some 26,000 values;
 # one of a thousand turns in one segment some 6,000. Twenty of the largest fit into a group. Whatever a body's size, at

@@ -17,12 +17,9 @@ from protocol.messages import LearnerReport, ServerState, WorkerReport
 from protocol.status import LearnerStatus, WorkerStatus
 from rollout_queue.ledger.admission import StepFacts
 from rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
-from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow
-from rollout_queue.observe.notices import Notices
-from rollout_queue.observe.progress import Progress
-from rollout_queue.observe.rates import RateMeter, Waits
-from rollout_queue.observe.variance import Rewards, Variance
-from rollout_queue.observe.windows import RecentRollouts
+from rollout_queue.observe.notices import Notices, Rewards, Variance
+from rollout_queue.observe.stall import StepProgress
+from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, RecentRollouts, StalenessWindow, Waits
 
 LEARNER, FEEDER = "learner", "learner's feeder"
 SESSION = "the learner's session"  # what a worker waits for that the session before would refuse
@@ -60,7 +57,7 @@ class Observations:
 
     def __init__(self, now: float, groups_per_step: int, start_s: float, run_file: Path = Path("run.toml")) -> None:
         self.started = now
-        self.progress = Progress(now, start_s)
+        self.progress = StepProgress(now, start_s)
         self.notices = Notices()
         self.variance = Variance(groups_per_step, run_file)
         self.recent, self.recent_evals = RecentRollouts(), RecentRollouts()

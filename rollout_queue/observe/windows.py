@@ -1,14 +1,26 @@
-"""A window of recent rollouts, to be read: what the policy says, also where no step was ever made."""
+"""A window of recent rollouts, to be read: what the policy says, also where no step was ever made.
+
+How old groups are when they are trained, and where they aged.
+
+The staleness of a group is the learner's version before the step that trains it, minus the version of its oldest token.
+It splits at the group's arrival: `in_flight` passed while the group was made, `in_queue` while it waited here.
+
+Events per second over the last minute, and waits with their beginning. Times are arguments, in seconds.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
 
 import msgspec
 
 from protocol import codec
 from protocol.messages import Group
 from protocol.rollouts import RolloutView
+from protocol.status import Rates, Staleness, Wait
+from rollout_queue.ledger.records import TicketRecord
 
 GROUPS = 64
 
@@ -89,3 +101,116 @@ def _without_messages(group: Group, number: int, evaluation: int | None) -> Roll
 
 def _size(group: list[Shown]) -> int:
     return sum(len(shown.json) for shown in group)
+
+
+WINDOW_STEPS = 20
+
+
+class GroupAge(msgspec.Struct, frozen=True):
+    in_flight: int
+    in_queue: int
+
+    @property
+    def total(self) -> int:
+        return self.in_flight + self.in_queue
+
+
+def age_of(record: TicketRecord) -> GroupAge:
+    """Age of a trained group, in versions."""
+    if record.trained_version is None:
+        raise ValueError(f"ticket {record.id} was not trained")
+    return GroupAge(
+        in_flight=record.arrival_version - record.group.oldest_version,
+        in_queue=record.trained_version - 1 - record.arrival_version,
+    )
+
+
+class StalenessWindow:
+    """Ages of the groups of the newest `WINDOW_STEPS` steps.
+
+    The largest staleness is the learner's own figure where it gives one: it knows which tokens it masked.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[GroupAge, ...]] = deque(maxlen=WINDOW_STEPS)
+        self._maxima: deque[int] = deque(maxlen=WINDOW_STEPS)
+
+    def add_step(self, trained: Iterable[TicketRecord], reported_max: int | None) -> int:
+        """Take in one step's groups; returns the staleness of the oldest."""
+        ages = tuple(age_of(record) for record in trained)
+        oldest = max((age.total for age in ages), default=0)
+        self._steps.append(ages)
+        self._maxima.append(oldest if reported_max is None else reported_max)
+        return oldest
+
+    def figures(self, max_ever: int) -> Staleness:
+        ages = [age for step in self._steps for age in step]
+        if not ages:
+            return Staleness(max_ever=max_ever)
+        return Staleness(
+            mean=sum(age.total for age in ages) / len(ages),
+            max=max(self._maxima),
+            max_ever=max(max_ever, *self._maxima),
+            in_flight_mean=sum(age.in_flight for age in ages) / len(ages),
+            in_queue_mean=sum(age.in_queue for age in ages) / len(ages),
+        )
+
+
+WINDOW_S = 60.0
+
+
+class RateMeter:
+    """Counts events in one-second buckets, so that its memory does not grow with the rate."""
+
+    def __init__(self, now: float) -> None:
+        self._started = now
+        self._buckets: deque[tuple[int, Counter[str]]] = deque()
+
+    def add(self, now: float, **events: int) -> None:
+        second = int(now)
+        if not self._buckets or self._buckets[-1][0] != second:
+            self._buckets.append((second, Counter()))
+        self._buckets[-1][1].update(events)
+        self._forget(now)
+
+    def rates(self, now: float) -> Rates:
+        self._forget(now)
+        total: Counter[str] = Counter()
+        for _, counts in self._buckets:
+            total.update(counts)
+        span = max(1.0, min(WINDOW_S, now - self._started))
+        return Rates(**{name: total[name] / span for name in Rates.__struct_fields__})
+
+    def _forget(self, now: float) -> None:
+        while self._buckets and self._buckets[0][0] < now - WINDOW_S:
+            self._buckets.popleft()
+
+
+class Waits:
+    """Who waits for what. A wait that goes on over several requests keeps its beginning."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str, _Entry] = {}
+
+    def begin(self, who: str, what: str, now: float, until: float = math.inf) -> None:
+        """Note a wait, or that it goes on. It is forgotten after `until` if not renewed: its owner has gone."""
+        entry = self._waits.get(who)
+        since = entry.since if entry is not None and entry.until >= now else now
+        self._waits[who] = _Entry(what, since, until)
+
+    def end(self, who: str) -> None:
+        self._waits.pop(who, None)
+
+    def what(self, who: str) -> str | None:
+        entry = self._waits.get(who)
+        return entry.what if entry is not None else None
+
+    def list(self, now: float) -> list[Wait]:
+        self._waits = {who: entry for who, entry in self._waits.items() if entry.until >= now}
+        return [Wait(who, entry.what, now - entry.since) for who, entry in self._waits.items()]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    what: str
+    since: float
+    until: float

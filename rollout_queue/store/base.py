@@ -1,11 +1,16 @@
 """What the broker asks of a store. Calls block; the broker makes them one at a time, from one thread.
 
 `tests/rollout_queue/test_store_contract.py` proves these docstrings for every store.
+
+A lock between processes of one machine, which a dead process lets go of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import fcntl
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from protocol.client import QueueError
@@ -55,3 +60,16 @@ class Store(Protocol):
     def close(self) -> None:
         """Let go of the store; nothing else may be called afterwards."""
         ...
+
+
+@contextmanager
+def hold_lock_file(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which is made with its folder where it is missing and stays afterwards.
+
+    Raises `BlockingIOError` if another process or another `held_alone` has it, another `OSError` if it cannot be
+    written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from protocol.config import ConfigError
-from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
@@ -23,14 +22,15 @@ from rollout_queue.ledger.records import (
     EvalChange,
     EvalRecord,
     EvalRow,
+    GroupFacts,
     RunState,
+    SampledBy,
     ServerRecord,
     StoreContents,
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import StoreError
-from rollout_queue.store.lock import held_alone
+from rollout_queue.store.base import StoreError, hold_lock_file
 from rollout_queue.store.migrations import LAYOUT, layout_of, migrate
 
 T = TypeVar("T")
@@ -266,7 +266,7 @@ def _state_for_people(state: str) -> TicketState:
 def _only_queue(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as lock:
         try:
-            lock.enter_context(held_alone(path.with_suffix(".lock")))
+            lock.enter_context(hold_lock_file(path.with_suffix(".lock")))
         except BlockingIOError:
             raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
         yield

@@ -12,9 +12,9 @@ from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger import servers
 from rollout_queue.ledger.evaluations import Evaluations
-from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision
+from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit.messages import SERVER
 
@@ -39,7 +39,7 @@ class SabotagedQueue(RuleBasedStateMachine):
     def restart_queue(self) -> None:
         contents = self.store.load()
         self.ledger = Ledger(self.run_config, contents, self.now)
-        self.fleet = Fleet(contents.servers)
+        self.fleet = ServerRegistry(contents.servers)
         self.evaluations = Evaluations(self.run_config, contents, self.now)
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollout_queue.ledger.admission import Admission, Grant, Load, StepFacts
+from rollout_queue.ledger.admission import Admission, Grant, QueueLoad, StepFacts
 from rollout_worker.episodes.capacity import Capacity
 from tests.kit.config import config
 
@@ -239,7 +239,7 @@ class _Run:
             return count
 
     def grant(self) -> Grant:
-        return self.admission.grant(Load(self.outstanding, 0, self.version, self.version, session=1))
+        return self.admission.grant(QueueLoad(self.outstanding, 0, self.version, self.version, session=1))
 
     async def group(self, slots: Slots) -> None:
         async with slots.group() as turn:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_queue.ledger.admission import Admission, Grant, Load, StepFacts
+from rollout_queue.ledger.admission import Admission, Grant, QueueLoad, StepFacts
 from tests.kit import config
 
 
@@ -18,8 +18,8 @@ def admission(k: int, b: int, depth: float | str = "auto", **queue: int) -> Admi
     return Admission(config(queue={"max_staleness": k, "depth": depth, **queue}, learner={"groups_per_step": b}))
 
 
-def load(outstanding: int = 0, version: int = 0, served: int | None = 0, size: int = 0, session: int = 1) -> Load:
-    return Load(outstanding, size, version, served, session)
+def load(outstanding: int = 0, version: int = 0, served: int | None = 0, size: int = 0, session: int = 1) -> QueueLoad:
+    return QueueLoad(outstanding, size, version, served, session)
 
 
 @dataclass
@@ -240,7 +240,7 @@ def test_depth_stays_where_it_may_not_adapt(depth: float | str, k: int) -> None:
         (0, load(version=5, served=0)),
     ],
 )
-def test_grants_fill_the_depth_or_what_the_lag_leaves_of_the_bound(granted: int, now: Load) -> None:
+def test_grants_fill_the_depth_or_what_the_lag_leaves_of_the_bound(granted: int, now: QueueLoad) -> None:
     """d = 2 steps of B = 4; the bound is K + 1 = 5 steps less the servers' lag."""
     assert admission(k=4, b=4).grant(now).count == granted
 
@@ -256,7 +256,7 @@ def test_grants_fill_the_depth_or_what_the_lag_leaves_of_the_bound(granted: int,
         ("the depth limit: 8 groups outstanding, 8 allowed = 2.00 steps of 4", load(outstanding=8)),
     ],
 )
-def test_i7_a_refused_ticket_names_its_reason(blame: str, now: Load) -> None:
+def test_i7_a_refused_ticket_names_its_reason(blame: str, now: QueueLoad) -> None:
     grant = admission(k=4, b=4, capacity_groups=10, capacity_bytes=2048, max_group_bytes=1024).grant(now)
     assert grant.count == 0
     assert blame in (grant.blocked_by or "")

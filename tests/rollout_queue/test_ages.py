@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protocol.messages import WorkerReport
-from rollout_queue.ledger.group_facts import GroupFacts
-from rollout_queue.ledger.records import TicketRecord, TicketState
-from rollout_queue.observe.ages import WINDOW_STEPS, StalenessWindow, age_of
+from rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
 from rollout_queue.observe.observations import Observations
-from rollout_queue.observe.rates import RateMeter, Waits
+from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, StalenessWindow, Waits, age_of
 
 
 def trained(oldest: int, arrival: int, version: int) -> TicketRecord:

@@ -13,11 +13,9 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from protocol import reasons
 from protocol.messages import BeginSession, Fingerprint, Server, ServerState
 from protocol.status import Evaluation, EvaluationRequest
-from rollout_queue.ledger import eval_ends, eval_tickets, leases, servers
-from rollout_queue.ledger.eval_tickets import Asking
-from rollout_queue.ledger.evaluations import Evaluations, OpenEvaluation
-from rollout_queue.ledger.group_facts import SampledBy
-from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult
+from rollout_queue.ledger import evaluations, leases, servers
+from rollout_queue.ledger.evaluations import Asking, Evaluations, OpenEvaluation
+from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult, SampledBy
 from tests.kit import config
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue
@@ -45,7 +43,7 @@ class EvaluationMachine(SabotagedQueue):
     def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
         assert not decision.tickets, "I1: no ticket of the training is touched"
         if decision.servers:
-            judged = eval_ends.judge(self.evaluations, self.fleet.after(decision.servers), self.now)
+            judged = evaluations.judge(self.evaluations, self.fleet.after(decision.servers), self.now)
             decision = msgspec.structs.replace(decision, evals=judged)
         again = (row for row in decision.evals.rows if row.state is EvalRowState.AGAIN)
         self.accepted -= {(row.evaluation, row.index) for row in again}
@@ -66,7 +64,7 @@ class EvaluationMachine(SabotagedQueue):
     @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 260.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.change(eval_tickets.expire(self.evaluations, self.fleet, self.now, self.now))
+        self.change(evaluations.expire(self.evaluations, self.fleet, self.now, self.now))
         late = [self.now - self.asked_at[of.record.number] for of in self.evaluations.open]
         assert max(late, default=0.0) < TIMEOUT_S, "an evaluation that never ends"
 
@@ -100,18 +98,18 @@ class EvaluationMachine(SabotagedQueue):
         run = self.ledger.run
         request = EvaluationRequest(run.session, run.step, run.version, wanted, group_size, None, TIMEOUT_S)
         had = any(record.step == run.step for record in self.evaluations.records)
-        decision = eval_tickets.ask(self.evaluations, run, request, self.now)
+        decision = evaluations.ask(self.evaluations, run, request, self.now)
         assert bool(decision) != had, "a step has one evaluation"
         self.commit(decision)
         if repeat:
-            assert not eval_tickets.ask(self.evaluations, self.ledger.run, request, self.now)
+            assert not evaluations.ask(self.evaluations, self.ledger.run, request, self.now)
 
     @rule(back=st.integers(0, 2))
     def learner_killed_and_resumed(self, back: int) -> None:
         run = self.ledger.run
         step = max(0, run.step - back)
         message = BeginSession(step, run.version, 9, resume=True)
-        gone = eval_tickets.begin(self.evaluations, message)
+        gone = evaluations.begin(self.evaluations, message)
         begun = leases.begin(self.ledger, message, [])
         self.commit(msgspec.structs.replace(begun, evals=gone))
         assert all(record.step <= step for record in self.evaluations.records)
@@ -120,7 +118,7 @@ class EvaluationMachine(SabotagedQueue):
     @precondition(lambda self: self.ledger.run.step > 4)
     @rule()
     def finish(self) -> None:
-        left = eval_ends.finish(self.evaluations, self.fleet, self.now)
+        left = evaluations.finish(self.evaluations, self.fleet, self.now)
         self.commit(msgspec.structs.replace(leases.finish(self.ledger), evals=left))
         assert not self.evaluations.open
 
@@ -135,7 +133,7 @@ class EvaluationMachine(SabotagedQueue):
     def ask_for_tickets(self, worker: str, episodes: int) -> None:
         run, served = self.ledger.run, self.fleet.served_version
         asking = Asking(worker, episodes, MOST)
-        change = eval_tickets.issue(self.evaluations, run, served, self.ledger.issued, asking, self.now)
+        change = evaluations.issue(self.evaluations, run, served, self.ledger.issued, asking, self.now)
         for row in change.rows:
             assert row.id not in self.ids, "a ticket that is issued twice"
             assert served is not None
@@ -157,13 +155,13 @@ class EvaluationMachine(SabotagedQueue):
         result = RowResult(tuple(rewards), {"r": rewards[0]}, (3,) * len(rewards), {"stop": len(rewards)}, ())
         result = msgspec.structs.replace(result, servers=(SampledBy(SERVER, version, version),))
         self.accepted.add((row.evaluation, row.index))
-        self.change(eval_tickets.submit(self.evaluations, self.fleet, row, result, self.now))
+        self.change(evaluations.submit(self.evaluations, self.fleet, row, result, self.now))
 
     @rule(data=st.data(), retryable=st.booleans())
     def give_back(self, data: st.DataObject, retryable: bool) -> None:
         if self.out:
             row = data.draw(st.sampled_from(self.out))
-            self.change(eval_tickets.fail(self.evaluations, self.fleet, row, "failed:row", retryable, self.now))
+            self.change(evaluations.fail(self.evaluations, self.fleet, row, "failed:row", retryable, self.now))
 
     @precondition(lambda self: not self.ledger.run.finished)
     @rule(group_size=st.sampled_from([1, 2, 8]), published=st.booleans(), left=st.integers(0, 2))
@@ -186,19 +184,19 @@ class EvaluationMachine(SabotagedQueue):
         for _ in range(ATTEMPTS + 1):
             for row in self.out:
                 if first is not None and (row.evaluation, row.index) == (first.evaluation, first.index):
-                    self.change(eval_tickets.fail(self.evaluations, self.fleet, row, "failed:row", True, self.now))
+                    self.change(evaluations.fail(self.evaluations, self.fleet, row, "failed:row", True, self.now))
             self.ask_for_tickets("a", 1)
 
     @rule(worker=st.sampled_from(["a", "b"]))
     def worker_is_refused(self, worker: str) -> None:
-        self.change(eval_tickets.give_back(self.evaluations, self.fleet, worker, self.now))
+        self.change(evaluations.give_back(self.evaluations, self.fleet, worker, self.now))
         assert not self.evaluations.held_by(worker)
 
     @rule(worker=st.sampled_from(["a", "b"]))
     def worker_asks_for_what_it_lost(self, worker: str) -> None:
         held = {row.id for row in self.evaluations.held_by(worker)}
-        assert {row.id for row in eval_tickets.undelivered(self.evaluations, worker, [])} == held
-        assert not eval_tickets.undelivered(self.evaluations, worker, sorted(held))
+        assert {row.id for row in evaluations.undelivered(self.evaluations, worker, [])} == held
+        assert not evaluations.undelivered(self.evaluations, worker, sorted(held))
 
     # What must always hold.
 

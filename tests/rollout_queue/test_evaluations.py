@@ -28,8 +28,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import Evaluation, EvaluationRequest, evaluation_metrics
-from rollout_queue.ledger.eval_ends import MOST_ENDED
-from rollout_queue.ledger.eval_tickets import MOST_OPEN
+from rollout_queue.ledger.evaluations import MOST_ENDED, MOST_OPEN
 from rollout_queue.ledger.records import Decision
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group

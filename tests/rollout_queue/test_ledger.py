@@ -14,20 +14,21 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from protocol import reasons
 from protocol.messages import BeginSession, LeaseAck, Server, ServerState, SessionStart
 from rollout_queue.ledger import leases, servers, tickets
-from rollout_queue.ledger.admission import Admission, Load
-from rollout_queue.ledger.fleet import Fleet
-from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
+from rollout_queue.ledger.admission import Admission, QueueLoad
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     OUTSTANDING,
     Decision,
+    GroupFacts,
+    Refusal,
+    SampledBy,
     StoreContents,
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
@@ -103,7 +104,7 @@ class QueueMachine(SabotagedQueue):
     @rule(wanted=st.integers(1, 8))
     def ask_for_tickets(self, wanted: int) -> None:
         run, served = self.ledger.run, self.fleet.served_version
-        load = Load(self.ledger.outstanding, self.ledger.bytes, run.version, served, run.session)
+        load = QueueLoad(self.ledger.outstanding, self.ledger.bytes, run.version, served, run.session)
         count = min(wanted, self.admission.grant(load).count)
         if run.finished or count == 0:
             return
@@ -327,7 +328,7 @@ class Bench:
     def __init__(self, keep_checkpoints: int = 2, **queue: object) -> None:
         self.config = config(queue={"max_staleness": K, **queue}, learner={"keep_checkpoints": keep_checkpoints})
         self.ledger = Ledger(self.config, StoreContents(), 0.0)
-        self.fleet = Fleet()
+        self.fleet = ServerRegistry()
         self.begin(0, resume=False)
 
     def apply(self, decision: Decision, now: float = 0.0) -> tuple[TicketRecord, ...]:

@@ -21,8 +21,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.broker.broker import Broker, Clock
-from rollout_queue.observe.notices import MOST_CHARACTERS, MOST_NOTICES, Notices
-from rollout_queue.observe.variance import WINDOW, Rewards, Variance
+from rollout_queue.observe.notices import MOST_CHARACTERS, MOST_NOTICES, WINDOW, Notices, Rewards, Variance
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving

@@ -12,7 +12,7 @@ import rollout_queue
 from protocol import codec, reasons
 from protocol.messages import ErrorBody
 from rollout_queue.api import requests
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Refusal
 
 PACKAGE = Path(rollout_queue.__file__).parent
 

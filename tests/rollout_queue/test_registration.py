@@ -24,8 +24,7 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
-from rollout_queue.ledger.records import RunState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Refusal, RunState
 from rollout_queue.ledger.registration import admit
 from rollout_queue.store.base import Store
 from rollout_queue.store.sqlite import SqliteStore

@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 
 from protocol.messages import Rollout, Server, ServerState
 from rollout_queue.ledger import leases
-from rollout_queue.ledger.fleet import ALLOWED, Fleet
-from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
-from rollout_queue.ledger.servers import distrust_unproven, drain, put, remove
+from rollout_queue.ledger.records import (
+    GroupFacts,
+    Refusal,
+    RunState,
+    SampledBy,
+    StoreContents,
+    TicketRecord,
+    TicketState,
+)
+from rollout_queue.ledger.servers import ALLOWED, ServerRegistry, distrust_unproven, drain, put, remove
 from tests.kit import config, group
 from tests.kit.messages import segment
 
@@ -39,14 +44,16 @@ PERMITTED = {
 KEPT = {(DR, SE), (DR, Q)}
 
 
-def move(fleet: Fleet, state: ServerState, version: int | None = None, serial: int = 0, name: str = "a") -> None:
+def move(
+    fleet: ServerRegistry, state: ServerState, version: int | None = None, serial: int = 0, name: str = "a"
+) -> None:
     record = fleet.decide(Server(name, f"http://{name}", state, version), wall_time=5.0, serial=serial)
     if record is not None:
         fleet.apply(record)
 
 
-def fleet_in(state: ServerState) -> Fleet:
-    fleet = Fleet()
+def fleet_in(state: ServerState) -> ServerRegistry:
+    fleet = ServerRegistry()
     move(fleet, J)
     for step in WAY[state]:
         move(fleet, step, 3)
@@ -87,7 +94,7 @@ def test_the_table_names_every_state() -> None:
 
 def test_an_unknown_server_must_join_first() -> None:
     with pytest.raises(Refusal, match="not registered"):
-        move(Fleet(), SY)
+        move(ServerRegistry(), SY)
 
 
 def test_a_later_version_is_proven_while_the_one_before_serves() -> None:
@@ -98,7 +105,7 @@ def test_a_later_version_is_proven_while_the_one_before_serves() -> None:
 
 @pytest.mark.parametrize("state", [SE, Q])
 def test_a_proof_needs_a_version(state: ServerState) -> None:
-    fleet = Fleet()
+    fleet = ServerRegistry()
     move(fleet, J)
     move(fleet, SY)
     with pytest.raises(Refusal, match="without a version"):
@@ -285,7 +292,7 @@ def test_i5_a_restarted_server_sampled_nothing_for_tickets_of_later_until_it_is_
 
 
 def test_the_fleet_has_a_greatest_size_and_its_reasons_too() -> None:
-    fleet = Fleet()
+    fleet = ServerRegistry()
     for number in range(1024):
         move(fleet, J, name=str(number))
     with pytest.raises(Refusal, match="1024 servers") as refusal:
@@ -422,7 +429,7 @@ def test_i5_nothing_is_leased_that_no_proof_has_vouched_for(
 ) -> None:
     """Whatever a server goes through, a group of one version is leased only if that version, or a newer one, was proven
     on it, and no failure of an older or the same version stands against it."""
-    fleet, proven = Fleet(), -1
+    fleet, proven = ServerRegistry(), -1
     move(fleet, J)
     for what, state, number in events:
         if what == "session":

@@ -34,8 +34,7 @@ from protocol.messages import (
 )
 from rollout_queue.broker.broker import Broker, Clock
 from rollout_queue.ledger import leases
-from rollout_queue.ledger.records import Decision, TicketRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group

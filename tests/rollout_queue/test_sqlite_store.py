@@ -21,11 +21,19 @@ from protocol.client import QueueClient
 from protocol.config import ConfigError
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
 from rollout_queue.ledger import leases, tickets
-from rollout_queue.ledger.fleet import Fleet
-from rollout_queue.ledger.group_facts import SampledBy
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import LIVE, Decision, Distrust, RunState, ServerRecord, TicketRecord, TicketState
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import (
+    LIVE,
+    Decision,
+    Distrust,
+    Refusal,
+    RunState,
+    SampledBy,
+    ServerRecord,
+    TicketRecord,
+    TicketState,
+)
+from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.store import migrations
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of
@@ -183,7 +191,7 @@ async def test_a_queue_on_a_migrated_file_goes_on_with_its_run(old_file: Path) -
 def test_a_learner_that_goes_on_cannot_train_what_was_let_go(migrated: SqliteStore) -> None:
     ledger = Ledger(config(), migrated.load(), 0.0)
     with pytest.raises(Refusal) as refusal:
-        leases.ack(ledger, Fleet(), LeaseAck(2, ["5.0"], step=5, version=5), migrated.records(["5.0"]))
+        leases.ack(ledger, ServerRegistry(), LeaseAck(2, ["5.0"], step=5, version=5), migrated.records(["5.0"]))
     assert refusal.value.reason == reasons.NOT_LEASED
 
 

@@ -10,8 +10,7 @@ from protocol import reasons
 from protocol.messages import Server, ServerState
 from protocol.status import GroupCounts
 from rollout_queue.ledger.records import TicketRecord, TicketState
-from rollout_queue.observe.progress import Progress, alarm_after_s
-from rollout_queue.observe.stall import StallInputs, judge
+from rollout_queue.observe.stall import StallInputs, StepProgress, alarm_after_s, judge
 
 SERVING = [Server("vllm-0", "u", ServerState.SERVING, 3)]
 DOWN = [*SERVING, Server("vllm-1", "u", ServerState.DOWN, 3, "connection refused")]
@@ -107,7 +106,7 @@ def test_hole_2_a_long_step_raises_no_alarm_before_five_median_steps() -> None:
 
 
 def test_hole_2_nothing_counts_before_everything_is_there() -> None:
-    progress = Progress(0.0, start_s=600.0)
+    progress = StepProgress(0.0, start_s=600.0)
     assert progress.quiet_s(600.0) == 0.0
     progress.all_there(1000.0)
     progress.all_there(1050.0)
@@ -118,7 +117,7 @@ def test_hole_2_nothing_counts_before_everything_is_there() -> None:
 
 def test_attack_6_who_never_comes_is_missed_once_a_start_takes_no_longer() -> None:
     """The learner may have never come, may have died before it was back at a restarted queue, or no server serves."""
-    progress = Progress(1000.0, start_s=600.0)
+    progress = StepProgress(1000.0, start_s=600.0)
     assert progress.quiet_s(1720.0) == 120.0
     progress.heard(1700.0)
     assert progress.quiet_s(1720.0) == 120.0, "that it lives brings no server"
@@ -127,7 +126,7 @@ def test_attack_6_who_never_comes_is_missed_once_a_start_takes_no_longer() -> No
 
 
 def test_attack_6_a_learner_that_is_not_heard_from_does_not_load() -> None:
-    progress = Progress(0.0, start_s=600.0)
+    progress = StepProgress(0.0, start_s=600.0)
     progress.loads(100.0)
     progress.heard(500.0)
     assert progress.quiet_s(1100.0) == 0.0
@@ -143,7 +142,7 @@ def test_attack_6_the_first_step_may_take_longer_than_nothing_at_all() -> None:
 
 
 def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
-    progress = Progress(0.0, start_s=600.0)
+    progress = StepProgress(0.0, start_s=600.0)
     progress.all_there(0.0)
     progress.loads(10.0)
     progress.loads(20.0)
@@ -158,7 +157,7 @@ def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
 
 
 def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_next_episode() -> None:
-    progress = Progress(0.0, start_s=600.0)
+    progress = StepProgress(0.0, start_s=600.0)
     progress.found_full()
     progress.ended[reasons.OVERAGE] += 5
     progress.stepped(1.0)
@@ -166,7 +165,7 @@ def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_nex
 
 
 def test_hole_6_made_up_reasons_take_no_room() -> None:
-    progress = Progress(0.0, start_s=600.0)
+    progress = StepProgress(0.0, start_s=600.0)
     issued = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0)
     progress.tickets_ended(issued.to(TicketState.DROPPED, reason=f"failed:{number}") for number in range(1000))
     assert len(progress.ended) == 65

@@ -13,7 +13,6 @@ from protocol.config import QueueSection, RunConfig
 from protocol.messages import Server, ServerState
 from protocol.status import Evaluation
 from rollout_queue import store as stores
-from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
@@ -22,8 +21,10 @@ from rollout_queue.ledger.records import (
     EvalRecord,
     EvalRow,
     EvalRowState,
+    GroupFacts,
     RowResult,
     RunState,
+    SampledBy,
     ServerRecord,
     StoreContents,
     TicketRecord,

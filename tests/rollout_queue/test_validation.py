@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol.messages import Group, LeaseReply, Rollout, Segment, Ticket, VersionSpan
 from rollout_queue.ledger import validation
-from rollout_queue.ledger.records import TicketRecord
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import Refusal, TicketRecord
 from tests.kit import group, segment
 from tests.kit.messages import VOCABULARY
 

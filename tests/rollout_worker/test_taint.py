@@ -4,9 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import Server, ServerState
-from rollout_queue.ledger.fleet import Fleet
-from rollout_queue.ledger.group_facts import GroupFacts, SampledBy
-from rollout_queue.ledger.refusal import Refusal
+from rollout_queue.ledger.records import GroupFacts, Refusal, SampledBy
+from rollout_queue.ledger.servers import ServerRegistry
 from rollout_worker.inference.router import Affinity, Router
 
 Q, S, Y, J, D = (
@@ -22,7 +21,7 @@ class Scene:
     """A queue's fleet of one server, and a worker that hears of each change. `serial`: tickets issued."""
 
     def __init__(self):
-        self.fleet, self.router, self.time, self.serial = Fleet(), Router(), 0.0, 0
+        self.fleet, self.router, self.time, self.serial = ServerRegistry(), Router(), 0.0, 0
         for state, version in [(J, None), (Y, None), (S, 1)]:
             self.put(state, version)
 

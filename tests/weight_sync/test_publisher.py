@@ -21,8 +21,8 @@ from protocol.client import QueueClient, QueueError
 from protocol.config import ModelSection, RunConfig, WeightSyncSection
 from protocol.messages import BeginSession, Server, ServerState
 from rollout_queue.api.app import create_app
-from rollout_queue.ledger.fleet import Fleet
 from rollout_queue.ledger.records import ServerRecord
+from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
@@ -62,13 +62,13 @@ class World:
         listener = socket.create_server(("127.0.0.1", 0))
         self.queue_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         app = create_app(self.config(), SqliteStore(MEMORY))
-        apply = Fleet.apply
+        apply = ServerRegistry.apply
 
-        def noted(fleet: Fleet, record: ServerRecord) -> None:
+        def noted(fleet: ServerRegistry, record: ServerRecord) -> None:
             self.changes.append((record.server.name, record.server.state, record.server.version))
             apply(fleet, record)
 
-        self.stack.enter_context(mock.patch.object(Fleet, "apply", noted))
+        self.stack.enter_context(mock.patch.object(ServerRegistry, "apply", noted))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         running = asyncio.create_task(server._serve([listener]))
 

@@ -16,15 +16,14 @@ import uvloop
 from benchmarks.worker_figures import LagProbe, figures
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Rollout
-from rollout_worker.chat import build_chat_format
+from rollout_worker.chat.build import build_chat_format
 from rollout_worker.chat.format_check import check_tool_format
-from rollout_worker.drivers import ConversationSource, GroupPlan
-from rollout_worker.episodes.runner import Episode
-from rollout_worker.episodes.source import prompt_ids, side_by_side
+from rollout_worker.episodes.conversation import ConversationSource
+from rollout_worker.episodes.episode import Episode, EpisodeSetup
+from rollout_worker.episodes.source import GroupPlan, prompt_ids, side_by_side
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
-from rollout_worker.scene import Scene
 from rollout_worker.task.task import Task
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.tools.toolbox import ToolBox
@@ -163,7 +162,7 @@ class _Reset:
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
         chat, prompt = self.inner.chat, plan.row.columns["prompt"]
         ids = await prompt_ids(chat, prompt, plan.row, self.inner.episodes.limits.max_model_len, self.inner.troubles)
-        scene = Scene(prompt, ids, chat, self.inner.tools)
+        scene = EpisodeSetup(prompt, ids, chat, self.inner.tools)
 
         async def episode(affinity: Affinity) -> Episode:
             if self.reset_s:

@@ -9,9 +9,8 @@ from typing import Any
 from deploy.prompt_check import Opened, Source
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat.base import PromptError
-from rollout_worker.task.environment import Environments, Stage
-from rollout_worker.task.environment.choice import check_row
 from rollout_worker.task.environment_instance import folded, observed
+from rollout_worker.task.environments import EnvironmentKind, Environments, check_row
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import UserCodeError
 
@@ -47,7 +46,12 @@ async def look(config: RunConfig, task: Task, source: Source, environments: Envi
 
 
 async def _reset(
-    config: RunConfig, source: Source, environments: Environments, stage: Stage, number: int, columns: Mapping[str, Any]
+    config: RunConfig,
+    source: Source,
+    environments: Environments,
+    stage: EnvironmentKind,
+    number: int,
+    columns: Mapping[str, Any],
 ) -> int | str:
     """The tokens of the prompt that it gives, or what went wrong."""
     arguments = environments.reset_columns(stage, columns)

@@ -19,8 +19,8 @@ import numpy as np
 from protocol.config import RunConfig, fingerprint
 from protocol.messages import Fingerprint
 from rollout_worker import user_code
+from rollout_worker.data.dataset import count_eval_rows
 from rollout_worker.data.rows import Rows
-from rollout_worker.task.evaluation import count_eval_rows
 from rollout_worker.task.task import Task
 
 logger = logging.getLogger(__name__)

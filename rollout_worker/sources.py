@@ -1,4 +1,7 @@
-"""Which driver makes a task's episodes."""
+"""Which driver makes a task's episodes.
+
+Who drives the episodes of a group: the policy's own turns, one module a way.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from protocol.config import RunConfig
 from rollout_worker.agent.formats import Build, ChatFormats
 from rollout_worker.agent.session import AgentContext
 from rollout_worker.agent.source import AgentSource
-from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import ChatFormat
+from rollout_worker.chat.build import build_chat_format
 from rollout_worker.episodes.conversation import ConversationSource
 from rollout_worker.episodes.environment import EnvironmentSource
 from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import EpisodeSource
+from rollout_worker.episodes.source import EpisodeSource, GroupPlan, TicketFailed
 from rollout_worker.task.agent import Agent
-from rollout_worker.task.environment import Environments
+from rollout_worker.task.environments import Environments
 from rollout_worker.task.task import Task
 from rollout_worker.tools.toolbox import ToolBox
 
@@ -44,3 +47,14 @@ def driver_of(
         environments.pool.trouble = partial(troubles.add, "code")
         return EnvironmentSource(environments, episodes, troubles, failures, config.worker, episodes.clock, sleep)
     return ConversationSource(chat, tools, episodes, troubles)
+
+
+__all__ = [
+    "AgentSource",
+    "ConversationSource",
+    "EnvironmentSource",
+    "EpisodeSource",
+    "GroupPlan",
+    "TicketFailed",
+    "driver_of",
+]

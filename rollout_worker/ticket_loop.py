@@ -19,27 +19,27 @@ from protocol.config import RunConfig
 from protocol.messages import Group, Server, Ticket, TicketFailure, TicketRequest, WorkerReply, WorkerReport
 from rollout_worker.agent.formats import Build
 from rollout_worker.backoff import pause_s
-from rollout_worker.budget import Limits
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.drivers import TicketFailed, driver_of
 from rollout_worker.episodes.capacity import Capacity, Reservation
+from rollout_worker.episodes.limits import EpisodeLimits
 from rollout_worker.episodes.runner import EpisodeRunner
+from rollout_worker.episodes.source import TicketFailed
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
-from rollout_worker.heartbeat import Heartbeat
+from rollout_worker.heartbeat import Heartbeat, Queue, give_back, leave
 from rollout_worker.inference.client import InferenceClient
+from rollout_worker.inference.failures import FailureNotices
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
+from rollout_worker.sources import driver_of
 from rollout_worker.task.agent import most_open
-from rollout_worker.task.environment import Environments
+from rollout_worker.task.environments import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.row_reader import RowReader
 from rollout_worker.task.task import Task
-from rollout_worker.tickets import Queue, give_back, leave
 from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import Kind, UserCode, failure_of
-from rollout_worker.user_code.texts import encodable
+from rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Worker:
         self._sleep = sleep
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
         self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep, config.vllm.start_timeout_s)
-        self._troubles = Troubles(self._heartbeat.now)
+        self._troubles = FailureNotices(self._heartbeat.now)
         self._shut_off, self._why_shut_off = asyncio.Event(), ""
         code.alarm = partial(self._troubles.add, "code")
         code.shut_off = self._user_code_is_shut_off
@@ -112,7 +112,7 @@ class Worker:
         self._sampler = Sampler(client, self._pool, config, chat.stop_token_ids, stream_first_turn, sleep=sleep)
         episodes = EpisodeRunner(
             self._sampler,
-            Limits.of(config),
+            EpisodeLimits.of(config),
             config.worker.episode_timeout_s,
             self.capacity,
             clock,

@@ -16,14 +16,14 @@ import uvloop
 from protocol.client import QueueClient
 from protocol.config import RunConfig
 from protocol.messages import WorkerReport
-from rollout_worker.chat import build_chat_format
+from rollout_worker.chat.build import build_chat_format
+from rollout_worker.data.dataset import check_evaluation, count_eval_rows
+from rollout_worker.heartbeat import Queue
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.task.environment import open_environments
-from rollout_worker.task.evaluation import check_evaluation, count_eval_rows
+from rollout_worker.task.environments import open_environments
 from rollout_worker.task.task import Task, load_task
-from rollout_worker.task.tools.opening import open_tools
 from rollout_worker.ticket_loop import UserCodeShutOff, Worker
-from rollout_worker.tickets import Queue
+from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from deploy.run.process_keeper import RunFailed
     from protocol.client import QueueClient
     from protocol.config import ConfigError
-    from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
+    from rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
     from rollout_worker.task.agent import Endpoint
     from rollout_worker.task.task import Task
     from rollout_worker.tools.base import Tool

@@ -15,7 +15,7 @@ from typing import Any
 from protocol.config import ConfigError
 from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.rewards.notes import MOST_METRICS
+from rollout_worker.task.reward_base import MOST_METRICS
 from rollout_worker.task.task import Task
 
 __all__ = ["verifiers_task"]

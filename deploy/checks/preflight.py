@@ -29,7 +29,7 @@ def check_run(config: RunConfig, resume: bool) -> int | None:
     from learner.callbacks.load import load as load_callbacks
     from learner.checkpoints import uploads
     from learner.report.trackers import installed
-    from rollout_worker.task.evaluation import check_evaluation
+    from rollout_worker.data.dataset import check_evaluation
     from rollout_worker.task.rewards import build_rewards
     from rollout_worker.task.task import load_task
 

@@ -14,16 +14,16 @@ from deploy import environment_check, prompt_check
 from deploy.prompt_check import Opened, Source
 from deploy.warn import warn
 from protocol.config import ConfigError, RunConfig
-from rollout_worker.chat import build_chat_format
 from rollout_worker.chat.base import PromptError
+from rollout_worker.chat.build import build_chat_format
 from rollout_worker.data.columns import Findings, check_rows
+from rollout_worker.data.dataset import count_eval_rows, named_eval
 from rollout_worker.task.agent import check_settings
-from rollout_worker.task.environment import open_environments
 from rollout_worker.task.environment_pool import Trouble
-from rollout_worker.task.evaluation import count_eval_rows, named_eval
-from rollout_worker.task.rewards.classifier import ClassifierReward
+from rollout_worker.task.environments import open_environments
+from rollout_worker.task.reward_classifier import ClassifierReward
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools.opening import open_tools
+from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import UserCode
 
 _STDERR_LINES = 12

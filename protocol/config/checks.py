@@ -6,7 +6,7 @@ do not suit it.
 
 Which settings of [chat] go together: the rules that need neither the model nor the renderers library.
 
-Which names of renderers and parsers there are is the worker's to know (`rollout_worker.chat`).
+Which names of renderers and parsers there are is the worker's to know (`rollout_worker.chat.build`).
 
 How long a group may take, and what must be more patient than that: a ticket's greatest age, and the learner.
 

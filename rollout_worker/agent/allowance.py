@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protocol.messages import FinishReason
-from rollout_worker.agent.errors import CONTEXT, TURNS, ApiError
-from rollout_worker.budget import Limits, TurnBudget
+from rollout_worker.agent.messages import CONTEXT, TURNS, ApiError
+from rollout_worker.episodes.limits import EpisodeLimits, TurnBudget
 from rollout_worker.episodes.runner import MOST_SEGMENTS
 
 
@@ -16,7 +16,7 @@ class Allowance:
     """Of one episode. `ended_as`: the limit that the last request met, None if it met none. `in_flight`: answers that
     are being sampled."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: EpisodeLimits) -> None:
         self.ended_as: FinishReason | None = None
         self.in_flight = 0
         self._limits = limits

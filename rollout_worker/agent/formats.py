@@ -14,10 +14,11 @@ from jsonschema import SchemaError
 
 from protocol.config import ConfigError
 from rollout_worker import user_code
-from rollout_worker.agent.errors import ApiError
-from rollout_worker.agent.schemas import digest
-from rollout_worker.chat.base import ChatFormat, Message
-from rollout_worker.chat.proof_of_answers import prove_answers
+from rollout_worker.agent.messages import ApiError
+from rollout_worker.agent.request import schemas_digest
+from rollout_worker.chat.base import ChatFormat
+from rollout_worker.chat.format_check import check_answer_format
+from rollout_worker.chat.parsers.base import Message
 from rollout_worker.tools.arguments import Parameters
 
 # Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
@@ -66,7 +67,7 @@ class ChatFormats:
 
     async def of(self, tools: Sequence[dict[str, Any]], key: bytes | None = None) -> Proven:
         """The format for these tools; `key`: their digest. Raises `ApiError` where the model cannot be shown them."""
-        key = key or digest(tools)
+        key = key or schemas_digest(tools)
         found = self._kept.get(key)
         if found is None:
             async with self._one_at_a_time:
@@ -86,7 +87,7 @@ class ChatFormats:
             functions = [tool["function"] for tool in tools]
             parameters = {each["name"]: Parameters(each["parameters"], strict=False) for each in functions}
             chat = self._build(tools) if tools else self._plain
-            return Proven(chat, parameters, asyncio.run(prove_answers(chat)).appended is not False)
+            return Proven(chat, parameters, asyncio.run(check_answer_format(chat)).appended is not False)
         except SchemaError as error:
             return f"a tool's parameters are not a JSON schema: {error.message}"[:500]
         except ConfigError as error:

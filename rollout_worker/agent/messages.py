@@ -3,6 +3,8 @@
 Two messages are one where the policy would read the same: role, text, reasoning, calls and the id that is answered are
 all alike. Fields that are null or never shown, and text as parts, make no difference. Of the policy's own answers
 clients write the JSON of arguments anew, and drop the reasoning: those are known again all the same.
+
+Errors as OpenAI's API tells them: a status, and a body that its clients read.
 """
 
 from __future__ import annotations
@@ -14,9 +16,54 @@ from typing import Any
 
 import msgspec
 
-from rollout_worker.agent.errors import Fault, refusal
-from rollout_worker.chat.base import Message
+from rollout_worker.chat.parsers.base import Message
 from rollout_worker.tools.argument_text import short
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+# What agents branch on: OpenAI's own code, and ours.
+CONTEXT, TURNS, OVER = "context_length_exceeded", "turn_limit", "episode_over"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiErrorKind:
+    """One thing wrong with a request. `param`: where, such as messages[2].content."""
+
+    param: str
+    text: str
+    code: str = "invalid_value"
+
+
+class ApiError(Exception):
+    """A request that is not answered. `params`: of each fault; `code`: for programs. No client should try again: what
+    could help was tried here."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, params: Sequence[str] = (), kind: str = INVALID
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.params = list(params)
+        self.kind = kind
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form has one `param`; `params` names all of them."""
+        param = self.params[0] if self.params else None
+        error = {"message": str(self), "type": self.kind, "param": param, "code": self.code}
+        return {"error": error if len(self.params) < 2 else {**error, "params": self.params}}
+
+
+def refusal(faults: Sequence[ApiErrorKind]) -> ApiError:
+    """400 for all the faults of a request at once."""
+    message = "; ".join(f"{fault.param}: {fault.text}" for fault in faults)
+    return ApiError(400, message, faults[0].code, [fault.param for fault in faults])
+
+
+def over() -> ApiError:
+    return ApiError(410, "the episode of this key is over: its agent has returned, raised or timed out", OVER)
+
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -86,7 +133,7 @@ def read_messages(given: Sequence[Any]) -> list[Said]:
 
 @dataclass(slots=True)
 class _Reader:
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[ApiErrorKind] = field(default_factory=list)
 
     def message(self, message: Any, number: int) -> Said | None:
         where = f"messages[{number}]"
@@ -167,7 +214,7 @@ class _Reader:
                 self._wrong(f"{where}[{number}]", told)
 
     def _wrong(self, where: str, text: str) -> None:
-        self.faults.append(Fault(where, text))
+        self.faults.append(ApiErrorKind(where, text))
 
 
 def _digest(before: bytes, what: list[Any]) -> bytes:

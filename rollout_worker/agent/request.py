@@ -2,18 +2,81 @@
 
 Log-probs are trained on as they were sampled, at the run's temperature and from its whole distribution. What would
 change that distribution is refused; what ends an answer sooner, or says nothing of it, passes.
+
+The tools that a request names, as a chat format takes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from protocol.config import RolloutSection
 from protocol.config.text import nearest
-from rollout_worker.agent.errors import ApiError, Fault, refusal
-from rollout_worker.agent.schemas import read_tools
+from rollout_worker.agent.messages import ApiError, ApiErrorKind, refusal
+from rollout_worker.tools.base import NAME
+
+# OpenAI's bound.
+MOST_TOOLS = 128
+
+_MOST_BYTES = 256 * 1024
+
+_STRICT = (
+    "the policy's arguments cannot be held to the schema, as it would change what the policy samples; give false, and "
+    "check them in the agent"
+)
+
+
+def read_tools(tools: Any, faults: list[ApiErrorKind]) -> list[dict[str, Any]]:
+    """The functions' schemas; what is wrong with them is added to `faults`."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        faults.append(ApiErrorKind("tools", "give a list of tools", "invalid_type"))
+        return []
+    if len(tools) > MOST_TOOLS:
+        faults.append(ApiErrorKind("tools", f"{len(tools)} of them; at most {MOST_TOOLS} are shown"))
+        return []
+    names: set[str] = set()
+    read = [_read(tool, f"tools[{number}]", names, faults) for number, tool in enumerate(tools)]
+    schemas = [schema for schema in read if schema is not None]
+    if len(msgspec.json.encode(schemas)) > _MOST_BYTES:
+        faults.append(ApiErrorKind("tools", f"their schemas are more than {_MOST_BYTES} bytes; shorten them"))
+    return schemas
+
+
+def schemas_digest(tools: Sequence[dict[str, Any]]) -> bytes:
+    """Equal for equal lists of schemas, in the same order: a prompt shows them so."""
+    return hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
+
+
+def _read(tool: Any, where: str, names: set[str], faults: list[ApiErrorKind]) -> dict[str, Any] | None:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        faults.append(ApiErrorKind(where, "only tools of type function are known: {type, function: {name, ...}}"))
+        return None
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    name, description = function.get("name"), function.get("description", "")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        faults.append(ApiErrorKind(f"{where}.function.name", "give 1 to 128 ASCII letters, digits, _, - and dots"))
+        return None
+    if name in names:
+        faults.append(ApiErrorKind(f"{where}.function.name", f"two tools are named {name!r}; rename one"))
+    names.add(name)
+    if not isinstance(description, str):
+        faults.append(ApiErrorKind(f"{where}.function.description", "give text", "invalid_type"))
+    if not isinstance(function.get("parameters", {}), dict):
+        faults.append(ApiErrorKind(f"{where}.function.parameters", "give a JSON schema", "invalid_type"))
+    if function.pop("strict", False) is not False:
+        faults.append(ApiErrorKind(f"{where}.function.strict", _STRICT, "unsupported_value"))
+    empty = {"type": "object", "properties": {}}
+    # Templates write all that a function has, in its order.
+    function = {"description": description, **function, "parameters": function.get("parameters") or empty}
+    return {"type": "function", "function": {"name": name, **function}}
+
 
 MOST_MESSAGES = 4096
 
@@ -87,20 +150,20 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
         raise ApiError(400, f"the body is a {type(body).__name__}; send a JSON object", "invalid_body")
     given = {name: value for name, value in body.items() if value is not None}
     _check_model(given, model)
-    faults: list[Fault] = []
+    faults: list[ApiErrorKind] = []
     reader = _Reader(given, faults)
     for name in given:
         if name in REFUSED_PARAMETERS:
-            faults.append(Fault(name, REFUSED_PARAMETERS[name], "unsupported_parameter"))
+            faults.append(ApiErrorKind(name, REFUSED_PARAMETERS[name], "unsupported_parameter"))
         elif name not in READ_PARAMETERS and name not in HARMLESS_PARAMETERS and name not in RUN_PARAMETERS:
-            faults.append(Fault(_short(name), _unknown(name), "unknown_parameter"))
+            faults.append(ApiErrorKind(_short(name), _unknown(name), "unknown_parameter"))
     _check_distribution(given, rollout, temperature, faults)
     _check_form(given, faults)
     tools = read_tools(given.get("tools"), faults)
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         text = f"{_short(choice)}: the policy cannot be made to call a tool, as {_CONSTRAINED}; give auto or none"
-        faults.append(Fault("tool_choice", text, "unsupported_value"))
+        faults.append(ApiErrorKind("tool_choice", text, "unsupported_value"))
     asked = Asked(
         messages=reader.messages(),
         tools=[] if choice == "none" else tools,
@@ -112,7 +175,7 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
         usage=reader.usage(),
     )
     if faults:
-        more = [Fault("others", f"{len(faults) - _SHOWN_FAULTS} more")] if len(faults) > _SHOWN_FAULTS else []
+        more = [ApiErrorKind("others", f"{len(faults) - _SHOWN_FAULTS} more")] if len(faults) > _SHOWN_FAULTS else []
         raise refusal([*faults[:_SHOWN_FAULTS], *more])
     return asked
 
@@ -130,7 +193,7 @@ def _check_model(given: Mapping[str, Any], model: str) -> None:
 
 
 def _check_distribution(
-    given: Mapping[str, Any], rollout: RolloutSection, temperature: float, faults: list[Fault]
+    given: Mapping[str, Any], rollout: RolloutSection, temperature: float, faults: list[ApiErrorKind]
 ) -> None:
     for name in RUN_PARAMETERS:
         value = given.get(name)
@@ -147,32 +210,32 @@ def _check_distribution(
             f"{_short(value)} is not {own:g}, which this episode is sampled at ({setting}), and {_CONSTRAINED}; "
             f"{remedy}"
         )
-        faults.append(Fault(name, text, "unsupported_value"))
+        faults.append(ApiErrorKind(name, text, "unsupported_value"))
     if given.get("logit_bias"):
-        faults.append(Fault("logit_bias", f"{_CONSTRAINED}; leave it out", "unsupported_parameter"))
+        faults.append(ApiErrorKind("logit_bias", f"{_CONSTRAINED}; leave it out", "unsupported_parameter"))
 
 
-def _check_form(given: Mapping[str, Any], faults: list[Fault]) -> None:
+def _check_form(given: Mapping[str, Any], faults: list[ApiErrorKind]) -> None:
     """The form of an answer: text, unconstrained."""
     form = given.get("response_format", {"type": "text"})
     if form != {"type": "text"}:
         kind = form.get("type") if isinstance(form, dict) else form
         text = f"{_short(kind)}: answers cannot be held to a form, as {_CONSTRAINED}; ask for it in a message"
-        faults.append(Fault("response_format", text, "unsupported_value"))
+        faults.append(ApiErrorKind("response_format", text, "unsupported_value"))
     if given.get("modalities", ["text"]) != ["text"]:
-        faults.append(Fault("modalities", "the policy writes text alone; leave it out", "unsupported_value"))
+        faults.append(ApiErrorKind("modalities", "the policy writes text alone; leave it out", "unsupported_value"))
     if given.get("parallel_tool_calls", True) is not True and given.get("tools"):
         text = f"the policy may always write several calls: {_CONSTRAINED}; leave it out, and take the first"
-        faults.append(Fault("parallel_tool_calls", text, "unsupported_value"))
+        faults.append(ApiErrorKind("parallel_tool_calls", text, "unsupported_value"))
     if given.get("top_logprobs", 0) != 0:
         text = "only the sampled tokens' log-probs are known; leave it out, logprobs alone gives those"
-        faults.append(Fault("top_logprobs", text, "unsupported_value"))
+        faults.append(ApiErrorKind("top_logprobs", text, "unsupported_value"))
 
 
 class _Reader:
     """Reads values of a request, and adds to `faults` those that cannot be."""
 
-    def __init__(self, given: Mapping[str, Any], faults: list[Fault]) -> None:
+    def __init__(self, given: Mapping[str, Any], faults: list[ApiErrorKind]) -> None:
         self._given = given
         self._faults = faults
 
@@ -182,14 +245,14 @@ class _Reader:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
             bound = "" if most is None else f" and at most {most}"
-            self._faults.append(Fault(name, f"{_short(value)}; give a whole number, at least 1{bound}"))
+            self._faults.append(ApiErrorKind(name, f"{_short(value)}; give a whole number, at least 1{bound}"))
             return None
         return value
 
     def flag(self, name: str) -> bool:
         value = self._given.get(name, False)
         if not isinstance(value, bool):
-            self._faults.append(Fault(name, f"{_short(value)}; give true or false", "invalid_type"))
+            self._faults.append(ApiErrorKind(name, f"{_short(value)}; give true or false", "invalid_type"))
             return False
         return value
 
@@ -200,10 +263,10 @@ class _Reader:
     def messages(self) -> list[Any]:
         value = self._given.get("messages")
         if not isinstance(value, list) or not value:
-            self._faults.append(Fault("messages", "give a list of at least one message", "invalid_type"))
+            self._faults.append(ApiErrorKind("messages", "give a list of at least one message", "invalid_type"))
             return []
         if len(value) > MOST_MESSAGES:
-            self._faults.append(Fault("messages", f"{len(value)} of them; at most {MOST_MESSAGES} are read"))
+            self._faults.append(ApiErrorKind("messages", f"{len(value)} of them; at most {MOST_MESSAGES} are read"))
         return value
 
     def stop(self) -> tuple[str, ...]:
@@ -214,7 +277,7 @@ class _Reader:
             text = (
                 f"{_short(value) or 'an empty text'}; give a text, or at most {MOST_STOPS} of them, none of them empty"
             )
-            self._faults.append(Fault("stop", text))
+            self._faults.append(ApiErrorKind("stop", text))
             return ()
         return tuple(texts)
 
@@ -223,13 +286,13 @@ class _Reader:
         if options is None:
             return False
         if not isinstance(options, dict) or not self._given.get("stream"):
-            self._faults.append(Fault("stream_options", "an object, given where stream is true"))
+            self._faults.append(ApiErrorKind("stream_options", "an object, given where stream is true"))
             return False
         for name, value in options.items():
             # OpenAI pads chunks against eavesdroppers if it is true; there is nothing to hide here.
             if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool | None):
                 self._faults.append(
-                    Fault(f"stream_options.{_short(name)}", "only include_usage is known, true or false")
+                    ApiErrorKind(f"stream_options.{_short(name)}", "only include_usage is known, true or false")
                 )
         return options.get("include_usage") is True
 

@@ -23,10 +23,10 @@ from aiohttp import hdrs, web
 
 from protocol import reasons
 from protocol.config import LOOPBACK, ConfigError
-from rollout_worker.agent.errors import SERVER, ApiError, over
+from rollout_worker.agent.messages import SERVER, ApiError, over
 from rollout_worker.agent.session import MODEL, Session
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.user_code.texts import encodable
+from rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
 

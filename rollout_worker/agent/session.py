@@ -1,4 +1,7 @@
-"""One episode as its agent's requests make it: each is placed in the tree, sampled within the limits, and recorded."""
+"""One episode as its agent's requests make it: each is placed in the tree, sampled within the limits, and recorded.
+
+Where an agent's episode is: with the policy while any of its answers is sampled, else with the agent.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import itertools
 import math
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +22,71 @@ from protocol.messages import FinishReason, Rollout
 from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from protocol.versions import SERVED_MODEL_NAME
 from rollout_worker import user_code
-from rollout_worker.agent import schemas
+from rollout_worker.agent import request
 from rollout_worker.agent.allowance import Allowance
-from rollout_worker.agent.errors import SERVER, ApiError, over
 from rollout_worker.agent.formats import ChatFormats, Proven
-from rollout_worker.agent.messages import Said, read_messages
-from rollout_worker.agent.replies import Choice, Completion
+from rollout_worker.agent.messages import SERVER, ApiError, Said, over, read_messages
 from rollout_worker.agent.request import Asked, read_parameters
-from rollout_worker.agent.response import Outgoing, ReadCall, read_calls
-from rollout_worker.agent.tree import Place, Tree, shown_to_policy
-from rollout_worker.agent.whereabouts import Whereabouts
-from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn, PromptError
+from rollout_worker.agent.response import Completion, Outgoing, ReadCall, ReplyChoice, read_calls
+from rollout_worker.agent.tree import Tree, TreeNode, shown_to_policy
+from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.chat.parsers.base import Message, ParsedTurn
+from rollout_worker.episodes.capacity import Capacity
+from rollout_worker.episodes.episode import Episode
 from rollout_worker.episodes.limits import Deadline
-from rollout_worker.episodes.runner import Episode, EpisodeRunner
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.episodes.tool_results import for_policy
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import OwnParams, Sampled
 from rollout_worker.tools.base import ToolResult
-from rollout_worker.user_code.texts import encodable
+from rollout_worker.user_code.values import encodable
+
+
+class AgentClock:
+    """`policy_s`: seconds by `clock` that any answer was sampled, or waited for its slot. While the agent is at work,
+    its tools included, the episode counts as in tools."""
+
+    def __init__(self, capacity: Capacity, clock: Callable[[], float]) -> None:
+        self.policy_s = 0.0
+        self._capacity = capacity
+        self._clock = clock
+        self._runs = False
+        self._answers = 0
+        self._since = 0.0
+        self._in_tools = ExitStack()
+
+    @contextmanager
+    def agent(self) -> Iterator[None]:
+        """While the agent runs."""
+        self._runs = True
+        self._look()
+        try:
+            yield
+        finally:
+            self._runs = False
+            self._look()
+
+    @contextmanager
+    def policy(self) -> Iterator[None]:
+        """While an answer is sampled; several may be at once."""
+        if not self._answers:
+            self._since = self._clock()
+        self._answers += 1
+        self._look()
+        try:
+            yield
+        finally:
+            self._answers -= 1
+            self._look()
+            if not self._answers:
+                self.policy_s += self._clock() - self._since
+
+    def _look(self) -> None:
+        self._in_tools.close()
+        if self._runs and not self._answers:
+            self._in_tools.enter_context(self._capacity.being("tools"))
+
 
 MODEL = SERVED_MODEL_NAME
 
@@ -83,7 +134,7 @@ class Session:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
-        self.whereabouts = Whereabouts(stage.episodes.capacity, stage.episodes.clock)
+        self.whereabouts = AgentClock(stage.episodes.capacity, stage.episodes.clock)
         self._stage = stage
         self._affinity = affinity
         self._deadline = deadline
@@ -172,7 +223,7 @@ class Session:
             asked, said = self._read(body)
         else:
             asked, said = await user_code.in_thread(self._read, body=body)
-        key = schemas.digest(asked.tools)
+        key = request.schemas_digest(asked.tools)
         proven = await self._stage.formats.of(asked.tools, key)
         place = self._tree.place(key, said)
         if place.before is not None:
@@ -196,7 +247,7 @@ class Session:
         except (RecursionError, OverflowError) as error:
             raise ApiError(400, f"the body is nested too deeply, or holds a number too large: {error}") from None
 
-    async def _context(self, proven: Proven, place: Place) -> _Context:
+    async def _context(self, proven: Proven, place: TreeNode) -> _Context:
         """What a format can tell of what follows an answer is appended to it; else all is rendered."""
         chat, before = proven.chat, place.before
         shown = await self._shown(chat, place)
@@ -213,7 +264,7 @@ class Session:
             raise ApiError(400, f"messages: they cannot be rendered: {error}", "invalid_value", ["messages"]) from None
         return _Context(ids, None, shown)
 
-    async def _shown(self, chat: ChatFormat, place: Place) -> list[Message]:
+    async def _shown(self, chat: ChatFormat, place: TreeNode) -> list[Message]:
         """The messages that a request adds; what tools answered is cut, and speaks as no other."""
         shown = []
         limit = self._stage.episodes.limits.tool_result_tokens
@@ -227,7 +278,7 @@ class Session:
             shown.append(message)
         return shown
 
-    async def _turns(self, proven: Proven, place: Place, context: _Context, asked: Asked) -> list[_Turn]:
+    async def _turns(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked) -> list[_Turn]:
         """As many as were asked for, or none: what an agent does not get is not recorded."""
         if asked.n == 1:
             return [await self._turn(proven, place, context, asked)]
@@ -238,7 +289,7 @@ class Session:
             raise errors.exceptions[0] from None
         return [run.result() for run in runs]
 
-    async def _turn(self, proven: Proven, place: Place, context: _Context, asked: Asked) -> _Turn:
+    async def _turn(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked) -> _Turn:
         episodes, allowance, before = self._stage.episodes, self._allowance, place.before
         appends = context.suffix is not None and before is not None and before.is_last
         budget = await allowance.budget(len(context.ids), asked.max_tokens, self.turns, len(self._tree.drafts), appends)
@@ -261,7 +312,7 @@ class Session:
         calls = await read_calls(parsed, proven.parameters)
         return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
 
-    def _recorded(self, proven: Proven, place: Place, context: _Context, asked: Asked, turn: _Turn) -> Choice:
+    def _recorded(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn) -> ReplyChoice:
         sampled, parsed = turn.sampled, turn.parsed
         if context.suffix is None or place.before is None:
             answer = self._tree.begin(place.before, context.ids, sampled, context.shown, parsed)
@@ -279,4 +330,4 @@ class Session:
             texts = [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]
             logprobs = list(zip(texts, sampled.logprobs, strict=True))
         cut = sampled.finish_reason == "length"
-        return Choice(said, "length" if cut else "tool_calls" if said.calls else "stop", tokens, logprobs)
+        return ReplyChoice(said, "length" if cut else "tool_calls" if said.calls else "stop", tokens, logprobs)

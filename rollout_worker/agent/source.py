@@ -13,13 +13,13 @@ from protocol.messages import FinishReason
 from rollout_worker import user_code
 from rollout_worker.agent import AgentServer, Session
 from rollout_worker.agent.session import AgentContext
+from rollout_worker.episodes.episode import Episode
 from rollout_worker.episodes.limits import Deadline
-from rollout_worker.episodes.runner import Episode
 from rollout_worker.episodes.source import GroupPlan, side_by_side
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.task.agent import Agent, AgentResult, check_settings, read_result
-from rollout_worker.task.rewards.base import OWN_REWARD
+from rollout_worker.task.reward_base import OWN_REWARD
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollout_worker.agent.messages import Said, chained, chained_answer
-from rollout_worker.chat.base import Message, ParsedTurn
+from rollout_worker.chat.parsers.base import Message, ParsedTurn
 from rollout_worker.episodes.episode import SegmentDraft
 from rollout_worker.inference.wire import Sampled
 
@@ -78,7 +78,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreeNode:
     """Where a request stands: the answer that it goes on from, None if it begins anew, and the messages after that.
     key: of the whole conversation."""
 
@@ -95,7 +95,7 @@ class Tree:
     last: Answer | None = None
     _answers: defaultdict[bytes, list[Answer]] = field(default_factory=lambda: defaultdict(list))
 
-    def place(self, tools: bytes, said: Sequence[Said]) -> Place:
+    def place(self, tools: bytes, said: Sequence[Said]) -> TreeNode:
         """Where a request with these messages stands; `tools`: the digest of its tools."""
         key, begins = tools, 0
         found: list[Answer] = []
@@ -107,7 +107,7 @@ class Tree:
                 key = chained(key, each)
         # Of answers that say the same, one that no other goes on from.
         before = min(found, key=lambda answer: (not answer.is_last, answer.claims), default=None)
-        return Place(before, said[begins:], key)
+        return TreeNode(before, said[begins:], key)
 
     def append(
         self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn

@@ -1,65 +1,16 @@
 """What a chat format is: messages to token ids, what is appended between two turns, and a turn's ids to a message.
 
 One object does all three, for one model and one set of tools, so that they cannot disagree.
+
+What a conversation must be before a format renders it: messages of text, each with a role that somebody knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """arguments: an object, or the text that the policy wrote where no object could be read from it: the tools read
-    what can be read. id: the policy's, or as the notation asks for one; None where it knows none."""
-
-    name: str
-    arguments: dict[str, Any] | str
-    id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """An attempted call that cannot be read; the policy is told the reason."""
-
-    reason: str
-
-
-UNCLOSED_THOUGHT = MalformedCall("the tool call stands inside reasoning that is not closed")
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedTurn:
-    """text: the turn without the token that ended it; content: the text without the calls that could be read and
-    without the reasoning; calls: in the order of the text, empty where none was attempted; reasoning: None where the
-    notation has none, or leaves it in the content."""
-
-    text: str
-    content: str
-    calls: list[ToolCall | MalformedCall]
-    reasoning: str | None = None
-
-    def message(self) -> Message:
-        """The turn as an assistant's message."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning is not None:
-            message["reasoning_content"] = self.reasoning
-        functions = [
-            {
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-                **({} if call.id is None else {"id": call.id}),
-            }
-            for call in self.calls
-            if isinstance(call, ToolCall)
-        ]
-        if functions:
-            message["tool_calls"] = functions
-        return message
+from rollout_worker.chat.parsers.base import Message, ParsedTurn
 
 
 class PromptError(Exception):
@@ -106,3 +57,70 @@ class ChatFormat(Protocol):
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
         """The turn `turn_ids`, sampled after `prompt_ids`. Any ids can be parsed."""
+
+
+_OPENING = ("system", "developer")
+
+# OpenAI's, and those that templates of TRL's and renderers know besides.
+ROLES = frozenset(
+    [
+        *(*_OPENING, "user", "assistant", "tool", "function"),
+        *("ipython", "environment", "model", "chatbot", "latest_reminder", "tool_declare"),
+    ]
+)
+
+_MUST_SPEAK = (*_OPENING, "user")
+
+
+def _nothing(role: str) -> bool:
+    return False
+
+
+def checked(
+    messages: Sequence[Message], parts: Sequence[str] = ("text",), knows: Callable[[str], bool] = _nothing
+) -> list[Message]:
+    """The messages, without the empty fields that a data set's columns give each of them. Raises `PromptError` for
+    what a template would leave out, or write as Python does.
+
+    parts: the types of parts that the format takes; knows: whether it has a role besides `ROLES`.
+    """
+    conversation = [_message(number, message, parts, knows) for number, message in enumerate(messages)]
+    first = next((message for message in conversation if message["role"] not in _OPENING), None)
+    if first is not None and first["role"] == "tool":
+        raise PromptError("the conversation begins with a tool's message; put the assistant's call before it")
+    return conversation
+
+
+def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Parts of text as one text."""
+    return "".join(part["text"] for part in parts)
+
+
+def _message(number: int, message: Any, parts: Sequence[str], knows: Callable[[str], bool]) -> Message:
+    if not isinstance(message, Mapping):
+        raise PromptError(f"{message!r:.80} is no message; give a dict with role and content")
+    role, content = message.get("role"), message.get("content")
+    where = f"message {number}"
+    if not isinstance(role, str) or not (role in ROLES or knows(role)):
+        raise PromptError(f"{where} has the role {role!r:.80}; give one of system, developer, user, assistant, tool")
+    if content is None and role in _MUST_SPEAK:
+        raise PromptError(f"{where}, of role {role!r}, has no content; give it text")
+    if isinstance(content, list | tuple):
+        for part in content:
+            _check_part(f"{where}, of role {role!r},", part, parts)
+    elif role != "tool" and not isinstance(content, str | None):
+        raise PromptError(f"the content of {where} is {content!r:.80}; give text")
+    kept = {key: value for key, value in message.items() if value is not None}
+    if role != "assistant":
+        return {"content": "", **kept}
+    # Some templates tell a turn that only calls tools by a content that is null.
+    return {**kept, "content": None} if "content" in message and content is None else kept
+
+
+def _check_part(where: str, part: Any, types: Sequence[str]) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or kind not in types:
+        remedy = "; give reasoning as reasoning_content" if kind == "thinking" else ""
+        raise PromptError(f"{where} holds a part of type {kind!r:.80}; only text can be rendered{remedy}")
+    if not isinstance(part.get(kind), str):
+        raise PromptError(f"{where} holds a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}; give text")

@@ -1,11 +1,22 @@
-"""`chat.system_prompt`: a system message before conversations that have none, for any chat format."""
+"""`chat.system_prompt`: a system message before conversations that have none, for any chat format.
+
+Chat formats: between messages and token ids, chosen with `chat.format`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from rollout_worker.chat.base import ChatFormat, Message, ParsedTurn
+from protocol.config import ConfigError, RunConfig
+from rollout_worker.chat import renderer_settings
+from rollout_worker.chat.base import ChatFormat
+from rollout_worker.chat.format_check import check_answer_format, check_tool_format
+from rollout_worker.chat.parsers.base import Message, ParsedTurn
+from rollout_worker.chat.template import TemplateFormat
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -51,3 +62,58 @@ class WithSystemPrompt:
         first = messages[0] if messages else None
         has_one = isinstance(first, Mapping) and first.get("role") in _SYSTEM_ROLES
         return messages if has_one else [self._message, *messages]
+
+
+logger = logging.getLogger(__name__)
+
+_Proof = TypeVar("_Proof")
+
+
+def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any) -> ChatFormat:
+    name = renderer_settings.renderer_name(config)
+    if name is None:
+        return TemplateFormat.load(config, tools, tokenizer)
+    return renderer_settings.load_renderer(config, name, tools, tokenizer)
+
+
+def build_chat_format(
+    config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
+) -> ChatFormat:
+    """The format that `chat.format` names, for tools with these JSON schemas; `answers`: users' messages follow turns;
+    `tokenizer`: that of another format of the run, which is then not loaded again. Raises `ConfigError` where the model
+    cannot use it: with tools or answers, the start check must pass."""
+    chat = _chosen(config, tools, tokenizer)
+    if config.chat.system_prompt is not None:
+        chat = WithSystemPrompt(chat, config.chat.system_prompt)
+    if tools:
+        _check(config, chat, tools)
+    if answers:
+        _check_answers(config, chat)
+    return chat
+
+
+def _check(config: RunConfig, chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> None:
+    proof = _proven(check_tool_format(chat, tools))
+    if not proof.fit_for_tools:
+        raise ConfigError(f"model.path = {config.model.path} cannot be used with tools: {'; '.join(proof.problems)}")
+
+
+def _check_answers(config: RunConfig, chat: ChatFormat) -> None:
+    proof = _proven(check_answer_format(chat))
+    if proof.appended is False:
+        raise ConfigError(
+            f"model.path = {config.model.path} cannot be used with an environment that answers turns (respond): "
+            f"{'; '.join(proof.problems)}; name a renderer that knows the model with chat.renderer, or another "
+            f"template with chat.template = file.jinja"
+        )
+    if proof.appended is None:
+        logger.warning(
+            "the chat format appends no user's message to a turn, as it leaves out earlier reasoning: each answer of "
+            "an environment opens a new segment"
+        )
+
+
+def _proven(proof: Coroutine[Any, Any, _Proof]) -> _Proof:
+    """On a loop of its own, in a thread: the caller's may be running."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, proof).result()

@@ -1,20 +1,47 @@
-"""Which parser reads a template's calls: the one that reads back what the template itself wrote."""
+"""Which parser reads a template's calls: the one that reads back what the template itself wrote.
+
+When a value that was read back is the one that was written.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.config import ConfigError
-from rollout_worker.chat.base import Message, ToolCall
 from rollout_worker.chat.parsers import NAMES, Before, Parser, Thought, by_name
-from rollout_worker.chat.parsers.custom import load_own
-from rollout_worker.chat.parsers.response_template import ResponseTemplate
-from rollout_worker.chat.rendering import Rendering
-from rollout_worker.chat.sameness import same_value
-from rollout_worker.chat.template_analysis import REFUSALS, USER, Unfit
+from rollout_worker.chat.parsers.base import Message, ToolCall, Unreadable
+from rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
+from rollout_worker.chat.parsers.literal_calls import Literals
+from rollout_worker.chat.template_analysis import REFUSALS, USER, Rendering, Unfit
+
+_LITERALS = Literals()
+
+
+def same_value(written: Any, read: Any) -> bool:
+    """Is it so? Notations that write every value as text give text back: it is the same value if it reads as it in
+    JSON, or as Python writes it. The tools' schemas say then what is meant."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        return written.keys() == read.keys() and all(same_value(written[key], read[key]) for key in written)
+    if isinstance(read, str) and not isinstance(written, str):
+        return any(value == written and type(value) is type(written) for value in _readings(read))
+    return bool(read == written) and isinstance(read, bool) == isinstance(written, bool)
+
+
+def _readings(text: str) -> list[Any]:
+    readings = []
+    with contextlib.suppress(ValueError, RecursionError):
+        readings.append(json.loads(text))
+    with contextlib.suppress(Unreadable):
+        value, end = _LITERALS.read(text, 0)
+        if not text[end:].strip():
+            readings.append(value)
+    return readings
+
 
 # A call's id is nine letters and digits to some, and its name and place in the turn to others.
 _IDS = ("slip7f3a9", "functions.slipstream_tool:0")

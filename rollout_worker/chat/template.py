@@ -3,26 +3,72 @@
 Only two things are tokenised: a prompt, and what the template puts between the end of a turn and the next one. The
 latter is found in a made-up conversation, so that no sampled token is rendered or tokenised again. Where the template
 would change what came before, as those that drop reasoning do, there is no such suffix and a new segment opens.
+
+`chat.chat_template_kwargs`: which variables a template reads, so that a misspelt one is not passed in vain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from jinja2 import TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser as JinjaParser
 
 from protocol.config import ConfigError, RunConfig
+from protocol.config.checks import RESERVED
 from rollout_worker.chat import template_analysis
-from rollout_worker.chat.base import Message, ParsedTurn, PromptError, ToolCall
-from rollout_worker.chat.conversation import checked, text_of
+from rollout_worker.chat.base import PromptError, checked, text_of
 from rollout_worker.chat.parser_choice import choose_parser
 from rollout_worker.chat.parsers import Before, Parser, Scan
-from rollout_worker.chat.rendering import Rendering, call_id
+from rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
+from rollout_worker.chat.template_analysis import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
-from rollout_worker.chat.variables import check_variables
+
+# Functions that transformers gives to templates.
+_FUNCTIONS = {"raise_exception", "strftime_now"}
+
+
+def check_variables(variables: dict[str, Any], source: str | None, given: Iterable[str] = ()) -> None:
+    """Raises `ConfigError` for a variable that the template `source` does not read.
+
+    given: what else rendering gives to a template, such as the special tokens, which need not be told of.
+    """
+    if not variables or source is None:
+        return
+    try:
+        read = read_by(source)
+    except jinja2.TemplateSyntaxError:  # which is told where the template is used
+        return
+    if unread := sorted(set(variables) - read):
+        others = sorted(read - RESERVED - _FUNCTIONS - {"documents"} - set(given))
+        raise ConfigError(
+            f"chat.chat_template_kwargs: the template reads no variable {unread[0]!r}, so that setting it changes "
+            f"nothing; it reads {', '.join(others) or 'none'}: correct the name, or leave it out"
+        )
+
+
+def read_by(source: str) -> set[str]:
+    """Names that a template reads and may get from outside. Raises `jinja2.TemplateSyntaxError`."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
+    return find_undeclared_variables(environment.parse(source))
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`, with which transformers marks what the assistant wrote."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: JinjaParser) -> Node | list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
 
 _NO_TEMPLATE = (
     "the tokenizer has no chat template, which messages and tools need; name a file with chat.template, save one with "

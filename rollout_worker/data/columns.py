@@ -10,7 +10,12 @@ from typing import Any
 
 from protocol.config import ConfigError
 from rollout_worker.data.rows import Rows
-from rollout_worker.task.rewards.base import ENVIRONMENTS, GIVEN
+
+# What a reward function gets by these names is ours, so no column of the data set may have one.
+GIVEN = ("completions", "prompts", "completion_ids", "trainer_state", "log_metric", "log_extra")
+
+# What a task with environments gives besides, and one with an agent; the component that is an agent's own reward.
+ENVIRONMENTS = "environments"
 
 # Rows that are looked at before a start: of a table at most this many, spread over it, as far as they can be read in
 # this time; of a stream the first few.

@@ -8,13 +8,12 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.episodes.runner import Episode, EpisodeRunner, Opening
+from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.episodes.source import GroupPlan, outcome, prompt_ids
-from rollout_worker.inference.failures import EpisodeFailed
+from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.scene import Scene
 from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.troubles import Troubles
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class ConversationSource:
     chat: ChatFormat
     tools: ToolBox
     episodes: EpisodeRunner
-    troubles: Troubles
+    troubles: FailureNotices
 
     def open(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -32,7 +31,7 @@ class ConversationSource:
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
         prompt, limits = plan.row.columns["prompt"], self.episodes.limits
         ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, self.troubles)
-        scene = Scene(prompt, ids, self.chat, self.tools, own=plan.own)
+        scene = EpisodeSetup(prompt, ids, self.chat, self.tools, own=plan.own)
         sampler, siblings = self.episodes.sampler, Siblings()
         affinities = [Affinity(siblings=siblings, born=plan.born) for _ in range(plan.count)]
         fills: list[asyncio.Task[None]] = []

@@ -18,18 +18,17 @@ from typing import Any
 from protocol import reasons, rollouts
 from protocol.config import ConfigError, WorkerSection
 from rollout_worker.backoff import pause_s
-from rollout_worker.chat.base import Message
+from rollout_worker.chat.parsers.base import Message
 from rollout_worker.episodes.capacity import Place
-from rollout_worker.episodes.runner import Episode, EpisodeRunner
+from rollout_worker.episodes.episode import Episode, EpisodeSetup
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.episodes.source import GroupPlan, TicketFailed, prompt_ids, side_by_side
 from rollout_worker.episodes.tool_results import for_policy, told_of_defused
-from rollout_worker.inference.failures import EpisodeFailed
+from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
-from rollout_worker.scene import Scene
-from rollout_worker.task.environment import Environments, Instance, Stage
-from rollout_worker.task.environment_instance import answered, folded, observed, rewarded
+from rollout_worker.task.environment_instance import Instance, answered, folded, observed, rewarded
+from rollout_worker.task.environments import EnvironmentKind, Environments
 from rollout_worker.tools.base import ToolResult
-from rollout_worker.troubles import Troubles
 from rollout_worker.user_code import NotCalled, UserCodeError
 
 
@@ -39,7 +38,7 @@ class EnvironmentSource:
 
     environments: Environments
     episodes: EpisodeRunner
-    troubles: Troubles
+    troubles: FailureNotices
     counted: Counter[str]
     limits: WorkerSection
     clock: Callable[[], float] = time.monotonic
@@ -58,7 +57,9 @@ class EnvironmentSource:
             raise TicketFailed(reasons.ROW, detail, retryable=False) from None
         return await side_by_side(plan, partial(self._episode, plan, stage, columns))
 
-    async def _episode(self, plan: GroupPlan, stage: Stage, columns: Mapping[str, Any], affinity: Affinity) -> Episode:
+    async def _episode(
+        self, plan: GroupPlan, stage: EnvironmentKind, columns: Mapping[str, Any], affinity: Affinity
+    ) -> Episode:
         """One episode, whose environment is kept until the group is rewarded. Raises `EpisodeFailed`."""
         pool = self.environments.pool
         try:
@@ -74,7 +75,7 @@ class EnvironmentSource:
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
             respond = play.respond if stage.face.responds else None
-            scene = Scene(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.own)
+            scene = EpisodeSetup(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.own)
             episode = await self.episodes.run(scene, affinity)
             if stage.face.rewards:
                 episode.rewards[stage.face.cls] = await play.reward()
@@ -92,7 +93,7 @@ class _Play:
     """One episode's dealings with its environment. seconds: what they took, under the names of metrics."""
 
     driver: EnvironmentSource
-    stage: Stage
+    stage: EnvironmentKind
     instance: Instance
     prompt: list[Message] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class _Play:
             self.seconds[figure] = self.seconds.get(figure, 0.0) + self.driver.clock() - started
 
 
-def _failed(reason: str, stage: Stage, what: str, error: UserCodeError) -> EpisodeFailed:
+def _failed(reason: str, stage: EnvironmentKind, what: str, error: UserCodeError) -> EpisodeFailed:
     """The episode's failure, which another try may not meet."""
     text = f"environment {stage.face.cls}: {what}: {error}"
     if isinstance(error, NotCalled):

@@ -1,14 +1,91 @@
-"""One segment of an episode while it grows: a prompt, and turns with what the policy was shown between them."""
+"""One segment of an episode while it grows: a prompt, and turns with what the policy was shown between them.
+
+What one episode is played in: its prompt, its tools, and who answers a turn that calls none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from protocol.messages import Segment, VersionSpan
-from rollout_worker.chat.base import Message
-from rollout_worker.inference.wire import Sampled, SampledSpan
+from protocol.messages import Rollout, Segment, VersionSpan
+from protocol.rollouts import NEW_SEGMENTS
+from rollout_worker.chat.base import ChatFormat
+from rollout_worker.chat.parsers.base import Message
+from rollout_worker.episodes.capacity import Reservation
+from rollout_worker.inference.router import Affinity
+from rollout_worker.inference.sampler import PendingChoice
+from rollout_worker.inference.wire import AS_THE_RUN, OwnParams, Sampled, SampledSpan
+from rollout_worker.task.agent import AgentResult
+from rollout_worker.task.environment_instance import Instance
+from rollout_worker.tools.toolbox import ToolBox
+
+
+@dataclass(slots=True)
+class Episode:
+    """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
+    segments when the group is put together, and its reward before that. `affinity`: what sampled it; `prompt`: what it
+    began with; `environment`: that it was played in; `rewards`: those that it brings with it, by
+    component; `result`: what its agent returned."""
+
+    drafts: list[SegmentDraft]
+    rollout: Rollout
+    prompt: str | Sequence[Message]
+    affinity: Affinity
+    messages: list[Message] = field(default_factory=list)
+    text: str = ""
+    sampled_tokens: int = 0
+    environment: Instance | None = None
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    result: AgentResult | None = None
+
+    @classmethod
+    def begin(cls, scene: EpisodeSetup, affinity: Affinity) -> Episode:
+        timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
+        rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
+        return cls([SegmentDraft(scene.prompt_ids)], rollout, scene.prompt, affinity)
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the segment that the episode is in."""
+        return self.drafts[-1].ids
+
+    @property
+    def spans(self) -> list[SampledSpan]:
+        """Of all segments, each counted from its own segment's start."""
+        return [span for draft in self.drafts for span in draft.spans]
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Everything after the first prompt, segment by segment: turns and the tool messages between them. The prompt
+        of a later segment repeats the conversation, and is left out."""
+        return [token for draft in self.drafts for token in draft.ids[draft.prompt_size :]]
+
+    def add_turn(self, suffix: list[int], turn: Sampled) -> None:
+        """Append the tool messages' ids and what was sampled after them."""
+        self.drafts[-1].add(suffix, turn)
+        self.sampled_tokens += len(turn.token_ids)
+        self.rollout.turns += 1
+
+    def open_segment(self, prompt_ids: list[int]) -> None:
+        """What is sampled from here on is a new segment's."""
+        self.drafts.append(SegmentDraft(prompt_ids))
+        self.rollout.metrics[NEW_SEGMENTS] = self.rollout.metrics.get(NEW_SEGMENTS, 0.0) + 1.0
+
+    def segments(self, server_names: Sequence[str]) -> list[Segment]:
+        """The tokens so far; spans name their servers by place in `server_names`."""
+        return [draft.segment(server_names) for draft in self.drafts]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first turn of an episode, sampled with its group's, and the reservation that its slot is of."""
+
+    pending: PendingChoice
+    reservation: Reservation
 
 
 class SegmentDraft:
@@ -52,3 +129,21 @@ def whole_conversation(prompt: Sequence[Message], messages: Sequence[Message]) -
     begun, continued = prompt[-1], messages[0]
     content = f"{begun.get('content') or ''}{continued.get('content') or ''}"
     return [*prompt[:-1], {**begun, **continued, "content": content}, *messages[1:]]
+
+
+# The conversation after the prompt, to the messages that answer it; None ends the episode. Raises `EpisodeFailed`.
+Respond = Callable[[Sequence[Message]], Awaitable[list[Message] | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSetup:
+    """prompt: what `prompt_ids` were made of; a new segment is rendered from its messages, and needs some. chat: the
+    format that shows `tools`. respond: an environment's answer to a turn without calls; without it such a turn is the
+    last. own: what it is sampled with of its own."""
+
+    prompt: str | Sequence[Message]
+    prompt_ids: list[int]
+    chat: ChatFormat
+    tools: ToolBox
+    respond: Respond | None = None
+    own: OwnParams = AS_THE_RUN

@@ -9,104 +9,32 @@ was, in the segment before.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from protocol import reasons
-from protocol.messages import FinishReason, Rollout, Segment
-from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
+from protocol.messages import FinishReason, Rollout
+from protocol.rollouts import SERVER_MOVES
 from rollout_worker import user_code
-from rollout_worker.budget import Limits
-from rollout_worker.chat.base import ChatFormat, MalformedCall, Message, ParsedTurn, PromptError
+from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.chat.parsers.base import MalformedCall, Message, ParsedTurn
 from rollout_worker.chat.parsers.custom import plain_turn
-from rollout_worker.episodes.capacity import Capacity, Reservation
-from rollout_worker.episodes.episode import SegmentDraft, whole_conversation
-from rollout_worker.episodes.limits import Deadline
+from rollout_worker.episodes.capacity import Capacity, LoopYield
+from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
+from rollout_worker.episodes.limits import Deadline, EpisodeLimits
 from rollout_worker.episodes.tool_results import for_policy, told_of_defused
-from rollout_worker.inference.failures import EpisodeFailed
+from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
-from rollout_worker.inference.sampler import PendingChoice, Sampler
-from rollout_worker.inference.wire import Sampled, SampledSpan
-from rollout_worker.scene import Scene
-from rollout_worker.task.agent import AgentResult
-from rollout_worker.task.environment import Instance
-from rollout_worker.task.tools.counts import count_call
-from rollout_worker.tools.base import ToolResult
-from rollout_worker.troubles import Troubles
-from rollout_worker.turnstile import Turnstile
+from rollout_worker.inference.sampler import Sampler
+from rollout_worker.tools.base import ToolResult, count_call
 
 # As many as the queue takes.
 MOST_SEGMENTS = 1024
 
 # Longer turns are read in a thread.
 _INLINE_TOKENS = 256
-
-
-@dataclass(slots=True)
-class Episode:
-    """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
-    segments when the group is put together, and its reward before that. `affinity`: what sampled it; `prompt`: what it
-    began with; `environment`: that it was played in; `rewards`: those that it brings with it, by
-    component; `result`: what its agent returned."""
-
-    drafts: list[SegmentDraft]
-    rollout: Rollout
-    prompt: str | Sequence[Message]
-    affinity: Affinity
-    messages: list[Message] = field(default_factory=list)
-    text: str = ""
-    sampled_tokens: int = 0
-    environment: Instance | None = None
-    rewards: dict[str, float | None] = field(default_factory=dict)
-    result: AgentResult | None = None
-
-    @classmethod
-    def begin(cls, scene: Scene, affinity: Affinity) -> Episode:
-        timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
-        rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
-        return cls([SegmentDraft(scene.prompt_ids)], rollout, scene.prompt, affinity)
-
-    @property
-    def ids(self) -> list[int]:
-        """Of the segment that the episode is in."""
-        return self.drafts[-1].ids
-
-    @property
-    def spans(self) -> list[SampledSpan]:
-        """Of all segments, each counted from its own segment's start."""
-        return [span for draft in self.drafts for span in draft.spans]
-
-    @property
-    def completion_ids(self) -> list[int]:
-        """Everything after the first prompt, segment by segment: turns and the tool messages between them. The prompt
-        of a later segment repeats the conversation, and is left out."""
-        return [token for draft in self.drafts for token in draft.ids[draft.prompt_size :]]
-
-    def add_turn(self, suffix: list[int], turn: Sampled) -> None:
-        """Append the tool messages' ids and what was sampled after them."""
-        self.drafts[-1].add(suffix, turn)
-        self.sampled_tokens += len(turn.token_ids)
-        self.rollout.turns += 1
-
-    def open_segment(self, prompt_ids: list[int]) -> None:
-        """What is sampled from here on is a new segment's."""
-        self.drafts.append(SegmentDraft(prompt_ids))
-        self.rollout.metrics[NEW_SEGMENTS] = self.rollout.metrics.get(NEW_SEGMENTS, 0.0) + 1.0
-
-    def segments(self, server_names: Sequence[str]) -> list[Segment]:
-        """The tokens so far; spans name their servers by place in `server_names`."""
-        return [draft.segment(server_names) for draft in self.drafts]
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """The first turn of an episode, sampled with its group's, and the reservation that its slot is of."""
-
-    pending: PendingChoice
-    reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +53,16 @@ class EpisodeRunner:
     """Runs episodes; holds no state of any of them."""
 
     sampler: Sampler
-    limits: Limits
+    limits: EpisodeLimits
     timeout_s: float
     capacity: Capacity
     clock: Callable[[], float] = time.monotonic
-    troubles: Troubles = field(default_factory=Troubles)
+    troubles: FailureNotices = field(default_factory=FailureNotices)
     code: user_code.UserCode = field(default_factory=user_code.UserCode)
     parse_timeout_s: float = 60.0
-    turnstile: Turnstile = field(default_factory=Turnstile)
+    turnstile: LoopYield = field(default_factory=LoopYield)
 
-    async def run(self, scene: Scene, affinity: Affinity, first: Opening | None = None) -> Episode:
+    async def run(self, scene: EpisodeSetup, affinity: Affinity, first: Opening | None = None) -> Episode:
         """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
         `EpisodeFailed`."""
         episode = Episode.begin(scene, affinity)
@@ -159,7 +87,7 @@ class EpisodeRunner:
         return episode
 
     async def _turns(
-        self, episode: Episode, scene: Scene, affinity: Affinity, first: Opening | None, deadline: Deadline
+        self, episode: Episode, scene: EpisodeSetup, affinity: Affinity, first: Opening | None, deadline: Deadline
     ) -> FinishReason:
         rollout, chat = episode.rollout, scene.chat
         following: _Next | None = _Next()
@@ -220,7 +148,7 @@ class EpisodeRunner:
         finally:
             first.reservation.give()
 
-    async def _anew(self, episode: Episode, scene: Scene, answers: Sequence[Message]) -> _Next | None:
+    async def _anew(self, episode: Episode, scene: EpisodeSetup, answers: Sequence[Message]) -> _Next | None:
         """A new segment's prompt: the whole conversation, rendered. None where that cannot be had."""
         prompt = scene.prompt
         if isinstance(prompt, str):

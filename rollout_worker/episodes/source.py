@@ -11,14 +11,14 @@ from typing import Protocol
 
 from protocol import reasons
 from rollout_worker import user_code
-from rollout_worker.chat.base import ChatFormat, Message, PromptError
+from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.chat.parsers.base import Message
 from rollout_worker.data.rows import Row
 from rollout_worker.episodes.capacity import Reservation
-from rollout_worker.episodes.runner import Episode
-from rollout_worker.inference.failures import EpisodeFailed
+from rollout_worker.episodes.episode import Episode
+from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity, Siblings
 from rollout_worker.inference.wire import AS_THE_RUN, OwnParams
-from rollout_worker.troubles import Troubles
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ async def side_by_side(
 
 
 async def prompt_ids(
-    chat: ChatFormat, prompt: str | list[Message], row: Row, max_model_len: int, troubles: Troubles
+    chat: ChatFormat, prompt: str | list[Message], row: Row, max_model_len: int, troubles: FailureNotices
 ) -> list[int]:
     """The ids of a prompt that leaves room for an answer. Raises `TicketFailed`, which names the row."""
     try:
@@ -100,7 +100,7 @@ async def prompt_ids(
     return ids
 
 
-def _prompt_failed(row: Row, why: str, key: str, troubles: Troubles) -> TicketFailed:
+def _prompt_failed(row: Row, why: str, key: str, troubles: FailureNotices) -> TicketFailed:
     detail = f"the prompt of row {row.number} {why}"
     troubles.add("prompt", key, detail)
     return TicketFailed(reasons.PROMPT, detail, retryable=False)

@@ -13,7 +13,7 @@ import msgspec
 from protocol import reasons
 from protocol.versions import HEADER, SERVED_MODEL_NAME, version_of
 from rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
-from rollout_worker.inference.wire import Choice, GenerateRequest, Reply, join
+from rollout_worker.inference.wire import GenerateRequest, Reply, SampledChoice, join
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -65,7 +65,7 @@ class InferenceClient:
 
     async def generate(
         self, url: str, request: GenerateRequest, server: str | None = None
-    ) -> AsyncGenerator[Choice, None]:
+    ) -> AsyncGenerator[SampledChoice, None]:
         """The choices: each as soon as it is finished if `request.stream` is set, else all at the end. `request.model`
         is then the adapter, if the server serves adapters, that the choices are from. server: its name.
 
@@ -78,7 +78,7 @@ class InferenceClient:
                     yield choice
                 return
             events = EventSplitter()
-            unfinished: dict[int, Choice] = {}
+            unfinished: dict[int, SampledChoice] = {}
             async for data in response.content.iter_any():
                 for event in events.feed(data):
                     for part in _decode(event).choices:

@@ -1,9 +1,21 @@
-"""What can go wrong with a sample, one class for each way to react."""
+"""What can go wrong with a sample, one class for each way to react.
+
+Failures in a row at one server: after a few it is left alone for a while, then tried by one request. Pure.
+
+The first failure of each kind of tool, reward, row, prompt, episode, ticket, server and code, for a person to read.
+
+The counters count all of them.
+"""
 
 from __future__ import annotations
 
-from protocol.messages import Server
+import logging
+from collections.abc import Callable
+from enum import Enum
+
+from protocol.messages import Notice, Server
 from protocol.versions import describe_label
+from rollout_worker.user_code.values import encodable
 
 # Too busy, or too slow to take the request in: it is not the request that is wrong.
 _BUSY = frozenset({408, 425, 429})
@@ -89,3 +101,91 @@ def error_of(status: int, message: str) -> RequestRejected | ServerFailed:
     if status in _UNFIT:
         return ServerUnfit(f"{text}; is this a server that `slipstream vllm` started with this run file?")
     return RequestRejected(text) if 400 <= status < 500 and status not in _BUSY else ServerFailed(text)
+
+
+FAILURES = 3
+
+PAUSE_S, PAUSE_MAX_S = 1.0, 60.0
+
+
+class _State(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    TRIAL_DUE = "trial due"
+    ON_TRIAL = "on trial"
+
+
+class Breaker:
+    """One server's. It opens after `FAILURES` in a row, or at once where every request would fail alike; its pause
+    doubles with each trial that fails, from `PAUSE_S` to `PAUSE_MAX_S` seconds."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self._state = _State.CLOSED
+        self._pause_s = PAUSE_S
+
+    @property
+    def admits(self) -> bool:
+        """Whether a request may go to the server now."""
+        return self._state in (_State.CLOSED, _State.TRIAL_DUE)
+
+    def began(self) -> bool:
+        """A request goes to the server; true if it is the trial."""
+        if self._state is _State.TRIAL_DUE:
+            self._state = _State.ON_TRIAL
+            return True
+        return False
+
+    def failed(self, for_all: bool = False, trial: bool = False) -> float | None:
+        """A request failed. Seconds of the pause if one begins. `for_all`: each request would fail so."""
+        self.failures += 1
+        if trial:
+            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
+        elif self._state is not _State.CLOSED or (self.failures < FAILURES and not for_all):
+            return None
+        self._state = _State.OPEN
+        return self._pause_s
+
+    def succeeded(self) -> None:
+        """The server answered as it should."""
+        self.failures, self._state, self._pause_s = 0, _State.CLOSED, PAUSE_S
+
+    def undecided(self, trial: bool) -> None:
+        """A request was given up before it ended; if it was the trial, another one is due."""
+        if trial:
+            self._state = _State.TRIAL_DUE
+
+    def pause_over(self) -> None:
+        if self._state is _State.OPEN:
+            self._state = _State.TRIAL_DUE
+
+
+logger = logging.getLogger(__name__)
+
+MOST = 16
+
+MAX_CHARACTERS = 500
+
+
+class FailureNotices:
+    """`found`: at most `MOST`, the first of each kind and key; `told` is called at each new one."""
+
+    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
+        self.found: list[Notice] = []
+        self._keys: set[tuple[str, str]] = set()
+        self._told = told
+
+    def add(self, kind: str, key: str, text: str, where: str | None = None) -> None:
+        """`kind`: as in `Trouble`; `key`: what failed and how, the same for failures that are alike; `where`: file:line
+        of the user's code."""
+        if (kind, key) in self._keys or len(self.found) == MOST:
+            return
+        self._keys.add((kind, key))
+        place = f" ({where[-MAX_CHARACTERS // 2 :]})" if where else ""
+        room = MAX_CHARACTERS - len(place)
+        whole = " ".join(text.split())
+        shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place
+        trouble = Notice(kind, encodable(shown))
+        self.found.append(trouble)
+        logger.warning("%s; others like it are only counted", trouble.text)
+        self._told()

@@ -17,9 +17,9 @@ from typing import Any
 from protocol import reasons
 from protocol.messages import Server, ServerState
 from protocol.versions import describe_label
-from rollout_worker.inference.breaker import Breaker
 from rollout_worker.inference.failures import (
     BadSample,
+    Breaker,
     Doubtful,
     EpisodeFailed,
     RequestRejected,

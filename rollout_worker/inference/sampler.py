@@ -35,10 +35,10 @@ from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import (
     AS_THE_RUN,
     Asked,
-    Choice,
     GenerateRequest,
     OwnParams,
     Sampled,
+    SampledChoice,
     sampled_of,
     sampling_params,
 )
@@ -246,7 +246,7 @@ class Sampler:
             if any(not waiting.done() for waiting in pending):
                 raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
 
-    def _checked(self, choice: Choice, server: Server, request: GenerateRequest) -> Sampled:
+    def _checked(self, choice: SampledChoice, server: Server, request: GenerateRequest) -> Sampled:
         most, adapter, pool = request.sampling_params.max_tokens, label_in(request.model), self.pool
         try:
             asked = Asked(most, self._stop_token_ids, pool.newest_version, adapter, pool.run_id)

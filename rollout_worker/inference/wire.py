@@ -130,7 +130,7 @@ class WeightVersion(msgspec.Struct):
     end: int
 
 
-class Choice(msgspec.Struct):
+class SampledChoice(msgspec.Struct):
     """One sampled continuation; in a stream, the part of it that is new."""
 
     index: Annotated[int, msgspec.Meta(ge=0)]
@@ -148,7 +148,7 @@ class ErrorInfo(msgspec.Struct):
 class Reply(msgspec.Struct):
     """An answer, or one event of a stream: there an error comes under status 200."""
 
-    choices: list[Choice] = []
+    choices: list[SampledChoice] = []
     error: ErrorInfo | None = None
 
 
@@ -200,12 +200,12 @@ class Sampled:
         self.finish_reason = other.finish_reason
 
 
-def join(part: Choice, more: Choice) -> Choice:
+def join(part: SampledChoice, more: SampledChoice) -> SampledChoice:
     """A streamed choice so far, and its next part."""
     content = None
     if part.logprobs and more.logprobs and part.logprobs.content is not None and more.logprobs.content is not None:
         content = part.logprobs.content + more.logprobs.content
-    return Choice(
+    return SampledChoice(
         index=part.index,
         token_ids=(part.token_ids or []) + (more.token_ids or []),
         logprobs=Logprobs(content),
@@ -214,7 +214,7 @@ def join(part: Choice, more: Choice) -> Choice:
     )
 
 
-def sampled_of(choice: Choice, server: str, asked: Asked) -> Sampled:
+def sampled_of(choice: SampledChoice, server: str, asked: Asked) -> Sampled:
     """What a finished choice of the server of this name holds. An abort that came after the end of the turn is none.
 
     Raises `BadSample`, or `UnknownWeights` for a label that is not a version of this run.
@@ -238,7 +238,7 @@ def sampled_of(choice: Choice, server: str, asked: Asked) -> Sampled:
     )
 
 
-def _versions(choice: Choice, size: int, asked: Asked) -> list[WeightVersion] | None:
+def _versions(choice: SampledChoice, size: int, asked: Asked) -> list[WeightVersion] | None:
     """What sampled the tokens: a request keeps the adapter that it asked for to its end."""
     return choice.weight_versions if asked.adapter is None else [WeightVersion(str(asked.adapter), 0, size)]
 

@@ -13,10 +13,9 @@ from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
 from protocol.messages import LARGEST_FIGURE
 from protocol.rollouts import is_counted
-from rollout_worker.task.rewards.base import RESULTS
-from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
+from rollout_worker.task.reward_base import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, RESULTS, TEXT_CHARACTERS
 from rollout_worker.user_code.errors import gives_items, is_async, name_of
-from rollout_worker.user_code.texts import encodable, type_name
+from rollout_worker.user_code.values import encodable, type_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,36 @@
-"""What an environment says: `reset`'s observation, folded into a row's prompt, and `respond`'s answer to a turn."""
+"""What an environment says: `reset`'s observation, folded into a row's prompt, and `respond`'s answer to a turn.
+
+An environment's public method as a tool: described once for a class, bound to the instance of each episode.
+
+What the instances of an environment can do, told from their class, under TRL's names.
+
+Public methods are tools. `reset`, `get_reward`, `respond` and `close` are ours to call, and names that begin with an
+underscore are nobody's.
+
+One environment of the user's, and its calls: one at a time, each followed until it has truly come back.
+
+Whatever becomes of a call's time-out, the next call begins only when the object is free again; an object that may be
+spoilt, or that something still works on, is `lost`, and serves no other episode (I9).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeAlias
 
-from rollout_worker.chat.base import Message
-from rollout_worker.task.plain_data import plain
-from rollout_worker.user_code.texts import bounded, type_name
+from protocol import reasons
+from protocol.config import ConfigError
+from rollout_worker.chat.parsers.base import Message
+from rollout_worker.tools.base import as_text
+from rollout_worker.tools.function import FunctionTool, converted
+from rollout_worker.tools.toolbox import ToolBox
+from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, defined_at
+from rollout_worker.user_code.values import bounded, plain, type_name
 
 # Text, or messages; None where nothing is said.
 Observation: TypeAlias = str | list[Message] | None
@@ -93,3 +115,216 @@ def _joined(parts: list[Any]) -> str:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"it returned a part of type {kind!r:.80}, and the policy reads text alone")
     return bounded("".join(part["text"] for part in parts))
+
+
+class Player(Protocol):
+    """Of an instance: calls one of its methods."""
+
+    async def call(
+        self,
+        method: str,
+        plain: Callable[[Any], Any],
+        timeout_s: float,
+        arguments: dict[str, Any],
+        convert: Callable[[dict[str, Any]], dict[str, Any]] = ...,
+    ) -> Any: ...
+
+
+class MethodTool(FunctionTool):
+    """`method`: bound to any instance of the class `cls`, and not kept. Raises `ConfigError` where it cannot be
+    described to the policy."""
+
+    in_order = True
+
+    def __init__(self, cls: str, method: Callable[..., Any], code: UserCode | None = None) -> None:
+        try:
+            super().__init__(method, code)
+        except ConfigError as error:
+            text = str(error).replace("Task(tools=...)", f"Task(environment=...), class {cls}", 1)
+            raise ConfigError(
+                f"{text}. Public methods of an environment are tools: begin the name of one that is not with _"
+            ) from None
+        self.function = getattr(method, "__func__", method)
+        self._player: Player | None = None
+
+    def bound(self, player: Player) -> Self:
+        tool = copy.copy(self)
+        tool._player = player
+        return tool
+
+    async def _text(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        assert self._player is not None, "a tool is bound before it is called"
+        text: str = await self._player.call(
+            self.name, as_text, timeout_s, arguments, lambda given: converted(given, self.converters)
+        )
+        return text
+
+
+OURS = ("reset", "get_reward", "respond", "close")
+
+# What we give those whose arguments are always the same.
+_CALLED_WITH: Mapping[str, tuple[str, ...]] = {"get_reward": (), "respond": ("messages",), "close": ()}
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentInterface:
+    """cls: the class's name, which its reward is counted under; methods: the class's functions by name, of which
+    `tools` are for the policy, in alphabetical order as in TRL."""
+
+    cls: str
+    methods: Mapping[str, Callable[..., Any]]
+    tools: tuple[str, ...]
+
+    @property
+    def rewards(self) -> bool:
+        return "get_reward" in self.methods
+
+    @property
+    def responds(self) -> bool:
+        return "respond" in self.methods
+
+    def has(self, other: EnvironmentInterface) -> bool:
+        """Whether an instance with the face `other` can stand in: a factory may make a class for each."""
+        return self.methods.keys() == other.methods.keys()
+
+    def reset_arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a row's columns those that `reset` takes. Raises `ConfigError` where it needs others."""
+        parameters = list(inspect.signature(self.methods["reset"]).parameters.values())[1:]
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return dict(columns)
+        by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        if missing := [each.name for each in by_name if each.default is each.empty and each.name not in columns]:
+            raise ConfigError(
+                f"Task(environment=...): {self.cls}.reset takes {missing[0]!r}, which is not a column of the data set; "
+                f"the columns are: {', '.join(map(str, columns))}; write it as def reset(self, **columns)"
+            )
+        return {each.name: columns[each.name] for each in by_name if each.name in columns}
+
+
+def face_of(instance: Any) -> EnvironmentInterface:
+    """Told from the class alone, so that no property is read. It may run user code of a metaclass."""
+    cls = type(instance)
+    found = dict(inspect.getmembers(cls, predicate=inspect.isfunction))
+    methods = {name: method for name, method in found.items() if not name.startswith("_")}
+    return EnvironmentInterface(cls.__name__, methods, tuple(name for name in sorted(methods) if name not in OURS))
+
+
+def no_reset(given_as: str, cls: str) -> ConfigError:
+    """The class, which the task names so, has no method `reset`."""
+    return ConfigError(
+        f"{given_as}: {cls} has no method reset, which begins each episode; write one: def reset(self, **columns), "
+        f"which returns None, text or messages"
+    )
+
+
+def tools_of(face: EnvironmentInterface, instance: Any) -> list[MethodTool]:
+    """The tools, for any instance of this face; `instance` is one, and is not kept. Raises `ConfigError`, also for a
+    class without `reset`, and for methods that cannot be called as we call them."""
+    if "reset" not in face.methods:
+        raise no_reset("Task(environment=...)", face.cls)
+    for name, given in _CALLED_WITH.items():
+        if name in face.methods:
+            _check_call(face.cls, getattr(instance, name), name, given)
+    return [MethodTool(face.cls, getattr(instance, name)) for name in face.tools]
+
+
+def _check_call(cls: str, method: Callable[..., Any], name: str, given: tuple[str, ...]) -> None:
+    """Raises `ConfigError` if it cannot be called with those arguments, by names."""
+    try:
+        inspect.signature(method).bind(**dict.fromkeys(given))
+    except TypeError as error:
+        raise ConfigError(
+            f"Task(environment=...): {cls}.{name} cannot be called: {error}; write it as "
+            f"def {name}({', '.join(('self', *given))})"
+        ) from None
+
+
+# A coroutine that was cancelled needs a moment to end; a thread that was given up is not waited for.
+GRACE_S = 1.0
+
+_SPOILT_BY = (reasons.TIMEOUT, "SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError")
+
+
+class Holder:
+    """The object, on its way to a thread where it is used last, and so freed there. Callable, so that it is no copy
+    that is handed out."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = [held]
+
+    def __call__(self) -> Any:
+        return self._held.pop()
+
+
+class Instance:
+    """`object`, which the factory `name` made. `lost`: it must not serve another episode; `free`: no call is at work on
+    it."""
+
+    def __init__(self, name: str | None, made: Any, face: EnvironmentInterface, code: UserCode) -> None:
+        self.name = name
+        self.object = made
+        self.face = face
+        self.lost = False
+        self._code = code
+        self._line = asyncio.Lock()
+        self._last: Followed | None = None
+        self._last_method = ""
+        self._tools: ToolBox | None = None
+
+    @property
+    def free(self) -> bool:
+        return self._last is None or self._last.back.is_set()
+
+    async def until_free(self, timeout_s: float) -> bool:
+        """Whether it is free within that time."""
+        if not self.free:
+            assert self._last is not None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._last.back.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    def tools(self, box: ToolBox) -> ToolBox:
+        """The tools of `box`, in which those that are methods are this instance's."""
+        if self._tools is None:
+            self._tools = box.with_each(lambda tool: tool.bound(self) if isinstance(tool, MethodTool) else tool)
+        return self._tools
+
+    async def call(
+        self,
+        method: str,
+        plain: Callable[[Any], Any],
+        timeout_s: float,
+        arguments: dict[str, Any] | None = None,
+        convert: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        wait_s: float = GRACE_S,
+    ) -> Any:
+        """`plain(self.object.method(**convert(arguments)))`, after the calls before it; `wait_s`: how long it waits for
+        one that was given up and has not come back. Raises `UserCodeError`."""
+        named = self.face.methods[method]
+
+        def run(**given: Any) -> Any:
+            return getattr(self.object, method)(**convert(given))
+
+        async with self._line:
+            if not await self.until_free(wait_s):
+                text = f"not called: {self._last_method} of the same {self.face.cls} has not come back"
+                raise UserCodeError(text, reasons.TIMEOUT, defined_at(named))
+            call = self._last = Followed(run, named)
+            self._last_method = method
+            try:
+                return await self._code.call(call.function, plain, timeout_s, Kind.ENVIRONMENT, **(arguments or {}))
+            except NotCalled:
+                raise
+            except UserCodeError as error:
+                self.lost = self.lost or (call.began and error.kind in _SPOILT_BY)
+                raise
+            finally:
+                call.let_go()
+
+    def emptied(self) -> Holder:
+        """The object, which this lets go of."""
+        holder, self.object, self._tools = Holder(self.object), None, None
+        return holder

@@ -2,23 +2,103 @@
 
 An instance serves one episode at a time. One that is `lost`, or that a call is still at work on, is not used again.
 Everything of the user's, the end of an object included, runs behind the boundary (I9).
+
+One environment in the making, which is closed also where nobody waits for it any more.
+
+A constructor in a thread cannot be stopped: it may come back long after its time-out, or after its episode has gone,
+and what it made must be closed all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeAlias
 
-from rollout_worker.task.environment.face import Face
-from rollout_worker.task.environment.instance import GRACE_S, Holder, Instance
-from rollout_worker.task.environment.making import Factory, Making
-from rollout_worker.user_code import Kind, UserCode, UserCodeError
-from rollout_worker.user_code.errors import is_async
+from rollout_worker.task.environment_instance import GRACE_S, EnvironmentInterface, Holder, Instance, face_of
+from rollout_worker.user_code import Followed, Kind, UserCode, UserCodeError, defined_at
+from rollout_worker.user_code.errors import is_async, name_of
+
+Factory: TypeAlias = Callable[..., Any]
+
+
+class PendingInstance:
+    """One call of `factory`. unwanted(self, holder): gets, on the event loop that made this, what is made after all
+    when its caller has gone, to be closed by `closing`; name, where: of the factory, file:line."""
+
+    def __init__(self, factory: Factory, unwanted: Callable[[PendingInstance, Holder], None]) -> None:
+        self.name = name_of(factory)
+        self._named = _named(factory)
+        self.where = defined_at(self._named)
+        self._unwanted = unwanted
+        self._loop = asyncio.get_running_loop()
+        # Each side writes its own before it reads the other's, so that what is made is never missed by both.
+        self._made: list[Any] = []
+        self._given_up = False
+        self._call = Followed(factory, self._named, self._came)
+
+    @property
+    def over(self) -> asyncio.Event:
+        """Set when the factory is not at work, nor ever will be, and `unwanted` has got what it is to get."""
+        return self._call.back
+
+    async def made(self, code: UserCode, timeout_s: float) -> tuple[Any, EnvironmentInterface]:
+        """What the factory gives, and what that can do. Raises `UserCodeError`."""
+        faces: list[EnvironmentInterface] = []
+
+        def plain(found: Any) -> None:
+            faces.append(face_of(found))
+
+        try:
+            await code.call(self._call.function, plain, timeout_s, Kind.ENVIRONMENT)
+        except BaseException:
+            self._given_up = True
+            self._discard()
+            raise
+        finally:
+            self._call.let_go()
+        return self._made.pop(), faces.pop()
+
+    @property
+    def closing(self) -> Callable[[Holder], Any]:
+        """What closes the held object, which nobody has looked at, if it can be closed, and lets go of it."""
+
+        @wraps(self._named)
+        def close(holder: Holder) -> Any:
+            made = holder()
+            return made.close() if "close" in face_of(made).methods else None
+
+        return close
+
+    def _came(self, found: Any) -> None:
+        """Where the factory ran."""
+        self._made.append(found)
+        if self._given_up:
+            with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+                self._loop.call_soon_threadsafe(self._discard)
+
+    def _discard(self) -> None:
+        if self._made:
+            self._unwanted(self, Holder(self._made.pop()))
+
+
+def _named(factory: Factory) -> Factory:
+    """The function behind `factory`, which errors are to name: a class's constructor, what a partial calls."""
+    while isinstance(factory, partial):
+        factory = factory.func
+    if inspect.isroutine(factory):
+        return factory
+    if not inspect.isclass(factory):
+        called: Factory = type(factory).__call__
+        return called
+    constructor = getattr(factory, "__init__", None)
+    return constructor if inspect.isfunction(constructor) else factory
+
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +121,11 @@ class Pool:
         self._timeout_s = timeout_s
         self._idle: dict[str | None, list[Instance]] = {name: [] for name in factories}
         self._out: set[Instance] = set()
-        self._faces: dict[str | None, Face] = {}
+        self._faces: dict[str | None, EnvironmentInterface] = {}
         self._ends: set[asyncio.Task[None]] = set()
         self._settling: set[asyncio.Task[None]] = set()
         # Those whose caller has gone.
-        self._given_up: list[Making] = []
+        self._given_up: list[PendingInstance] = []
 
     @property
     def idle(self) -> int:
@@ -100,7 +180,7 @@ class Pool:
             await asyncio.wait(late)
 
     async def _made(self, name: str | None) -> Instance:
-        making = Making(self.factories[name], self._unwanted)
+        making = PendingInstance(self.factories[name], self._unwanted)
         self.alive += 1
         try:
             made, face = await making.made(self._code, self._timeout_s)
@@ -116,7 +196,7 @@ class Pool:
             raise UserCodeError(text, "TypeError", making.where)
         return instance
 
-    def _unwanted(self, making: Making, holder: Holder) -> None:
+    def _unwanted(self, making: PendingInstance, holder: Holder) -> None:
         self.alive += 1
         _spawn(self._ended(making.name, making.closing, holder), self._ends)
 
@@ -146,7 +226,7 @@ def _spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> N
     task.add_done_callback(tasks.discard)
 
 
-def _closing(face: Face) -> Callable[..., Any]:
+def _closing(face: EnvironmentInterface) -> Callable[..., Any]:
     """What closes the held object of this face, if it can be closed, and lets go of it."""
     close = face.methods.get("close")
     if close is None:

@@ -21,8 +21,7 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from protocol.config import ConfigError, TaskSection
-from rollout_worker.user_code.errors import defined_at, failure_in
-from rollout_worker.user_code.forks import end_if_copy
+from rollout_worker.user_code.errors import defined_at, end_if_copy, failure_in
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,7 +49,7 @@ def main(task_path: str) -> None:
 def _reply(
     tools: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any], runner: asyncio.Runner, pid: int
 ) -> dict[str, str | None]:
-    from rollout_worker.task.tools.results import as_text
+    from rollout_worker.tools.base import as_text
 
     function = tools.get(name)
     if function is None:

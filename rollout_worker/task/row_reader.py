@@ -12,10 +12,9 @@ import numpy as np
 
 from rollout_worker.data.columns import lone_surrogate
 from rollout_worker.data.rows import Row
-from rollout_worker.task.plain_data import plain
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
-from rollout_worker.user_code.values import copied
+from rollout_worker.user_code.values import copied, plain
 
 TIMEOUT_S = 60.0
 

@@ -11,13 +11,12 @@ from typing import Any
 from protocol.config import ConfigError, TaskSection
 from protocol.config.load import import_for
 from rollout_worker.data import columns
-from rollout_worker.data.dataset import DataSource, is_lazy, open_rows
+from rollout_worker.data.dataset import DataSource, is_lazy, named_eval, open_eval_rows, open_rows
 from rollout_worker.data.rows import Row, RowPosition, Rows
+from rollout_worker.task import environments
 from rollout_worker.task.agent import Agent
-from rollout_worker.task.environment import choice
-from rollout_worker.task.evaluation import named_eval, open_eval_rows
+from rollout_worker.task.reward_base import OWN_REWARD
 from rollout_worker.task.rewards import RewardFunctions
-from rollout_worker.task.rewards.base import OWN_REWARD
 from rollout_worker.tools.base import Tool
 from rollout_worker.tools.function import is_tool
 from rollout_worker.tools.mcp import check_addresses
@@ -81,7 +80,7 @@ class Task:
         if self.agent is not None:
             self._check_agent(self.agent)
         if self.environment is not None:
-            choice.check(self.environment, self.rewards)
+            environments.check_environment(self.environment, self.rewards)
             if self.has_no_data and isinstance(self.environment, Mapping):
                 raise ConfigError(
                     "Task(environment={...}): of several environments each row names its own; give a dataset with a "
@@ -143,12 +142,12 @@ class Task:
     def _checked(self, rows: Rows) -> Rows:
         """The rows, if a run could use the first."""
         if self.environment is not None:
-            rows = choice.WithPrompts(rows)
+            rows = environments.WithPrompts(rows)
         first = next((row for _, row in rows.sample(1)), None)
         if first is None:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
         columns.check_first(first, bool(self.tools or self.mcp_servers), self.environment is not None)
-        if self.environment is not None and (fault := choice.check_row(self.environment, first)):
+        if self.environment is not None and (fault := environments.check_row(self.environment, first)):
             raise ConfigError(f"Task(environment={{...}}): the first row cannot be played: {fault}")
         self._checked_rewards().check_signatures(first)
         if self.agent is not None:

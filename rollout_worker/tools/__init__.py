@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_worker.task.tools.counts import MOST_COUNTED
-from rollout_worker.task.tools.opening import open_tools
-from rollout_worker.tools.base import ArgumentsError, Tool, ToolResult
-from rollout_worker.tools.toolbox import ToolBox
+from rollout_worker.tools.base import MOST_COUNTED, ArgumentsError, Tool, ToolResult
+from rollout_worker.tools.toolbox import ToolBox, open_tools
 
 __all__ = ["MOST_COUNTED", "ArgumentsError", "Tool", "ToolBox", "ToolResult", "open_tools"]

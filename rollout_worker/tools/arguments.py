@@ -3,6 +3,8 @@
 What the policy wrote may be anything, and schemas may be a server's: only `ArgumentsError` leaves, and size and time
 are bounded. Arguments that are not `small` are to be made fit in a thread (F19). Patterns and the like, whose check may
 take for ever, are left to the tool.
+
+How much there is to a value of JSON, counted no further than is asked.
 """
 
 from __future__ import annotations
@@ -16,13 +18,42 @@ from typing import Any
 from jsonschema import Draft202012Validator, ValidationError, validators
 from referencing import Registry
 
-from rollout_worker.task.tools.plain_check import Check, plain_check
-from rollout_worker.task.tools.schema_form import allows, checked_form, resolved, types_of
-from rollout_worker.task.tools.weight import Weight, weigh
 from rollout_worker.tools import argument_text
-from rollout_worker.tools.argument_text import short
+from rollout_worker.tools.argument_text import Check, plain_check, short
 from rollout_worker.tools.base import ArgumentsError
-from rollout_worker.user_code.texts import encodable
+from rollout_worker.tools.schema import allows, checked_form, resolved, types_of
+from rollout_worker.user_code.values import encodable
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Values in a value, itself included, and the characters of its texts and names."""
+
+    values: int
+    characters: int
+
+    def exceeds(self, most: Weight) -> bool:
+        return self.values > most.values or self.characters > most.characters
+
+
+def weigh(value: Any, most: Weight) -> Weight:
+    """The weight of `value`; of one that exceeds `most`, of so much of it that it does."""
+    values = characters = 0
+    left = [value]
+    while left:
+        each = left.pop()
+        values += 1
+        if isinstance(each, str):
+            characters += len(each)
+        elif isinstance(each, Mapping):
+            characters += sum(len(name) for name in each if isinstance(name, str))
+            left.extend(each.values())
+        elif isinstance(each, list | tuple):
+            left.extend(each)
+        if values > most.values or characters > most.characters:
+            break
+    return Weight(values, characters)
+
 
 # Larger arguments are refused, and those larger than `SMALL` would hold up a loop.
 MOST = Weight(values=100_000, characters=1_000_000)

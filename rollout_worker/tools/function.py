@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollout_worker.task.tools.results import as_text
 from rollout_worker.tools.argument_text import short
-from rollout_worker.tools.base import ArgumentsError, Tool
+from rollout_worker.tools.base import ArgumentsError, Tool, as_text
 from rollout_worker.tools.schema import described
 from rollout_worker.user_code import UserCode, UserCodeError, defined_at
 

@@ -22,7 +22,7 @@ from protocol.config import ConfigError
 from rollout_worker.tools.base import NAME
 from rollout_worker.tools.mcp_connection import McpFailed, McpServer, command_of, taken_note_of
 from rollout_worker.user_code import UserCodeError
-from rollout_worker.user_code.texts import encodable
+from rollout_worker.user_code.values import encodable
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -2,6 +2,8 @@
 
 Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and is counted by tool and
 reason; it never raises.
+
+All tools of a task, its own and those of MCP servers, for as long as they are needed.
 """
 
 from __future__ import annotations
@@ -9,23 +11,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 from jsonschema import SchemaError
 
 from protocol import reasons
-from protocol.config import ConfigError
-from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.task.tools.counts import NAME_CHARACTERS, counted_as
+from protocol.config import ConfigError, RunConfig
+from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from rollout_worker.tools.argument_text import short
 from rollout_worker.tools.arguments import Arguments, Parameters, small
-from rollout_worker.tools.base import NAME, UNKNOWN, ArgumentsError, Tool, ToolResult
+from rollout_worker.tools.base import NAME, NAME_CHARACTERS, UNKNOWN, ArgumentsError, Tool, ToolResult, counted_as
 from rollout_worker.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
-from rollout_worker.tools.mcp import McpTool
+from rollout_worker.tools.mcp import McpTool, mcp_tools
 from rollout_worker.user_code import UserCode, UserCodeError, failure_of, in_thread
-from rollout_worker.user_code.texts import encodable
+from rollout_worker.user_code.values import encodable
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -175,3 +177,20 @@ def _failure(
 ) -> ToolResult:
     content = encodable(json.dumps({"error": text}, ensure_ascii=False))
     return ToolResult(name, content, reason, counted_as, coerced, error, id)
+
+
+@asynccontextmanager
+async def open_tools(
+    config: RunConfig,
+    tools: Sequence[Callable[..., Any] | Tool],
+    mcp_servers: Sequence[str],
+    code: UserCode,
+    errors: TextIO | None = None,
+) -> AsyncIterator[ToolBox]:
+    """The task's `tools`, and those of its `mcp_servers` and the run file's, connected until the end of the context.
+    Servers that are commands run in the task file's folder; `errors`: where they write what goes wrong, None for this
+    process's stderr. Raises `ConfigError`."""
+    addresses = [*mcp_servers, *config.task.mcp_servers]
+    async with mcp_tools(addresses, config.task.file.parent, errors=errors) as found:
+        isolated = config.worker.tool_isolation == "process"
+        yield ToolBox([*tools, *found], config.worker.tool_timeout_s, code, isolated)

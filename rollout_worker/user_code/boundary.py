@@ -19,12 +19,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from protocol.config import TaskSection
-from rollout_worker.user_code.async_code import PendingValue
+from rollout_worker.user_code.async_code import Loops, PendingValue
 from rollout_worker.user_code.errors import is_async
-from rollout_worker.user_code.loops import Loops
-from rollout_worker.user_code.processes import Processes
-from rollout_worker.user_code.shut_off import ShutOff
-from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
+from rollout_worker.user_code.isolation import Processes
+from rollout_worker.user_code.threads import HUNG_PER_THREAD, ShutOff, Threads
 from rollout_worker.user_code.values import copied
 
 # What ends a process that does not expect them.

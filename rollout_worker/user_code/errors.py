@@ -1,15 +1,22 @@
-"""What user code did wrong, as text: the error, the line in the user's file, and what to do where that is known."""
+"""What user code did wrong, as text: the error, the line in the user's file, and what to do where that is known.
+
+What becomes of copies of a process that user code makes with `os.fork`.
+
+A copy that runs user code may do so to the end of the call, as `fork` is meant to be used; then it must not go on as
+another worker, or as another child that answers.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rollout_worker.user_code.texts import encodable, type_name
+from rollout_worker.user_code.values import encodable, type_name
 
 # Of one error's text: an exception may hold a whole page.
 MAX_CHARACTERS = 2000
@@ -126,3 +133,15 @@ def _code(function: Callable[..., Any]) -> Any:
         function = function.func
     function = inspect.unwrap(function)
     return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+
+
+def end_if_copy(pid: int, error: BaseException | None = None) -> None:
+    """End at once, writing nothing, if this is not the process `pid`: with the code of a `SystemExit`, with 1 after
+    another `error`."""
+    if os.getpid() == pid:
+        return
+    code = 1 if error is not None else 0
+    if error is not None and issubclass(type(error), SystemExit):
+        given = SystemExit.__dict__["code"].__get__(error)
+        code = 0 if given is None else given & 255 if type(given) is int else 1
+    os._exit(code)

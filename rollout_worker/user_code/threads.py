@@ -5,6 +5,11 @@ given up is counted in `hung` until it comes back, and another takes its place, 
 room from others: up to `HUNG_PER_THREAD` times as many, after which calls fail at once. A call waits for a thread as
 long as it takes: each one at work comes back, or is given up. The threads are daemons: none keeps the process from
 ending.
+
+When user code is shut off for good: so many calls hang that no more are begun, and none of them comes back.
+
+Code that is slow comes back, and makes room; only code that hangs does not. What decides is whether any has come back,
+not for how long calls were refused.
 """
 
 from __future__ import annotations
@@ -18,11 +23,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from protocol import reasons
-from rollout_worker.user_code.errors import NotCalled, UserCodeError, defined_at, failure_in, name_of, place_in
-from rollout_worker.user_code.forks import end_if_copy
+from rollout_worker.user_code.errors import (
+    NotCalled,
+    UserCodeError,
+    defined_at,
+    end_if_copy,
+    failure_in,
+    name_of,
+    place_in,
+)
 
 HUNG_PER_THREAD = 4
 
@@ -281,3 +293,57 @@ def _serve(jobs: _Jobs) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be gone by now
             call.loop.call_soon_threadsafe(call.came_back, jobs, call)
         del call
+
+
+# None has come back for so long: this many times the longest time-out, and seconds at least.
+TIMEOUTS = 4
+
+AT_LEAST_S = 60.0
+
+
+class CallPool(Protocol):
+    """Where calls hang. `full`: so many that no more are begun; `came_back`: how many that hung ever did; `longest_s`:
+    the longest time-out; `hanging`: which functions, and where; `remedy`: what to do about it."""
+
+    longest_s: float
+    remedy: str
+
+    @property
+    def full(self) -> bool: ...
+    @property
+    def came_back(self) -> int: ...
+    def hanging(self) -> str: ...
+
+
+class ShutOff:
+    """Watches sources that are full; `told` gets why user code is shut off, when it is for good."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told = told
+        self._watched: dict[CallPool, asyncio.TimerHandle] = {}
+
+    def look(self, source: CallPool) -> None:
+        """To be called at each call that begins to hang, on the event loop."""
+        if source.full and source not in self._watched:
+            self._wait(source)
+
+    def close(self) -> None:
+        while self._watched:
+            self._watched.popitem()[1].cancel()
+
+    def _wait(self, source: CallPool) -> None:
+        seconds = max(AT_LEAST_S, TIMEOUTS * source.longest_s)
+        loop = asyncio.get_running_loop()
+        self._watched[source] = loop.call_later(seconds, self._check, source, source.came_back, seconds)
+
+    def _check(self, source: CallPool, came_back: int, seconds: float) -> None:
+        del self._watched[source]
+        if not source.full:
+            return
+        if source.came_back > came_back:
+            self._wait(source)
+            return
+        self._told(
+            f"user code is shut off: {source.hanging()}; none has come back for {seconds:g} s, and no more are begun: "
+            f"{source.remedy}"
+        )

@@ -10,10 +10,11 @@ import pytest
 from deploy import cli, init
 from protocol.config import ConfigError, load
 from rollout_worker import user_code
-from rollout_worker.chat import build_chat_format
-from rollout_worker.chat.base import ToolCall
+from rollout_worker.chat.build import build_chat_format
+from rollout_worker.chat.parsers.base import ToolCall
 from rollout_worker.data import columns
-from rollout_worker.task.rewards import RewardBatch, RewardFunctions
+from rollout_worker.task.reward_base import RewardBatch
+from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.task import Task, load_task
 from rollout_worker.tools.toolbox import ToolBox
 

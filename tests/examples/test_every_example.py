@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from protocol.config import load as load_config
-from rollout_worker.chat import build_chat_format
-from rollout_worker.task.environment.face import face_of, tools_of
+from rollout_worker.chat.build import build_chat_format
+from rollout_worker.task.environment_instance import face_of, tools_of
 from rollout_worker.task.task import load_task
 from rollout_worker.tools.toolbox import ToolBox
 from tests.examples.conftest import EXAMPLES, modules_of

@@ -13,10 +13,10 @@ from protocol.messages import Rollout
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.task.environment import open_environments
+from rollout_worker.task.environments import open_environments
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools.opening import open_tools
 from rollout_worker.ticket_loop import Worker
+from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import UserCode
 from tests import kit
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault, serving

@@ -10,7 +10,7 @@ from learner import start
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
 from protocol.config import LearnerSection, fingerprint
 from protocol.messages import RunPosition
-from rollout_worker.chat import build_chat_format
+from rollout_worker.chat.build import build_chat_format
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder
 

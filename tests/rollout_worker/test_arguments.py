@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from rollout_worker.task.tools.plain_check import plain_check
 from rollout_worker.tools import argument_text
+from rollout_worker.tools.argument_text import plain_check
 from rollout_worker.tools.arguments import MOST, MOST_DEPTH, Arguments, Parameters, small
 from rollout_worker.tools.base import ArgumentsError
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ChatSection
-from rollout_worker.chat import build_chat_format
-from rollout_worker.chat.base import MalformedCall, ToolCall
+from rollout_worker.chat.build import build_chat_format
+from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import save_model_folder

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout_worker.chat.base import PromptError
-from rollout_worker.chat.conversation import checked
+from rollout_worker.chat.base import PromptError, checked
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.tools.toolbox import ToolBox
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ConfigError, TaskSection
+from rollout_worker.data.files import JsonLines
 from rollout_worker.data.rows import Row, Stream, Table
-from rollout_worker.task.json_lines import JsonLines
 from rollout_worker.task.task import Task, load_task
 from rollout_worker.worker import run
 from tests.kit import WORKER, config

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ConfigError
-from rollout_worker.chat.proof_of_answers import prove_answers
-from rollout_worker.task.environment.face import face_of, tools_of
-from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, folded, observed
+from rollout_worker.chat.format_check import check_answer_format
+from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, face_of, folded, observed, tools_of
 from rollout_worker.task.environment_pool import Pool
-from rollout_worker.task.rewards import RewardBatch, RewardFunctions
+from rollout_worker.task.reward_base import RewardBatch
+from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode, UserCodeError
 from tests.kit.renderer_cases import CASES as RENDERERS
@@ -424,7 +424,7 @@ def test_i4_f18_no_format_appends_what_it_would_not_write(case, with_tools):
         chat = case.build(ToolBox([multiply]).schemas if with_tools else [])
     except ConfigError:
         return  # it takes no tools
-    proof = asyncio.run(prove_answers(chat))
+    proof = asyncio.run(check_answer_format(chat))
     assert proof.appended is not False, proof.problems
     if proof.appended is None:
         prompt = asyncio.run(chat.prompt_ids([USER]))
@@ -439,11 +439,11 @@ def test_a_format_that_appends_something_else_is_found(monkeypatch):
         return [1, 2]
 
     monkeypatch.setattr(chat, "suffix_ids", wrong)
-    proof = asyncio.run(prove_answers(chat))
+    proof = asyncio.run(check_answer_format(chat))
     assert proof.appended is False
     assert "is not what the whole conversation has there" in proof.problems[0]
 
 
 def test_the_tiny_models_template_appends_an_answer_exactly():
-    proof = asyncio.run(prove_answers(chat_format()))
+    proof = asyncio.run(check_answer_format(chat_format()))
     assert (proof.appended, proof.problems) == (True, [])

@@ -10,8 +10,8 @@ import pytest
 
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Ticket, WorkerReport
+from rollout_worker.data.dataset import check_evaluation, count_eval_rows
 from rollout_worker.fingerprint import fingerprint_of
-from rollout_worker.task.evaluation import check_evaluation, count_eval_rows
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config

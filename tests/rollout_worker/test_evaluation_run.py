@@ -18,8 +18,8 @@ from protocol.status import Evaluation, EvaluationRequest
 from rollout_queue.store.sqlite import SqliteStore
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.task.task import Task
-from rollout_worker.task.tools.opening import open_tools
 from rollout_worker.ticket_loop import Worker
+from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import serving as serving_vllm

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.episodes.tool_results import for_policy
-from rollout_worker.markup import Markup, markup_of
+from rollout_worker.episodes.tool_results import Markup, for_policy, markup_of
 from rollout_worker.tools.base import ToolResult
 from tests.kit.worker import END_OF_TURN, TOKENIZER
 

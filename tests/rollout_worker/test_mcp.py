@@ -19,7 +19,7 @@ import pytest
 
 from protocol import reasons
 from protocol.config import ConfigError
-from rollout_worker.chat.base import ToolCall
+from rollout_worker.chat.parsers.base import ToolCall
 from rollout_worker.tools import mcp, mcp_connection
 from rollout_worker.tools.mcp import check_addresses, mcp_tools
 from rollout_worker.tools.toolbox import ToolBox

@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config import ConfigError
-from rollout_worker.chat.base import UNCLOSED_THOUGHT, MalformedCall, ToolCall
-from rollout_worker.chat.parsers import NAMES, Before, Thought, atem, by_name, scan
-from rollout_worker.chat.parsers.base import MOST_CALLS, CallFinder
-from rollout_worker.chat.parsers.custom import load_own
-from rollout_worker.chat.parsers.response_template import ResponseTemplate
-from rollout_worker.chat.sameness import same_value
+from rollout_worker.chat.parser_choice import same_value
+from rollout_worker.chat.parsers import NAMES, Before, Thought, base, by_name, tagged_calls
+from rollout_worker.chat.parsers.base import MOST_CALLS, UNCLOSED_THOUGHT, CallFinder, MalformedCall, ToolCall
+from rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 
 NOTHING = Before()
@@ -340,8 +338,8 @@ HOSTILE = [
     ],
 )
 def test_i9_hostile_text_is_searched_once_for_each_pattern(name, begins, ends, monkeypatch):
-    monkeypatch.setattr(scan, "Source", CountingSource)
-    monkeypatch.setattr(atem, "Source", CountingSource)
+    monkeypatch.setattr(base, "Source", CountingSource)
+    monkeypatch.setattr(tagged_calls, "Source", CountingSource)
     for unit in HOSTILE:
         CountingSource.searched = 0
         text = begins + unit * (4_000 // len(unit)) + ends

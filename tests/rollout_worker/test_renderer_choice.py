@@ -7,9 +7,10 @@ import pytest
 from renderers.base import MODEL_RENDERER_MAP
 
 from protocol.config import ConfigError
-from rollout_worker import chat as chat_package
-from rollout_worker.chat import build_chat_format, renderer_settings
+from rollout_worker.chat import build as chat_package
+from rollout_worker.chat import renderer_settings
 from rollout_worker.chat.base import PromptError
+from rollout_worker.chat.build import build_chat_format
 from rollout_worker.chat.format_check import ToolFormatCheck
 from rollout_worker.chat.renderer import RendererFormat
 from rollout_worker.chat.template import TemplateFormat

@@ -6,8 +6,16 @@ import threading
 import pytest
 
 from protocol.messages import LARGEST_FIGURE
-from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions, TrainerState
-from rollout_worker.task.rewards.notes import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, TEXT_CHARACTERS
+from rollout_worker.task.reward_base import (
+    MOST_COLUMNS,
+    MOST_METRICS,
+    NAME_CHARACTERS,
+    TEXT_CHARACTERS,
+    RewardBatch,
+    RewardError,
+    TrainerState,
+)
+from rollout_worker.task.rewards import RewardFunctions
 from tests.kit.worker import fake, roll, task
 
 BATCH = RewardBatch(

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from protocol import reasons
-from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions
+from rollout_worker.task.reward_base import RewardBatch, RewardError
+from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.worker import accuracy, fake, roll, task

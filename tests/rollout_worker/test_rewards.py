@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.task.rewards import RewardBatch, RewardError, RewardFunctions
+from rollout_worker.task.reward_base import RewardBatch, RewardError
+from rollout_worker.task.rewards import RewardFunctions
 
 PROMPT = [{"role": "user", "content": "2 by 3"}]
 BATCH = RewardBatch(

@@ -5,7 +5,16 @@ import threading
 
 import pytest
 
-from rollout_worker.user_code.steps import LOOKS, MOST_LOOKS, Sighting, blocks, code_in, cpu_clock, holds_up, sighting
+from rollout_worker.user_code.async_code import (
+    LOOKS,
+    MOST_LOOKS,
+    Sighting,
+    blocks,
+    code_in,
+    cpu_clock,
+    holds_up,
+    sample_stack,
+)
 from tests.kit.worker import until
 
 LOOK_S = 0.25
@@ -83,11 +92,11 @@ async def test_a_step_is_known_again_and_the_next_is_another():
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     await until(at_work[0].is_set)
-    one, again = (sighting(thread.ident, clocks[0]) for _ in range(2))
+    one, again = (sample_stack(thread.ident, clocks[0]) for _ in range(2))
     name, where = code_in(thread.ident, {__file__})
     release[0].set()
     await until(at_work[1].is_set)
-    other = sighting(thread.ident, clocks[0])
+    other = sample_stack(thread.ident, clocks[0])
     release[1].set()
     await until(lambda: not thread.is_alive())
     assert one.step is again.step is not None
@@ -95,5 +104,5 @@ async def test_a_step_is_known_again_and_the_next_is_another():
     assert 0.0 < one.cpu_s <= other.cpu_s
     assert name.endswith("steps")
     assert where == f"{__file__}:{steps.__code__.co_firstlineno + 3}"
-    over = sighting(thread.ident, clocks[0])
+    over = sample_stack(thread.ident, clocks[0])
     assert (over.step, over.cpu_s, code_in(thread.ident, {__file__})) == (None, 0.0, None)

@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 
 from protocol import reasons
 from protocol.config import ConfigError
-from rollout_worker.chat.base import ToolCall
+from rollout_worker.chat.parsers.base import ToolCall
 from rollout_worker.tools.function import FunctionTool, callables
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCodeError

@@ -15,10 +15,9 @@ from pydantic import BaseModel
 
 from protocol import reasons
 from protocol.config import ConfigError
-from rollout_worker.chat.base import MalformedCall, ToolCall
-from rollout_worker.task.tools.counts import MOST_COUNTED
-from rollout_worker.task.tools.results import as_text
+from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from rollout_worker.tools.arguments import Parameters
+from rollout_worker.tools.base import MOST_COUNTED, as_text
 from rollout_worker.tools.toolbox import ToolBox
 
 

@@ -9,8 +9,8 @@ import pytest
 from protocol.client import QueueRefused
 from protocol.config import TaskSection
 from protocol.messages import ErrorBody
+from rollout_worker.inference.failures import MAX_CHARACTERS, MOST, FailureNotices
 from rollout_worker.task.task import load_task
-from rollout_worker.troubles import MAX_CHARACTERS, MOST, Troubles
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault
 from tests.kit.fake_vllm.policies import in_turn, scripted
@@ -32,7 +32,7 @@ def line_of(function, below=0):
 
 def test_the_first_of_each_kind_and_key_is_kept_and_told(caplog):
     told = []
-    troubles = Troubles(lambda: told.append(None))
+    troubles = FailureNotices(lambda: told.append(None))
     with caplog.at_level(logging.WARNING):
         for kind, key in [("tool", "a"), ("tool", "a"), ("tool", "b"), ("reward", "a")]:
             troubles.add(kind, key, f"{kind} {key} failed")
@@ -42,14 +42,14 @@ def test_the_first_of_each_kind_and_key_is_kept_and_told(caplog):
 
 
 def test_troubles_are_bounded_in_number_and_length_and_keep_the_line():
-    troubles = Troubles()
+    troubles = FailureNotices()
     for number in range(MOST + 5):
         troubles.add("tool", str(number), "x " * 1000, "/a/task.py:3")
     assert len(troubles.found) == MOST
     for trouble in troubles.found:
         assert len(trouble.text) <= MAX_CHARACTERS
         assert trouble.text.endswith("... (/a/task.py:3)")
-    troubles = Troubles()
+    troubles = FailureNotices()
     troubles.add("tool", "deep", "x " * 1000, "/deep" * 1000 + "/task.py:3")
     assert len(troubles.found[0].text) <= MAX_CHARACTERS
     assert troubles.found[0].text.endswith("/task.py:3)")
@@ -250,6 +250,6 @@ async def test_a_new_trouble_is_reported_at_once(monkeypatch):
 
 
 def test_i9_a_trouble_can_be_sent_whatever_its_text_is():
-    troubles = Troubles()
+    troubles = FailureNotices()
     troubles.add("tool", "a", "caf\udce9", "/caf\udce9/task.py:3")
     assert troubles.found[0].text.encode() == b"caf? (/caf?/task.py:3)"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_worker.turnstile import Turnstile
+from rollout_worker.episodes.capacity import LoopYield
 
 
-async def rounds_of(turnstile: Turnstile, tasks: int) -> list[int]:
+async def rounds_of(turnstile: LoopYield, tasks: int) -> list[int]:
     """The round of the loop in which each of `tasks`, all ready at once, came through."""
     now = 0
     through: list[int] = []
@@ -24,14 +24,14 @@ async def rounds_of(turnstile: Turnstile, tasks: int) -> list[int]:
 
 
 async def test_i9_episodes_that_are_ready_at_once_do_not_hold_the_loop() -> None:
-    through = await rounds_of(Turnstile(per_round=4), 50)
+    through = await rounds_of(LoopYield(per_round=4), 50)
     assert len(through) == 50
     assert through == sorted(through)
     assert max(through.count(number) for number in set(through)) == 4
 
 
 async def test_whoever_is_alone_passes_at_once() -> None:
-    turnstile = Turnstile(per_round=1)
+    turnstile = LoopYield(per_round=1)
     for _ in range(5):
         passing = turnstile.passed()
         try:
@@ -45,7 +45,7 @@ async def test_whoever_is_alone_passes_at_once() -> None:
 
 
 async def test_one_that_is_cancelled_takes_nobody_s_place() -> None:
-    turnstile = Turnstile(per_round=1)
+    turnstile = LoopYield(per_round=1)
     await turnstile.passed()
     first, cancelled, last = (asyncio.ensure_future(turnstile.passed()) for _ in range(3))
     await asyncio.sleep(0)
@@ -57,7 +57,7 @@ async def test_one_that_is_cancelled_takes_nobody_s_place() -> None:
 
 async def test_it_comes_to_rest() -> None:
     """Or an idle worker would spin."""
-    turnstile = Turnstile()
+    turnstile = LoopYield()
     await turnstile.passed()
     for _ in range(4):
         await asyncio.sleep(0)

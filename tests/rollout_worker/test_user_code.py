@@ -17,8 +17,8 @@ import time
 import pytest
 
 from protocol import reasons
-from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, async_code, steps, threads
-from rollout_worker.user_code.steps import LOOKS
+from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, async_code, threads
+from rollout_worker.user_code.async_code import LOOKS
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"
@@ -503,7 +503,9 @@ class Looks:
             with self._more:
                 self.count += 1
                 self._more.notify_all()
-            return dataclasses.replace(steps.sighting(thread, clock), **{name: make() for name, make in seen.items()})
+            return dataclasses.replace(
+                async_code.sample_stack(thread, clock), **{name: make() for name, make in seen.items()}
+            )
 
         monkeypatch.setattr(async_code, "sighting", sighting)
 

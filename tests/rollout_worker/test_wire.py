@@ -15,10 +15,10 @@ from rollout_worker.inference.failures import (
 )
 from rollout_worker.inference.wire import (
     Asked,
-    Choice,
     Logprob,
     Logprobs,
     Sampled,
+    SampledChoice,
     SampledSpan,
     WeightVersion,
     join,
@@ -32,7 +32,7 @@ ASKED = Asked(max_tokens=16, stop_token_ids=[END_OF_TURN], newest_version=5)
 
 
 def choice(tokens=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), versions=(("4", 0, 3),), finish_reason="stop"):
-    return Choice(
+    return SampledChoice(
         index=0,
         token_ids=list(tokens),
         logprobs=None if logprobs is None else Logprobs([Logprob(value) for value in logprobs]),
@@ -118,7 +118,7 @@ def test_f16_samples_may_be_some_versions_ahead_of_the_registry():
 
 def test_f17_a_choice_that_was_not_asked_for_is_refused():
     with pytest.raises(msgspec.ValidationError, match="index"):
-        msgspec.json.decode(b'{"index": -1}', type=Choice)
+        msgspec.json.decode(b'{"index": -1}', type=SampledChoice)
 
 
 def test_f16_an_abort_after_the_end_of_the_turn_is_no_abort():

@@ -529,8 +529,8 @@ async def test_a_stopped_worker_gives_its_tickets_back():
 
 
 async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs_off(monkeypatch, caplog):
-    caplog.set_level("INFO", "rollout_worker.tickets")
-    monkeypatch.setattr("rollout_worker.tickets._SIGN_OFF_S", 0.05)
+    caplog.set_level("INFO", "rollout_worker.heartbeat")
+    monkeypatch.setattr("rollout_worker.heartbeat._SIGN_OFF_S", 0.05)
     queue = StandInQueue(tickets_for(0), keep_open=True)
 
     async def hangs(worker_id):

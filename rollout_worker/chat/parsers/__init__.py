@@ -4,46 +4,29 @@ Adding one is a file with a `NOTATION`, or with a `parse` for a notation of whol
 them in this order on a call that the template wrote.
 """
 
-from rollout_worker.chat.parsers import (
-    atem,
-    cohere,
-    deepseek,
-    gemma4,
-    glm4,
-    harmony,
-    hermes,
-    kimi,
-    lfm2_pythonic,
-    llama3_json,
-    minimax,
-    mistral,
-    nemotron_json,
-    phi4,
-    qwen3_xml,
-)
-from rollout_worker.chat.parsers.base import Before, Notation, Parser
-from rollout_worker.chat.parsers.scan import Scan, Thought
+from rollout_worker.chat.parsers import json_calls, literal_calls, tagged_calls
+from rollout_worker.chat.parsers.base import Before, Notation, Parser, Scan, Thought
 
 NOTATIONS: dict[str, Notation] = {
-    "hermes": hermes.NOTATION,
-    "qwen3_xml": qwen3_xml.NOTATION,
-    "glm4": glm4.NOTATION,
-    "gemma4": gemma4.NOTATION,
-    "lfm2_pythonic": lfm2_pythonic.NOTATION,
-    "mistral": mistral.NOTATION,
-    "deepseek": deepseek.NOTATION,
-    "kimi": kimi.NOTATION,
-    "minimax": minimax.NOTATION,
-    "cohere": cohere.NOTATION,
-    "phi4": phi4.NOTATION,
-    "nemotron_json": nemotron_json.NOTATION,
-    "llama3_json": llama3_json.NOTATION,
+    "hermes": json_calls.HERMES,
+    "qwen3_xml": tagged_calls.QWEN3_XML,
+    "glm4": tagged_calls.GLM4,
+    "gemma4": literal_calls.GEMMA4,
+    "lfm2_pythonic": literal_calls.LFM2_PYTHONIC,
+    "mistral": json_calls.MISTRAL,
+    "deepseek": json_calls.DEEPSEEK,
+    "kimi": json_calls.KIMI,
+    "minimax": tagged_calls.MINIMAX,
+    "cohere": json_calls.COHERE,
+    "phi4": json_calls.PHI4,
+    "nemotron_json": json_calls.NEMOTRON_JSON,
+    "llama3_json": json_calls.LLAMA3_JSON,
 }
 _THOUGHTS = {
     "gemma4": Thought("<|channel>thought", "<channel|>", told=True),
     "cohere": Thought("<|START_THINKING|>", "<|END_THINKING|>", told=True),
 }
-WHOLE_TURNS: dict[str, Parser] = {"harmony": harmony.parse, "atem": atem.parse}
+WHOLE_TURNS: dict[str, Parser] = {"harmony": tagged_calls.parse_harmony, "atem": tagged_calls.parse_atem}
 NAMES = (*NOTATIONS, *WHOLE_TURNS)
 
 

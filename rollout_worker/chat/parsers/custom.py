@@ -2,6 +2,10 @@
 
 The function takes a turn's text, without the token that ended it, and returns a `ParsedTurn` or a list of
 (name, arguments). It is called for each turn behind the boundary around user code, with `worker.tool_timeout_s`.
+
+The tokenizer's own `response_template`, which says how its model's turns are read.
+
+https://huggingface.co/docs/transformers/main/en/chat_response_parsing
 """
 
 from __future__ import annotations
@@ -9,14 +13,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from protocol.config import ConfigError
-from rollout_worker.chat.base import MalformedCall, ParsedTurn, ToolCall
-from rollout_worker.chat.parsers.base import MOST_CALLS, Before
+from rollout_worker.chat.parsers.base import (
+    MOST_CALLS,
+    REASONING_FIELDS,
+    Before,
+    Call,
+    MalformedCall,
+    ParsedTurn,
+    ToolCall,
+    call_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -91,3 +103,37 @@ def _turn_of_user_parser(text: str, found: Any) -> ParsedTurn:
             raise TypeError(f"a call is (name, arguments), not {(name, arguments)!r:.80}")
         calls.append(ToolCall(name, arguments))
     return ParsedTurn(text, "" if calls else text, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTemplate:
+    """`end`: the token that ends a turn, which the template may ask for; `tools`: by whose schemas values are read."""
+
+    tokenizer: Any
+    tools: Sequence[dict[str, Any]]
+    end: str
+
+    def __call__(self, text: str, before: Before) -> ParsedTurn:
+        try:
+            parsed = self.tokenizer.parse_response(text + self.end, prefix=before.tail, tools=list(self.tools))
+            turn = _turn_of_template(text, parsed)
+        except Exception as error:  # the template's expressions on sampled text: anything
+            first = str(error).strip().partition("\n")[0]
+            return ParsedTurn(text, text, [MalformedCall(f"the turn cannot be read: {first[:200]}")])
+        return turn
+
+
+def _turn_of_template(text: str, parsed: Any) -> ParsedTurn:
+    if not isinstance(parsed, Mapping):
+        return ParsedTurn(text, text, [])
+    calls = [_call(call) for call in parsed.get("tool_calls") or []]
+    reasoning = next((parsed[name] for name in REASONING_FIELDS if parsed.get(name)), None)
+    if not calls and reasoning is None:
+        return ParsedTurn(text, text, [])
+    content = parsed.get("content") or ""
+    return ParsedTurn(text, content if isinstance(content, str) else str(content), calls, reasoning)
+
+
+def _call(call: Any) -> Call:
+    function = call.get("function", call) if isinstance(call, Mapping) else call
+    return call_of(function)

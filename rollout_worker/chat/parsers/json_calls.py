@@ -1,11 +1,44 @@
-"""Calls as JSON between two tags: one object, or a list of them."""
+"""Calls as JSON between two tags: one object, or a list of them.
+
+`<|START_ACTION|>[{"tool_call_id": ..., "tool_name": ..., "parameters": ...}]<|END_ACTION|>`: Command R7B and A.
+
+DeepSeek's calls between tags of their own: V3 and R1 put type, name and a fenced object, V3.1 name and object.
+
+`<tool_call>{"name": ..., "arguments": ...}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+
+https://huggingface.co/docs/transformers/chat_extras
+
+`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2. The part before the
+object is the call's id.
+
+`{"name": ..., "parameters": ...}` and nothing around it: Llama 3.1, 3.2 and 3.3.
+
+An object with other keys is an answer in JSON, not a call.
+
+Mistral's two: `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`, and since its eleventh tokenizer
+`[TOOL_CALLS]name[ARGS]{...}` with a tag for each call. An id is nine letters and digits.
+
+`<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`: Nemotron before Nemotron 3, which writes qwen3_xml.
+
+`<|tool_call|>[{"name": ..., "arguments": ...}]<|/tool_call|>`: Phi-4-mini.
+"""
 
 from __future__ import annotations
 
 import re
 
-from rollout_worker.chat.base import MalformedCall
-from rollout_worker.chat.parsers.base import CallFinder, Calls, Unreadable, call_of, read_json, skip_space
+from rollout_worker.chat.parsers.base import (
+    Call,
+    CallFinder,
+    Calls,
+    MalformedCall,
+    ToolCall,
+    Unreadable,
+    call_of,
+    malformed,
+    read_json,
+    skip_space,
+)
 
 
 class TaggedJson:
@@ -50,3 +83,136 @@ class TaggedJson:
             end = len(source.text) if following is None else following.start()
             return [MalformedCall(f"the tool call is not closed: {why}")], end
         return [MalformedCall(why)], following.end()
+
+
+COHERE = TaggedJson("<|START_ACTION|>", "<|END_ACTION|>", arguments=("parameters",), name="tool_name")
+
+_DEEPSEEK_CLOSES = "<｜tool▁call▁end｜>"
+
+_DEEPSEEK_NEXT = re.compile("<｜tool▁call▁begin｜>|(?P<close><｜tool▁call▁end｜>)")
+
+_DEEPSEEK_NAMED = re.compile(r"(?:function<｜tool▁sep｜>)?\s*([\w.-]{1,256})\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json)?")
+
+_FENCE = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
+
+
+class _DeepSeek:
+    opening = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*")
+
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
+        named = _DEEPSEEK_NAMED.match(source.text, opened.end())
+        if named is None:
+            return malformed(source, _DEEPSEEK_NEXT, opened.end(), "the tool call names no function")
+        try:
+            value, end = read_json(source.text, skip_space(source.text, named.end()))
+        except Unreadable as error:
+            return malformed(source, _DEEPSEEK_NEXT, error.at, f"the tool call's arguments are not valid JSON: {error}")
+        closed = _FENCE.match(source.text, end)
+        if closed is None:
+            return malformed(
+                source, _DEEPSEEK_NEXT, end, f"{_DEEPSEEK_CLOSES} does not follow the tool call's arguments"
+            )
+        if not isinstance(value, dict | str):
+            return [MalformedCall("the tool call's arguments must be a JSON object")], closed.end()
+        return [ToolCall(named[1], value)], closed.end()
+
+
+DEEPSEEK = _DeepSeek()
+
+HERMES = TaggedJson("<tool_call>", "</tool_call>")
+
+_KIMI_CLOSES = "<|tool_call_end|>"
+
+_KIMI_NEXT = re.compile(r"<\|tool_call_begin\|>|(?P<close><\|tool_call_end\|>)")
+
+_KIMI_NAMED = re.compile(r"\s*((?:functions\.)?([\w.-]{1,256})(?::\d{1,9})?)\s*<\|tool_call_argument_begin\|>")
+
+_END_OF_SECTION = re.compile(r"\s*<\|tool_calls_section_end\|>")
+
+
+class _Kimi:
+    opening = re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>")
+
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
+        named = _KIMI_NAMED.match(source.text, opened.end())
+        if named is None:
+            return malformed(source, _KIMI_NEXT, opened.end(), "the tool call names no function")
+        try:
+            value, end = read_json(source.text, named.end())
+        except Unreadable as error:
+            return malformed(source, _KIMI_NEXT, error.at, f"the tool call's arguments are not valid JSON: {error}")
+        end = skip_space(source.text, end)
+        if not source.text.startswith(_KIMI_CLOSES, end):
+            return malformed(source, _KIMI_NEXT, end, f"{_KIMI_CLOSES} does not follow the tool call's arguments")
+        end += len(_KIMI_CLOSES)
+        if (section := _END_OF_SECTION.match(source.text, end)) is not None:
+            end = section.end()
+        if not isinstance(value, dict | str):
+            return [MalformedCall("the tool call's arguments must be a JSON object")], end
+        return [ToolCall(named[2], value, named[1])], end
+
+
+KIMI = _Kimi()
+
+_KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
+
+_BEGINS_A_CALL = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:parameters|arguments)"'
+)
+
+
+class _Llama3Json:
+    opening = re.compile(r'<\|python_tag\|>\s*(?=\{)|\{(?=\s*"(?:name|type)"\s*:)')
+
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
+        tagged = opened[0] != "{"
+        begin = opened.end() if tagged else opened.start()
+        try:
+            value, end = read_json(source.text, begin)
+        except Unreadable as error:
+            if tagged or _BEGINS_A_CALL.match(source.text, begin):
+                return [MalformedCall(f"the tool call is not valid JSON: {error}")], max(opened.end(), error.at)
+            return [], max(opened.end(), error.at)
+        if isinstance(value, dict) and (tagged or ("name" in value and set(value) <= _KEYS)):
+            return [call_of(value, ("parameters", "arguments"))], end
+        return [], opened.end() if tagged else end
+
+
+LLAMA3_JSON = _Llama3Json()
+
+_MISTRAL_NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\]\s*(\w{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+class _Mistral:
+    opening = re.compile(r"\[TOOL_CALLS\]")
+
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
+        named = _MISTRAL_NAMED.match(source.text, opened.end())
+        try:
+            value, end = read_json(source.text, opened.end() if named is None else named.end())
+        except Unreadable as error:
+            following = source.find(self.opening, error.at)
+            end = len(source.text) if following is None else following.start()
+            return [MalformedCall(f"the tool call is not valid JSON: {error}")], end
+        if named is not None:
+            return [ToolCall(named[1], value, _id(named[2]))], end
+        values = value if isinstance(value, list) else [value]
+        return [_call(each) for each in values], skip_space(source.text, end)
+
+
+def _call(value: object) -> Call:
+    call = call_of(value)
+    return call if isinstance(call, MalformedCall) else ToolCall(call.name, call.arguments, _id(call.id))
+
+
+def _id(given: str | None) -> str | None:
+    return given if given is not None and _ID.fullmatch(given) else None
+
+
+MISTRAL = _Mistral()
+
+NEMOTRON_JSON = TaggedJson("<TOOLCALL>", "</TOOLCALL>")
+
+PHI4 = TaggedJson("<|tool_call|>", "<|/tool_call|>")

@@ -2,6 +2,10 @@
 
 Not `ast`: sampled text may nest deeper than its parser survives, and templates leave quotes and line breaks inside
 strings as they are.
+
+`<|tool_call>call:name{key:value}<tool_call|>`, with strings between `<|"|>`: Gemma 4.
+
+`<|tool_call_start|>[name(key=value), ...]<|tool_call_end|>`: LFM2 and LFM2.5.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_worker.chat.parsers.base import Unreadable, encodable, skip_space
+from rollout_worker.chat.parsers.base import CallFinder, Calls, ToolCall, Unreadable, encodable, malformed, skip_space
 
 _DEEPEST = 64
 
@@ -112,3 +116,105 @@ def _unescaped(escape: re.Match[str]) -> str:
     if (code := escape[1] or escape[2]) is not None:
         return chr(int(code, 16))
     return _ESCAPED.get(escape[3], escape[3])
+
+
+_GEMMA_CLOSES = "<tool_call|>"
+
+_GEMMA_NEXT = re.compile(r"<\|tool_call>|(?P<close><tool_call\|>)")
+
+_GEMMA_NAME = re.compile(r"\s*call:([\w.-]{1,256})\s*(?=\{)")
+
+_GEMMA_LITERALS = Literals(quote='<|"|>', bare_keys=re.compile(r"[\w.-]{1,256}"))
+
+
+class _Gemma4:
+    opening = re.compile(r"<\|tool_call>")
+
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
+        text = source.text
+        try:
+            named = _GEMMA_NAME.match(text, opened.end())
+            if named is None:
+                raise Unreadable("it names no function", opened.end())
+            arguments, end = _GEMMA_LITERALS.read(text, named.end())
+            end = skip_space(text, end)
+            if not text.startswith(_GEMMA_CLOSES, end):
+                raise Unreadable(f"{_GEMMA_CLOSES} does not follow the arguments", end)
+        except Unreadable as error:
+            return malformed(
+                source,
+                _GEMMA_NEXT,
+                error.at,
+                f"the tool call is not of the form {opened[0]}call:name{{key:value}}{_GEMMA_CLOSES}: {error}",
+            )
+        return [ToolCall(named[1], arguments)], end + len(_GEMMA_CLOSES)
+
+
+GEMMA4 = _Gemma4()
+
+_LFM2_CLOSES = "<|tool_call_end|>"
+
+_LFM2_NEXT = re.compile(r"<\|tool_call_start\|>|(?P<close><\|tool_call_end\|>)")
+
+_LFM2_NAME = re.compile(r"\s*([\w.-]{1,256})\(\s*")
+
+_KEY = re.compile(r"\s*(\w{1,256})\s*=")
+
+_LFM2_LITERALS = Literals()
+
+
+class _Lfm2Pythonic:
+    opening = re.compile(r"<\|tool_call_start\|>")
+
+    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
+        text = source.text
+        try:
+            calls, end = _list_of_calls(text, skip_space(text, opened.end()))
+            end = skip_space(text, end)
+            if not text.startswith(_LFM2_CLOSES, end):
+                raise Unreadable(f"{_LFM2_CLOSES} does not follow the calls", end)
+        except Unreadable as error:
+            return malformed(
+                source,
+                _LFM2_NEXT,
+                error.at,
+                f"the tool call is not of the form {opened[0]}[name(key=value)]{_LFM2_CLOSES}: {error}",
+            )
+        return calls, end + len(_LFM2_CLOSES)
+
+
+def _list_of_calls(text: str, at: int) -> tuple[Calls, int]:
+    bracket = text.startswith("[", at)
+    at += bracket
+    calls: Calls = []
+    while (named := _LFM2_NAME.match(text, at)) is not None:
+        arguments, at = _arguments(text, named.end())
+        calls.append(ToolCall(named[1], arguments))
+        at = skip_space(text, at)
+        if not text.startswith(",", at):
+            break
+        at += 1
+    at = skip_space(text, at)
+    if not calls:
+        raise Unreadable("it names no function", at)
+    if bracket and not text.startswith("]", at):
+        raise Unreadable(f"expected , or ], found {text[at : at + 20]!r}", at)
+    return calls, at + bracket
+
+
+def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+    arguments: dict[str, Any] = {}
+    while not text.startswith(")", at := skip_space(text, at)):
+        key = _KEY.match(text, at)
+        if key is None:
+            raise Unreadable(f"an argument is key=value, not {text[at : at + 20]!r}", at)
+        arguments[key[1]], at = _LFM2_LITERALS.read(text, key.end())
+        at = skip_space(text, at)
+        if text.startswith(",", at):
+            at += 1
+        elif not text.startswith(")", at):
+            raise Unreadable(f"expected , or ), found {text[at : at + 20]!r}", at)
+    return arguments, at + 1
+
+
+LFM2_PYTHONIC = _Lfm2Pythonic()

@@ -9,15 +9,14 @@ import pytest
 from protocol.config import ConfigError
 from rollout_worker.agent.formats import ChatFormats
 from rollout_worker.agent.session import AgentContext, Session
-from rollout_worker.budget import Limits
 from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.format_check import check_tool_format, turn_begins, turn_ends
 from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.episodes.limits import Deadline
+from rollout_worker.episodes.episode import EpisodeSetup
+from rollout_worker.episodes.limits import Deadline, EpisodeLimits
 from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
-from rollout_worker.scene import Scene
 from rollout_worker.tools.toolbox import ToolBox
 from tests import kit
 from tests.kit import renderer_cases, template_cases
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.families("case")
 CASES = [*renderer_cases.CASES, *template_cases.CASES]
 TOOLS = ToolBox([multiply])
 QUESTION = {"role": "user", "content": "Multiply 100 by 107."}
-LIMITS = Limits(max_turn_tokens=1000, max_episode_tokens=2000, max_model_len=8000, max_turns=8)
+LIMITS = EpisodeLimits(max_turn_tokens=1000, max_episode_tokens=2000, max_model_len=8000, max_turns=8)
 
 
 class ScriptedSampler:
@@ -114,7 +113,7 @@ async def test_f18_the_same_ids_as_in_the_native_loop(case, calls):
     assert done is not None
 
     native = await runner(ScriptedSampler(turn, done)).run(
-        Scene([QUESTION], await chat.prompt_ids([QUESTION]), chat, TOOLS), Affinity()
+        EpisodeSetup([QUESTION], await chat.prompt_ids([QUESTION]), chat, TOOLS), Affinity()
     )
 
     session = session_of(plain, chat, turn, done)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from rollout_worker.agent import ChatFormats, Session
 from rollout_worker.agent.session import AgentContext
-from rollout_worker.budget import Limits
 from rollout_worker.episodes.capacity import Capacity
-from rollout_worker.episodes.limits import Deadline
+from rollout_worker.episodes.limits import Deadline, EpisodeLimits
 from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
@@ -64,7 +63,7 @@ class Agent:
 
     def __init__(self, formats):
         self.policy = Policy()
-        episodes = EpisodeRunner(self.policy, Limits.of(CONFIG), 60.0, Capacity(64, 64, time.monotonic))
+        episodes = EpisodeRunner(self.policy, EpisodeLimits.of(CONFIG), 60.0, Capacity(64, 64, time.monotonic))
         self.session = Session(AgentContext(formats, episodes, CONFIG.rollout), Affinity(), 1.0, Deadline(60.0))
         self.conversations = []
         self.turns = 0

@@ -3,8 +3,7 @@
 import pytest
 
 from rollout_worker.agent import request
-from rollout_worker.agent.errors import ApiError
-from rollout_worker.agent.messages import chained, chained_answer, read_messages
+from rollout_worker.agent.messages import ApiError, chained, chained_answer, read_messages
 from rollout_worker.agent.request import read_parameters
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER

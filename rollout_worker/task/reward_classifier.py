@@ -18,18 +18,25 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import ConfigError
-from rollout_worker.chat.base import Message
-from rollout_worker.task.rewards.base import RewardBatch, RewardError, Values
+from rollout_worker.chat.parsers.base import Message
+from rollout_worker.task.reward_base import RewardBatch, RewardError, Values
 
 ROUTE = "/classify"
+
 MODELS_ROUTE = "/v1/models"
+
 # Of the question before a start; the first request of a server may have to compile.
 ASKED_WITHIN_S = 60.0
+
 # Of one group, at one time.
 REQUESTS = 16
+
 TEXTS = 32
+
 _MESSAGE_CHARACTERS = 500
+
 _MOST_NAMED = 8
+
 # Of aiohttp; the reward's own covers all of its requests.
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 

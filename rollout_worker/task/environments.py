@@ -1,0 +1,229 @@
+"""All environments of a task, for as long as they are needed: what each can do, its tools and chat format, its pool.
+
+Which environment a task's row is played in: what `Task(environment=...)` may be, and what its rows must have.
+
+Environments: objects of the user's that an episode is played in, one each, pooled and reset.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from protocol.config import ConfigError, RunConfig, checks
+from rollout_worker.chat.base import ChatFormat
+from rollout_worker.data.rows import Row, RowPosition, Rows
+from rollout_worker.task.environment_instance import EMPTY_PROMPT, EnvironmentInterface, Instance, no_reset, tools_of
+from rollout_worker.task.environment_pool import Pool
+from rollout_worker.tools.toolbox import ToolBox
+from rollout_worker.user_code import UserCode, UserCodeError
+
+if TYPE_CHECKING:
+    from rollout_worker.task.task import Task
+
+
+# The column that names a row's environment, where there are several; TRL's.
+COLUMN = "environment"
+
+Factory = Callable[..., Any]
+
+
+def factories_of(environment: Factory | Mapping[str, Factory]) -> dict[str | None, Factory]:
+    """By name; of one without names the name is None."""
+    if isinstance(environment, Mapping):
+        return dict(environment.items())
+    return {None: environment}
+
+
+def given_as(name: str | None) -> str:
+    """How the task names it."""
+    return "Task(environment=...)" if name is None else f"Task(environment={{{name!r}: ...}})"
+
+
+def check_environment(environment: Any, rewards: Sequence[Any]) -> None:
+    """Raises `ConfigError` for what is no environment, and where classes alone are given, of which none can give a
+    reward, and nothing else does."""
+    several = isinstance(environment, Mapping)
+    if not (callable(environment) or (several and environment)):
+        raise ConfigError(
+            f"Task(environment={environment!r:.80}): give a class, or a function that gives an instance, or a dict of "
+            f"them by name"
+        )
+    for name, factory in factories_of(environment).items():
+        if several and not (isinstance(name, str) and name):
+            raise ConfigError(f"Task(environment={{{name!r:.80}: ...}}): name each environment by a text")
+        if not callable(factory):
+            raise ConfigError(
+                f"{given_as(name)} is a {type(factory).__name__}, which every episode would share; give its class, or "
+                f"a function that makes one"
+            )
+        if inspect.isclass(factory) and not callable(getattr(factory, "reset", None)):
+            raise no_reset(given_as(name), factory.__name__)
+    factories = factories_of(environment).values()
+    if not rewards and all(inspect.isclass(each) and not hasattr(each, "get_reward") for each in factories):
+        raise no_reward(each.__name__ for each in factories)
+
+
+def no_reward(classes: Iterable[str]) -> ConfigError:
+    """Nothing rewards the episodes in environments of these classes."""
+    return ConfigError(
+        f"Task(environment=...): nothing gives a reward: write a method get_reward(self) of "
+        f"{', '.join(dict.fromkeys(classes))}, which returns a number, or give Task(rewards=[...])"
+    )
+
+
+def check_row(environment: Factory | Mapping[Any, Any], columns: Mapping[str, Any]) -> str | None:
+    """What is wrong with a row's choice of environment, in words; None if nothing is. `environment`: as the task has
+    it, or anything else by the names of several."""
+    if not isinstance(environment, Mapping):
+        return None
+    known = ", ".join(map(str, environment))
+    if COLUMN not in columns:
+        return f"it has no column {COLUMN!r}, which names its environment, one of: {known}"
+    if not isinstance(columns[COLUMN], str) or columns[COLUMN] not in environment:
+        return f"its column {COLUMN!r} is {columns[COLUMN]!r:.80}, which is not one of the environments: {known}"
+    return None
+
+
+class WithPrompts:
+    """Rows, of which those without a prompt have an empty one: the environment's reset says what there is to do."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    @property
+    def size(self) -> int | None:
+        return self._rows.size
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
+        return self._rows.place_of(index, seed, shuffle)
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        row = self._rows.row_for(index, seed, shuffle)
+        return row._replace(columns=_with_prompt(row.columns))
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        for number, columns in self._rows.sample(most):
+            yield number, _with_prompt(columns)
+
+
+def _with_prompt(columns: Any) -> Any:
+    if not isinstance(columns, Mapping) or "prompt" in columns:
+        return columns
+    return {"prompt": [dict(message) for message in EMPTY_PROMPT], **columns}
+
+
+# Of tools with these schemas; the second says whether messages of the user's follow turns.
+MakeChat = Callable[[Sequence[dict[str, Any]], bool], ChatFormat]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentKind:
+    """What the episodes of one environment have in common. name: its factory's, None where there is but one."""
+
+    name: str | None
+    face: EnvironmentInterface
+    tools: ToolBox
+    chat: ChatFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """The task's environments, open. stages: by name, None where there is but one."""
+
+    stages: Mapping[str | None, EnvironmentKind]
+    pool: Pool
+
+    def stage_of(self, columns: Mapping[str, Any]) -> EnvironmentKind:
+        """That of a row. Raises `ConfigError` where it names none."""
+        if None in self.stages:
+            return self.stages[None]
+        if fault := check_row(self.stages, columns):
+            raise ConfigError(fault)
+        return self.stages[columns[COLUMN]]
+
+    def reset_columns(self, stage: EnvironmentKind, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a row's columns `reset` gets: as in TRL all that it takes, without the name that chose it. Raises
+        `ConfigError`."""
+        return stage.face.reset_arguments(
+            {name: value for name, value in columns.items() if stage.name is None or name != COLUMN}
+        )
+
+    @property
+    def rewards(self) -> list[str]:
+        """The rewards that environments give, one for each class that has `get_reward`, named after it as in TRL."""
+        return list(dict.fromkeys(stage.face.cls for stage in self.stages.values() if stage.face.rewards))
+
+    @property
+    def chat(self) -> ChatFormat:
+        return next(iter(self.stages.values())).chat
+
+    @property
+    def described(self) -> list[dict[str, Any]]:
+        """What the fingerprint is taken of."""
+        return [
+            {
+                "environment": name,
+                "class": stage.face.cls,
+                "responds": stage.face.responds,
+                "tools": stage.tools.schemas,
+            }
+            for name, stage in self.stages.items()
+        ]
+
+
+@asynccontextmanager
+async def open_environments(
+    config: RunConfig, task: Task, tools: ToolBox, code: UserCode, make_chat: MakeChat
+) -> AsyncIterator[Environments | None]:
+    """The environments of `task` beside its other `tools`, None if it has none; one instance of each is made at once,
+    to see what it can do, and all are closed at the end. Raises `ConfigError`."""
+    if task.environment is None:
+        yield None
+        return
+    if config.worker.tool_isolation == "process":
+        raise ConfigError(
+            "worker.tool_isolation = process: an environment keeps its state from call to call, and cannot be called "
+            "in another process; set thread, and start what must not be trusted as a process from the environment"
+        )
+    try:
+        checks.check_patience(config.queue, config.worker, config.learner, environments=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s)
+    try:
+        stages = {name: await _stage(name, pool, tools, make_chat) for name in pool.factories}
+        environments = Environments(stages, pool)
+        if not (task.rewards or environments.rewards):
+            raise no_reward(stage.face.cls for stage in stages.values())
+        if both := set(environments.rewards).intersection(map(_name, task.rewards)):
+            raise ConfigError(
+                f"Task(rewards=...): {min(both)!r} is a reward function and the class of an environment with "
+                f"get_reward; rename one"
+            )
+        yield environments
+    finally:
+        await pool.close()
+
+
+async def _stage(name: str | None, pool: Pool, tools: ToolBox, make_chat: MakeChat) -> EnvironmentKind:
+    try:
+        instance = await pool.take(name)
+    except UserCodeError as error:
+        place = f" ({error.where})" if error.where else ""
+        raise ConfigError(f"{given_as(name)}: no instance can be made: {error}{place}; mend it there") from None
+    try:
+        box = tools.and_tools(tools_of(instance.face, instance.object))
+        return EnvironmentKind(name, instance.face, box, make_chat(box.schemas, instance.face.responds))
+    finally:
+        pool.give_back(instance)
+
+
+def _name(reward: Any) -> str:
+    return reward if isinstance(reward, str) else getattr(reward, "__name__", "")
+
+
+__all__ = ["EnvironmentKind", "Environments", "Instance", "open_environments"]

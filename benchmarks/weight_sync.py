@@ -35,16 +35,14 @@ from benchmarks.weight_sync_server import SIZES, START_TIMEOUT_S, Load, Size, ma
 from protocol.config import WeightSyncSection
 from tests.kit.ports import free_port
 from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.manifest import Manifest
-from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.server.answers import Swap
 from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import Sent
 from weight_sync.transports.gloo.group import GlooGroup
 from weight_sync.transports.gloo.sender import GlooTransport
 from weight_sync.weights.delta_base import DeltaPath
-from weight_sync.weights.flat_buffer import Reserve, fresh, touch
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.flat_buffer import Manifest, Reserve, fresh, touch
+from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 UNDISTURBED_S = 1.0

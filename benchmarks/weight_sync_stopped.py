@@ -33,8 +33,8 @@ from protocol.messages import Server as Registered
 from rollout_queue.api.app import create_app
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config as kit_config
-from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
+from weight_sync.weights.snapshot import Probe, probe_token_ids
 
 SIZE = "1M"
 # Of 512 x 512 matrices: about 0.3 s on one core.

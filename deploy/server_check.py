@@ -14,7 +14,8 @@ from typing import Any
 from urllib.error import HTTPError
 
 from protocol.config import ConfigError, RunConfig
-from weight_sync.fleet.eligibility import TRIED_VERSION, ServerFacts, Wanted, describe_mismatches, judge
+from weight_sync.fleet.eligibility import TRIED_VERSION, Wanted, describe_mismatches, judge
+from weight_sync.server.answers import ServerFacts
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from learner.skipping import Attempts
 from learner.training.trainer import StepFigures, Trainer
 from protocol.client import QueueError, RunFinished
 from protocol.config import RunConfig
-from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.publisher import Publisher
+from weight_sync.weights.snapshot import Probe, probe_token_ids
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,8 @@ import torch
 
 from learner.model.adapter import Adapter
 from protocol.config import RunConfig, adapter_checks
-from weight_sync.adapters import trial
-from weight_sync.proof.probe import Probe
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.fleet import adapter_publication
+from weight_sync.weights.snapshot import Probe, Snapshot
 
 
 def alone(
@@ -26,7 +25,7 @@ def alone(
     if wanted is True:
         return True
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    reason = trial.refusal(config, Snapshot(0, adapter.alone(), probe, dtype, run_id=run_id))
+    reason = adapter_publication.adapter_refusal(config, Snapshot(0, adapter.alone(), probe, dtype, run_id=run_id))
     if reason is not None:
         say(f"the merged weights are published, since {reason}")
     return reason is None

@@ -23,13 +23,11 @@ import torch
 
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig
-from weight_sync.fleet.fleet import Fleet
-from weight_sync.fleet.kept_running import FleetBroken
+from weight_sync.fleet.fleet import Fleet, FleetBroken
 from weight_sync.fleet.publications import PublishRecord, ServerFigures
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.proof.probe import Probe
-from weight_sync.transports.base import Transport
-from weight_sync.transports.registry import build_transport
+from weight_sync.transports.base import Transport, build_transport
+from weight_sync.weights.snapshot import Probe
 
 __all__ = ["PublishError", "PublishRecord", "Publisher", "ServerFigures"]
 

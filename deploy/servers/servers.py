@@ -18,8 +18,7 @@ from protocol.config import ConfigError
 from protocol.config.sections import LOOPBACK
 from protocol.messages import Server, ServerState
 from protocol.status import ServerStatus
-from weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge
-from weight_sync.fleet.whose import of_another_run
+from weight_sync.fleet.eligibility import Wanted, describe_mismatches, judge, of_another_run
 from weight_sync.server.control import ControlError, ServerControl
 
 logger = logging.getLogger(__name__)

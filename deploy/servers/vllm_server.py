@@ -19,7 +19,8 @@ from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig, adapter_checks
 from protocol.messages import Server
 from protocol.versions import SERVED_MODEL_NAME
-from weight_sync.fleet.eligibility import ServerFacts, Wanted, judge
+from weight_sync.fleet.eligibility import Wanted, judge
+from weight_sync.server.answers import ServerFacts
 from weight_sync.transports.registry import backend, choice
 
 logger = logging.getLogger(__name__)

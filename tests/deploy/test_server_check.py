@@ -20,7 +20,8 @@ from deploy.checks import preflight
 from protocol.config import ConfigError, load
 from tests.kit.config import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
-from weight_sync.fleet.eligibility import ServerFacts, Wanted, judge
+from weight_sync.fleet.eligibility import Wanted, judge
+from weight_sync.server.answers import ServerFacts
 
 GOOD = ServerFacts(
     version="0.32.0",

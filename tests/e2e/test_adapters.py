@@ -23,12 +23,11 @@ from tests.kit.ports import free_port
 from tests.kit.supervised import processes
 from weight_sync.fleet.adapter_publication import have_loaded
 from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.server.control import ServerControl
 from weight_sync.server.proof import ProofFailed
-from weight_sync.transports.registry import build_transport
+from weight_sync.transports.base import build_transport
 from weight_sync.vllm.adapter_store import PREFIX
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

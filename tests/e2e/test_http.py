@@ -20,11 +20,11 @@ from tests.kit.supervised import processes
 from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
-from weight_sync.transports.http import ranges
+from weight_sync.transports.base import build_transport
+from weight_sync.transports.http import chunks
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.pull import Pull
 from weight_sync.transports.http.sender import DEPOTS, HttpTransport
-from weight_sync.transports.registry import build_transport
 
 pytestmark = pytest.mark.e2e
 
@@ -83,7 +83,7 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
         # Another server pulls from this one, with the transfer's secret, and nobody without.
         depot = DEPOTS.take(config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s)
         into = memoryview(bytearray(len(sent.flat)))
-        peer = url + ranges.PREFIX + transports[0]._key
+        peer = url + chunks.CHUNKS_PREFIX + transports[0]._key
         report = await on_thread(Pull(ChunkList.of(sent.flat), depot.secret, [peer], into, 20).run)
         assert bytes(into) == sent.flat.numpy().tobytes()
         assert report.by_source == {peer: len(into)}

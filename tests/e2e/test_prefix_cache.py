@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from protocol.config import WeightSyncSection
 from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.server.control import ServerControl
-from weight_sync.transports.registry import build_transport
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.transports.base import build_transport
+from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 pytestmark = pytest.mark.e2e
 

@@ -13,8 +13,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from weight_sync.proof.probe import probe_token_ids
 from weight_sync.server.control import ControlError, ServerControl
+from weight_sync.weights.snapshot import probe_token_ids
 
 pytestmark = pytest.mark.e2e
 

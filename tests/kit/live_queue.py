@@ -25,7 +25,7 @@ from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.messages import SERVER, segment
 from tests.kit.queue import listening, serve_version
 from weight_sync.fleet.publications import PublishRecord
-from weight_sync.proof.probe import Probe
+from weight_sync.weights.snapshot import Probe
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from weight_sync.transports.gpu.communicator import Gpu
+from weight_sync.transports.gpu.ipc import Handle
 from weight_sync.transports.gpu.nccl_library import UNIQUE_ID_BYTES, NcclError, Result
-from weight_sync.transports.ipc.handles import Handle
-from weight_sync.transports.nccl.streams import Gpu
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Blocking:
 
 
 class SharedMemory:
-    """CUDA's handles of memory without CUDA: `export` and `opened` of `weight_sync.transports.ipc.handles`."""
+    """CUDA's handles of memory without CUDA: `export` and `opened` of `weight_sync.transports.gpu.ipc`."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -17,12 +17,11 @@ import torch
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from weight_sync.fleet.server_publication import ServerSync
-from weight_sync.proof.probe import Probe
 from weight_sync.server.cancellation import gather
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent, TransferError
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, Snapshot
 
 PROBE_IDS = [3, 1, 4, 1, 5]
 

@@ -22,8 +22,7 @@ from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSecti
 from tests.kit.learner import gradients, sample, step_rollouts
 from tests.kit.model import tiny_model
 from tests.learner.families import MIXTURES, TEXT, VISION
-from weight_sync.proof.probe import Probe
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, Snapshot
 
 peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
 IDS = list(range(1, 40))

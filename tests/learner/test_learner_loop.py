@@ -42,8 +42,8 @@ from tests.kit.learner import FakeQueue, endless, sample, status
 from tests.kit.messages import SERVER, VOCABULARY, group
 from tests.kit.model import save_tiny_model
 from weight_sync.fleet.publications import PublishRecord
-from weight_sync.proof.probe import Probe
 from weight_sync.publisher import Publisher, PublishError
+from weight_sync.weights.snapshot import Probe
 
 
 class FakePublisher:

@@ -23,8 +23,7 @@ from protocol.messages import RunPosition
 from tests.kit import config
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.memory import LiveBytes
-from weight_sync.proof.probe import Probe
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, Snapshot
 
 Make = Callable[..., Policy]
 STEPS = 3

@@ -15,14 +15,14 @@ import torch
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine
 from tests.kit.stand_in_nccl import Blocking, World, stand_in_gpu
 from tests.weight_sync.receivers import Receiver
-from weight_sync.manifest import Manifest
 from weight_sync.server.cancellation import gather, on_thread
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.gpu import ipc
 from weight_sync.transports.gpu import nccl_receiver as nccl_staged
-from weight_sync.transports.ipc import reception as ipc
-from weight_sync.transports.nccl.chunks import chunks
-from weight_sync.transports.nccl.streams import Gpu
-from weight_sync.vllm.staging import Staging
+from weight_sync.transports.gpu.communicator import Gpu
+from weight_sync.transports.gpu.nccl_receiver import chunks
+from weight_sync.vllm.engine.update import Staging
+from weight_sync.weights.flat_buffer import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 
@@ -179,10 +179,10 @@ class IpcReceiverEnd(StagedReceiver):
         self.memory.damaged = True
 
     def _joined(self, init_info: dict[str, Any], rank: int) -> Any:
-        return ipc.Reception(stand_in_gpu(self.world, self.own_uuid), ipc.InitInfo(**init_info))
+        return ipc.IpcReceiver(stand_in_gpu(self.world, self.own_uuid), ipc.IpcInitInfo(**init_info))
 
     def _arrivals(self, update_info: dict[str, Any]) -> list[Callable[[], dict[str, torch.Tensor]]]:
-        update = ipc.UpdateInfo(**update_info)
+        update = ipc.IpcUpdateInfo(**update_info)
         if self.memory.damaged:
             self.memory.damage()
         size = Manifest(**update.manifest).total_bytes()

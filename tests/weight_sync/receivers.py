@@ -15,11 +15,10 @@ from weight_sync.server.cancellation import gather, on_thread
 from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.receiver import GlooReceiver as GlooReception
 from weight_sync.transports.gloo.receiver import GlooUpdateInfo
+from weight_sync.transports.gpu.communicator import Gpu
 from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.http.reception import InitInfo as HttpInitInfo
-from weight_sync.transports.http.reception import Reception, UpdateInfo
-from weight_sync.transports.nccl.streams import Gpu
-from weight_sync.vllm.staging import Staging
+from weight_sync.transports.http.receiver import HttpInitInfo, HttpReceiver, HttpUpdateInfo
+from weight_sync.vllm.engine.update import Staging
 from weight_sync.weights.snapshot import Snapshot
 
 
@@ -110,9 +109,9 @@ class HttpReceiverEnd(Receiver):
 
     def __init__(self, engine: FakeEngine, workers: int = 1) -> None:
         super().__init__(engine)
-        self.receptions: list[Reception] = []
+        self.receptions: list[HttpReceiver] = []
         self.stagings: list[Staging] = []
-        self.updates: list[UpdateInfo] = []
+        self.updates: list[HttpUpdateInfo] = []
         self._workers = workers
         engine.hooks |= {
             "init_weight_transfer_engine": self._join,
@@ -138,11 +137,11 @@ class HttpReceiverEnd(Receiver):
     async def _join(self, init_info: dict[str, Any]) -> None:
         for reception in self.receptions:
             reception.close()
-        self.receptions = [Reception(HttpInitInfo(**init_info)) for _ in range(self._workers)]
+        self.receptions = [HttpReceiver(HttpInitInfo(**init_info)) for _ in range(self._workers)]
         await gather(*(on_thread(reception.greet) for reception in self.receptions))
 
     def _receive(self, update_info: dict[str, Any]) -> None:
-        info = UpdateInfo(**update_info)
+        info = HttpUpdateInfo(**update_info)
         self.updates.append(info)
         self.stagings = [Staging(partial(reception.receive, info), _copied) for reception in self.receptions]
         for staging in self.stagings:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 from protocol.versions import name_of
-from weight_sync.adapters.payload import digest_of
+from weight_sync.weights.snapshot import adapter_digest
 
 pytest.importorskip("vllm")
 
@@ -85,7 +85,7 @@ def stored(folder: Path, sent: dict[str, torch.Tensor]) -> str:
     file = save(sent)
     (folder / "adapter_model.safetensors").write_bytes(file)
     (folder / "adapter_config.json").write_text(CONFIG)
-    return name_of(1, digest_of(file, CONFIG))
+    return name_of(1, adapter_digest(file, CONFIG))
 
 
 def found(folder: Path, name: str, worker: Worker, fault: Callable[[Worker], None] | None = None) -> Any:

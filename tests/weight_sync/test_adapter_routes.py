@@ -13,8 +13,8 @@ import pytest
 from blake3 import blake3
 
 from protocol.versions import name_of
-from weight_sync.adapters.payload import digest_of
 from weight_sync.vllm.engine_state import condition_of
+from weight_sync.weights.snapshot import adapter_digest
 
 pytest.importorskip("vllm")
 
@@ -105,13 +105,13 @@ class Server:
         return Answer(sent)
 
     async def put(self, version: int, file: bytes = FILE) -> str:
-        name = name_of(version, digest_of(file, CONFIG))
+        name = name_of(version, adapter_digest(file, CONFIG))
         path = f"/slipstream/adapters/{name}?start=0&blake3={blake3(file).hexdigest()}"
         assert (await self.ask("PUT", path, file)).body == {"received": len(file)}
         return name
 
     async def load(self, name: str, file: bytes = FILE) -> Answer:
-        body = {"config": CONFIG, "blake3": digest_of(file, CONFIG)}
+        body = {"config": CONFIG, "blake3": adapter_digest(file, CONFIG)}
         return await self.ask("POST", f"/slipstream/adapters/{name}/load", body)
 
     async def serve(self, version: int) -> str:

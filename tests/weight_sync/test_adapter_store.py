@@ -11,11 +11,11 @@ import pytest
 from blake3 import blake3
 
 from protocol.versions import name_of, version_of
-from weight_sync.adapters.payload import digest_of
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from weight_sync.weights.snapshot import adapter_digest
 
 FILE, CONFIG = bytes(range(256)) * 40, '{"r": 8}'
-DIGEST = digest_of(FILE, CONFIG)
+DIGEST = adapter_digest(FILE, CONFIG)
 NAME = name_of(7, DIGEST)
 
 
@@ -53,7 +53,7 @@ def test_f2_a_file_or_a_configuration_that_is_not_the_names_is_refused(store: Ad
     for file, config, digest in (
         (FILE[:-1], CONFIG, DIGEST),
         (FILE, '{"r": 9}', DIGEST),
-        (FILE, '{"r": 9}', digest_of(FILE, '{"r": 9}')),  # right, and another adapter than the name says
+        (FILE, '{"r": 9}', adapter_digest(FILE, '{"r": 9}')),  # right, and another adapter than the name says
     ):
         send(store, file)
         with pytest.raises(StoreError, match="another digest"):

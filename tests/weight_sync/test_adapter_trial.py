@@ -12,7 +12,7 @@ from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.test_adapter_publication import adapters, fake, snapshot
-from weight_sync.adapters import trial
+from weight_sync.fleet import adapter_publication
 from weight_sync.server.cancellation import on_thread
 
 GONE = "http://127.0.0.1:1"
@@ -22,7 +22,7 @@ async def asked(*fakes: FakeVllm, dead: int = 0) -> str | None:
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(server)) for server in fakes]
         run = config(vllm={"servers": [GONE] * dead + urls, "start_timeout_s": 1.0})
-        return await on_thread(trial.refusal, run, snapshot(1))
+        return await on_thread(adapter_publication.adapter_refusal, run, snapshot(1))
 
 
 async def test_an_adapter_that_vllm_takes_is_loaded_and_serves_nobody_yet() -> None:
@@ -74,7 +74,7 @@ def test_auto_falls_back_to_merged_weights_and_says_why_once(
 ) -> None:
     said: list[str] = []
     run = config(lora={"r": 8}, weight_sync={"adapter_only": adapter_only})
-    monkeypatch.setattr(trial, "refusal", lambda config, snapshot: reason)
+    monkeypatch.setattr(adapter_publication, "refusal", lambda config, snapshot: reason)
     adapter: Any = Adapter()
     assert publishing.alone(run, adapter, probe(), on_gpu, said.append, "run") is alone
     assert says in "".join(said)
@@ -83,7 +83,7 @@ def test_auto_falls_back_to_merged_weights_and_says_why_once(
 
 def test_a_kind_that_vllm_never_serves_is_said_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(trial, "refusal", lambda config, snapshot: pytest.fail("asked"))
+    monkeypatch.setattr(adapter_publication, "refusal", lambda config, snapshot: pytest.fail("asked"))
     adapter: Any = Adapter()
     assert not publishing.alone(config(lora={"r": 8, "use_dora": True}), adapter, probe(), True, said.append, "run")
     assert said == ["lora.use_dora = true: vLLM serves no such adapter, so the merged weights are published"]

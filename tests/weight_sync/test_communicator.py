@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from tests.kit.stand_in_nccl import World, stand_in_gpu
-from weight_sync.manifest import Manifest
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gpu.communicator import Communicator
+from weight_sync.transports.gpu.communicator import Communicator, own_gpu
 from weight_sync.transports.gpu.nccl_library import Nccl, NcclError
-from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver
-from weight_sync.transports.nccl.checksum import checksum
-from weight_sync.transports.nccl.chunks import chunks, wire_order
-from weight_sync.transports.nccl.streams import own_gpu
+from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver, checksum, chunks, wire_order
+from weight_sync.weights.flat_buffer import Manifest
 
 
 def met(world: World, ranks: int, timeout_s: float = 5) -> list[Communicator]:

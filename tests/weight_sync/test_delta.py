@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.sync import probe
-from weight_sync.manifest import Manifest
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.weights import delta_codec
 from weight_sync.weights.delta_base import STEPS_KEPT, DeltaHistory
 from weight_sync.weights.delta_codec import Delta, DeltaError, apply, encode_delta
+from weight_sync.weights.flat_buffer import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 DTYPES = [

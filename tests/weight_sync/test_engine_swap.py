@@ -46,9 +46,9 @@ class Core:
 @pytest.fixture
 def swap() -> Any:
     pytest.importorskip("vllm")
-    from weight_sync.vllm import engine_swap
+    from weight_sync.vllm.engine import engine_core
 
-    return engine_swap.swap
+    return engine_core.swap
 
 
 def test_p4_the_label_changes_after_the_weights_and_within_the_same_step_boundary(swap: Any) -> None:
@@ -85,7 +85,7 @@ def test_p7_the_cause_of_an_exchange_that_fails_is_the_worker_s_own_words(swap: 
 
 
 def test_a_worker_says_why_its_exchange_failed(caplog: pytest.LogCaptureFixture) -> None:
-    from weight_sync.vllm.staging_worker import StagingMixin
+    from weight_sync.vllm.worker import StagingMixin
 
     class Worker(StagingMixin):
         def finish_weight_update(self) -> None:

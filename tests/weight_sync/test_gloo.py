@@ -75,7 +75,7 @@ async def test_workers_of_one_host_share_one_reception() -> None:
 
 
 async def test_workers_that_cannot_map_each_other_receive_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.transports.gloo.hosts._readable", lambda offer: False)
+    monkeypatch.setattr("weight_sync.transports.gloo.group._readable", lambda offer: False)
     async with connected(workers=2) as r:
         sent = snapshot()
         await r.publish(sent)

@@ -28,7 +28,7 @@ from weight_sync.weights.snapshot import Snapshot
 def module() -> Any:
     """Importing vLLM takes seconds: only when a test of this file runs."""
     pytest.importorskip("vllm")
-    return importlib.import_module("weight_sync.transports.gloo.engine")
+    return importlib.import_module("weight_sync.vllm.engine.staged_engine")
 
 
 class InProcess(ServerControl):

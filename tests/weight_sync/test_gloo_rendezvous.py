@@ -23,7 +23,7 @@ from tests.weight_sync.test_gloo import snapshot
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo import peers, rendezvous
+from weight_sync.transports.gloo import group, rendezvous
 from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.rendezvous import KeyStore, Line, NotProven, Rendezvous, come
 from weight_sync.transports.gloo.sender import GlooTransport
@@ -191,7 +191,7 @@ def test_i8_each_pair_proves_itself_over_gloo_and_another_secret_is_found_there(
 
 def test_i8_who_takes_a_worker_s_connection_gets_no_byte_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger is at the learner's gloo port before the worker, with every number that gloo may expect there."""
-    monkeypatch.setattr(peers, "PROOF_S", 1.0)
+    monkeypatch.setattr(group, "PROOF_S", 1.0)
     crowd: list[socket.socket] = []
     plain = KeyStore.set
 

@@ -22,10 +22,9 @@ from weight_sync.server.answers import EngineState, Staged, Swap
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError, Transport
-from weight_sync.transports.ipc import handles
-from weight_sync.transports.nccl import streams
-from weight_sync.transports.registry import TRANSPORTS, build_transport
+from weight_sync.transports.base import TransferError, Transport, build_transport
+from weight_sync.transports.gpu import communicator, ipc
+from weight_sync.transports.registry import TRANSPORTS
 from weight_sync.weights.snapshot import Snapshot
 
 
@@ -83,16 +82,16 @@ class Rig:
         module, _, cls = TRANSPORTS[name].engine.partition(":")
         shadow: Any = importlib.import_module("weight_sync.vllm.engine.shadow")
         monkeypatch.setattr(shadow, "build", lambda model, config, weights: Shadow(model, weights))
-        monkeypatch.setattr(streams, "own_gpu", lambda device=None: self._gpu(own if device else learner))
-        monkeypatch.setattr(handles, "export", self.memory.export)
-        monkeypatch.setattr(handles, "opened", self.memory.opened)
+        monkeypatch.setattr(communicator, "own_gpu", lambda device=None: self._gpu(own if device else learner))
+        monkeypatch.setattr(ipc, "export", self.memory.export)
+        monkeypatch.setattr(ipc, "opened", self.memory.opened)
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         config = SimpleNamespace(parallel_config=parallel, model_config="model config")
         engine = getattr(importlib.import_module(module), cls)(None, config, torch.device("cpu"), self.model)
         self.server = InProcess(engine, TRANSPORTS[name].backend or name)
         self.transports: list[Transport] = []
 
-    def _gpu(self, uuid: str) -> streams.Gpu:
+    def _gpu(self, uuid: str) -> communicator.Gpu:
         return stand_in_gpu(self.world, uuid)
 
     async def connect(self, name: str, timeout_s: float = 10, workers: int = 1) -> Transport:

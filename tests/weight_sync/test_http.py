@@ -20,7 +20,7 @@ from tests.weight_sync.receivers import HttpReceiverEnd
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import offers, ranges
+from weight_sync.transports.http import blob_server, chunks
 from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.receiver import record_of
 from weight_sync.transports.http.sender import DEPOTS, HttpTransport
@@ -65,7 +65,7 @@ async def connected(servers: int = 1, workers: int = 1, **settings: Any) -> Asyn
         stack.callback(DEPOTS.leave, rig.depot)
         for _ in range(servers):
             fake = FakeVllm()
-            fake.app.router.add_get(ranges.PREFIX + "{key}", passes_on)
+            fake.app.router.add_get(chunks.CHUNKS_PREFIX + "{key}", passes_on)
             rig.receivers.append(HttpReceiverEnd(fake.engine, workers))
             rig.controls.append(await stack.enter_async_context(ServerControl(await _url(stack, fake), 20)))
             rig.transports.append(HttpTransport(section))
@@ -124,7 +124,7 @@ async def test_many_servers_pull_from_each_other_and_the_learner_sends_to_a_few(
             before = r.depot.served
             await asyncio.gather(*(r.publish(snapshot_, server) for server, snapshot_ in _same(version, 7)))
             # A chunk that has not changed since is not pulled again.
-            assert TOTAL < r.depot.served - before <= offers.LEARNER_SEATS * TOTAL
+            assert TOTAL < r.depot.served - before <= blob_server.LEARNER_SEATS * TOTAL
 
 
 def _same(version: int, servers: int) -> list[tuple[int, Snapshot]]:

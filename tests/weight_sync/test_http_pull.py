@@ -18,8 +18,8 @@ from weight_sync.transports.http import blob_server as depot_module
 from weight_sync.transports.http import pull_sources as sources_module
 from weight_sync.transports.http.blob_server import BlobServer, SharedDepots
 from weight_sync.transports.http.chunks import ChunkList
+from weight_sync.transports.http.listener import Throttle
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.throttle import Throttle
 
 CHUNK = 1 << 20
 SIZE = 5 * CHUNK + 12345

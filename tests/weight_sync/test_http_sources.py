@@ -17,8 +17,7 @@ from weight_sync.transports.http import pull as pull_module
 from weight_sync.transports.http import pull_sources as rules
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.pull import Pull, World
-from weight_sync.transports.http.pull_sources import Attempt, PullSource, Sources
-from weight_sync.transports.http.wire import GoneError, Wire
+from weight_sync.transports.http.pull_sources import Attempt, GoneError, PullSource, Sources, Wire
 
 CHUNK = 200_000
 SIZE = 5 * CHUNK + 1234

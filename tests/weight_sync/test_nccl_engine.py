@@ -22,8 +22,8 @@ from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.nccl import streams
-from weight_sync.transports.nccl.sender import NcclTransport
+from weight_sync.transports.gpu import communicator
+from weight_sync.transports.gpu.nccl_sender import NcclTransport
 from weight_sync.vllm.engine.fingerprints import Difference, compare, held
 from weight_sync.weights.snapshot import Snapshot
 
@@ -148,7 +148,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(reload, "initialize_layerwise_reload", lambda model: reloads.append("initialize"))
     monkeypatch.setattr(reload, "finalize_layerwise_reload", lambda model, config: reloads.append("finalize"))
-    monkeypatch.setattr(streams, "own_gpu", lambda: stand_in_gpu(world))
+    monkeypatch.setattr(communicator, "own_gpu", lambda: stand_in_gpu(world))
     models = [Loads(), Loads()]
     engines = []
     for rank, model in enumerate(models):

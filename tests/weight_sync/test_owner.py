@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.weight_sync.test_vllm_middleware import serving as middleware
-from weight_sync.fleet.whose import of_another_run, what_became
+from weight_sync.fleet.eligibility import of_another_run, what_became
 from weight_sync.server.answers import EngineState
 from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.vllm import owner
-from weight_sync.vllm.owner import SILENT_S, Owner
+from weight_sync.vllm import engine_state
+from weight_sync.vllm.engine_state import SILENT_S, Owner
 
 A, B = {"slipstream-run": "a-1"}, {"slipstream-run": "b-2"}
 
@@ -63,7 +63,7 @@ async def test_i5_a_silent_owner_is_followed_after_its_time_and_one_that_says_go
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/models", "/health", "/metrics"])
 def test_i8_whoever_may_not_control_a_server_cannot_come_to_own_it(path: str) -> None:
     of = Owner()
-    owner.check(of, {"path": path, "headers": [(b"slipstream-run", b"b-2")]}, 5.0)
+    engine_state.check_owner(of, {"path": path, "headers": [(b"slipstream-run", b"b-2")]}, 5.0)
     assert of.live(5.0) == ""
 
 

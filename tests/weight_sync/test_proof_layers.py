@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from weight_sync.vllm.engine import fingerprints
-from weight_sync.vllm.engine.fingerprints import ModelReading, compare, fingerprint, held
-from weight_sync.vllm.torch_packing import PackingError, TorchLinear, can_pack
+from weight_sync.vllm.engine.fingerprints import compare, fingerprint, held
+from weight_sync.vllm.engine.layer_proof import ModelReading
+from weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear, can_pack
 
 TYPES = [torch.float32, torch.bfloat16]
 

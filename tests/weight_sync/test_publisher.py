@@ -29,7 +29,7 @@ from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
 from weight_sync import publisher
-from weight_sync.fleet import decisions, fleet, kept_running, member, server_publication, under_way
+from weight_sync.fleet import decisions, fleet, member, server_publication
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.server import cancellation, control
 from weight_sync.weights.snapshot import Snapshot
@@ -124,10 +124,10 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(fleet, "READ_EVERY_S", 0.05)
-    monkeypatch.setattr(kept_running, "BUG_PAUSE_S", 0.01)
-    for module in (member, under_way):
+    monkeypatch.setattr(fleet, "BUG_PAUSE_S", 0.01)
+    for module in (member, server_publication):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(kept_running, "QUEUE_PAUSE_S", 0.05)
+    monkeypatch.setattr(fleet, "QUEUE_PAUSE_S", 0.05)
     monkeypatch.setattr(publisher, "QueueClient", functools.partial(QueueClient, patience_s=0.5))
     monkeypatch.setattr(control, "RESUME_PAUSE_S", 0.01)
     monkeypatch.setattr(cancellation, "GRACE_S", 0.05)
@@ -604,7 +604,7 @@ def test_hole_8_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
 
 
 def test_hole_8_a_watch_that_only_fails_ends_the_learner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_running, "MOST_BUGS", 3)
+    monkeypatch.setattr(fleet, "MOST_BUGS", 3)
     ended: list[BaseException] = []
     with world.publisher() as publishing:
         publishing.on_failure = ended.append

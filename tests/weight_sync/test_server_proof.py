@@ -12,10 +12,9 @@ import torch
 
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
-from weight_sync.proof.probe import Probe, probe_token_ids
 from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.proof import ProofFailed, ServerProof
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -17,8 +17,7 @@ from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.server import cancellation
 from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.proof import ProofFailed
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.registry import build_transport
+from weight_sync.transports.base import TransferError, build_transport
 from weight_sync.weights.snapshot import Snapshot
 
 FIRST_SWAP = ["/start_weight_update", "/update_weights", "/slipstream/staged", "/slipstream/swap"]

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from weight_sync.vllm import torch_packing
-from weight_sync.vllm.engine import shadow
+from weight_sync.vllm.engine import shadow, shadow_modules
 from weight_sync.vllm.engine.fingerprints import compare, held
-from weight_sync.vllm.torch_packing import PackingError, TorchLinear
+from weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear
 
 ROWS, COLUMNS = 96, 64
 CONFIG = SimpleNamespace(
@@ -33,7 +32,7 @@ def worker_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
-    torch_packing.install()
+    shadow_modules.install_torch_packing()
     with config.set_current_vllm_config(config.VllmConfig()):
         yield
 
@@ -78,8 +77,8 @@ def test_what_is_published_is_served_and_proven_whether_or_not_the_cpu_packs(
     dtype: torch.dtype, cpu_packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cpu_packs:
-        monkeypatch.setattr(torch_packing, "can_pack", lambda _: False)
-    packed = torch_packing.can_pack(dtype)
+        monkeypatch.setattr(shadow_modules, "can_pack", lambda _: False)
+    packed = shadow_modules.can_pack(dtype)
     served, x = Served(dtype), torch.eye(COLUMNS, dtype=dtype)
     for seed in (2, 3):
         sent = weights(dtype, seed)

@@ -20,10 +20,9 @@ from tests.weight_sync.receivers import GlooReceiverEnd, HttpReceiverEnd, Receiv
 from weight_sync.server import cancellation
 from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError, Transport
-from weight_sync.transports.ipc import handles
-from weight_sync.transports.nccl import streams
-from weight_sync.transports.registry import TRANSPORTS, build_transport
+from weight_sync.transports.base import TransferError, Transport, build_transport
+from weight_sync.transports.gpu import communicator, ipc
+from weight_sync.transports.registry import TRANSPORTS
 from weight_sync.weights.snapshot import Snapshot
 
 RECEIVERS: dict[str, type[Receiver]] = {
@@ -66,9 +65,9 @@ async def rig(name: str, timeout_s: float = 20) -> AsyncIterator[Rig]:
     receiver = RECEIVERS[name](fake.engine)
     section = WeightSyncSection(transport=name, bucket_bytes=1024, timeout_s=timeout_s)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "own_gpu", receiver.gpu)
-        patch.setattr(handles, "export", receiver.memory.export)
-        patch.setattr(handles, "opened", receiver.memory.opened)
+        patch.setattr(communicator, "own_gpu", receiver.gpu)
+        patch.setattr(ipc, "export", receiver.memory.export)
+        patch.setattr(ipc, "opened", receiver.memory.opened)
         async with serving(fake) as url, ServerControl(url, timeout_s) as control:
             yield Rig(fake, control, receiver, section)
             receiver.close()

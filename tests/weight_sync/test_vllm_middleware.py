@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from weight_sync.fleet.eligibility import ServerFacts
-from weight_sync.vllm import heartbeat, lease
+from weight_sync.server.answers import ServerFacts
+from weight_sync.vllm import control_rules, engine_state
 from weight_sync.vllm.engine_state import EngineStatus, condition_of
 from weight_sync.vllm.middleware import Slipstream
 
@@ -142,7 +142,7 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
 
 
 async def test_f5_an_engine_that_hangs_is_not_alive_though_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.vllm.server_routes.LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("weight_sync.vllm.routes.LOOK_TIMEOUT_S", 0.05)
     async with serving() as server:
         server.engine.hangs = True
         reply = await asyncio.wait_for(server.get("/slipstream/state"), 5)
@@ -153,7 +153,7 @@ async def test_f5_an_engine_that_hangs_is_not_alive_though_the_server_answers(mo
 
 async def test_f5_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ASK_EVERY_S": 0.01, "ANSWER_WITHIN_S": 0.01, "QUESTIONS": 3}.items():
-        monkeypatch.setattr(heartbeat, name, value)
+        monkeypatch.setattr(engine_state, name, value)
     monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
     async with serving() as server:
         server.engine.hangs = True
@@ -205,7 +205,7 @@ async def test_a_resume_within_a_swap_that_takes_long_is_told_what_goes_on(monke
 async def test_an_engine_that_ended_is_told_by_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, told: str
 ) -> None:
-    monkeypatch.setattr(heartbeat, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(engine_state, "LOOK_EVERY_S", 0.01)
     async with serving() as server:
         generating = asyncio.create_task(server.post("/inference/v1/generate", json={}))
         await server.generating.wait()
@@ -312,7 +312,7 @@ async def test_p7_i6_a_swap_that_fails_half_way_answers_503_to_all_at_once_and_e
 
 
 async def test_i6_a_pause_whose_owner_died_ends_by_resuming(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease.grant, "__defaults__", (0.05,))
+    monkeypatch.setattr(control_rules.grant_pause, "__defaults__", (0.05,))
     async with serving() as server:
         await server.post("/pause", headers=OURS)
         assert (await server.get("/slipstream/state")).json()["pause_owner"] == "publication"
@@ -335,7 +335,7 @@ async def test_i6_a_lease_that_is_renewed_holds() -> None:
 
 
 async def test_p7_a_model_left_half_loaded_never_generates_and_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease.grant, "__defaults__", (0.1,))
+    monkeypatch.setattr(control_rules.grant_pause, "__defaults__", (0.1,))
     monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
     async with serving() as server:
         server.engine.vllm_config.weight_transfer_config.backend = "in place"

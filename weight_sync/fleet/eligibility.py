@@ -1,85 +1,33 @@
 """Whether a vLLM server is one that a run can use: its flags, as it says them itself. Pure: who asks is elsewhere.
 
 The probe of weight sync runs at temperature 1, so it is blind to log-probs of the wrong kind.
+
+Whether a server was started with flags that the run can use: asked of every server, whoever started it.
+
+Whose weights a server holds, by what it says of itself, and whether they are still what was proven there (I5).
+
+Pure decisions. `run_id`: of this learner's run, "" before it is known.
+
+Why this run may not use a server that answers: another name or another run has it, or its flags do not fit.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+import asyncio
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from protocol.config import RunConfig
-from protocol.versions import SERVED_MODEL_NAME
+from protocol.versions import SERVED_MODEL_NAME, parse
+from weight_sync.server.answers import EngineState, ServerFacts, serves_another_run
+from weight_sync.server.control import LOOK_TIMEOUT_S, ControlError, ServerControl
 from weight_sync.transports.registry import TRANSPORTS, backend
 
 # The release whose routes and internals weight sync was built and tried with.
 TRIED_VERSION = "0.32.0"
 
 LOGPROBS_MODE = "processed_logprobs"
-
-
-@dataclass(frozen=True)
-class ServerFacts:
-    """What a server says of itself; None: it does not say. dtype: without "torch."."""
-
-    version: str | None
-    served_name: str | None
-    logprobs_mode: str | None
-    dtype: str | None
-    max_model_len: int | None
-    transport: str | None
-    scale_out: bool
-    quantization: str | None = None
-
-    @classmethod
-    def said(cls, answer: Mapping[str, Any]) -> ServerFacts:
-        """answer: of our own `/slipstream/facts`."""
-        names = [of.name for of in fields(cls) if of.name not in ("version", "scale_out")]
-        return cls(version=None, scale_out=bool(answer.get("scale_out")), **{name: answer.get(name) for name in names})
-
-    @classmethod
-    def parse(cls, version: str | None, info: Mapping[str, Any], scale_out: bool) -> ServerFacts:
-        """info: the answer of `/server_info?config_format=json`."""
-        vllm = _table(info, "vllm_config")
-        model = _table(vllm, "model_config")
-        dtype = model.get("dtype")
-        return cls(
-            version=version,
-            served_name=model.get("served_model_name"),
-            logprobs_mode=model.get("logprobs_mode"),
-            dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
-            max_model_len=model.get("max_model_len"),
-            transport=_table(vllm, "weight_transfer_config").get("backend"),
-            scale_out=scale_out,
-            quantization=model.get("quantization"),
-        )
-
-    @classmethod
-    def of_command(cls, command: Sequence[str]) -> ServerFacts:
-        """Of a command line that starts a server; what cannot be read there is not said. The last of several counts."""
-        given: dict[str, str] = {}
-        for place, word in enumerate(command):
-            flag, equals, value = word.partition("=")
-            if flag.startswith("--"):
-                following = command[place + 1] if place + 1 < len(command) else ""
-                given[flag.replace("_", "-")] = value if equals else "" if following.startswith("--") else following
-        dtype, length = given.get("--dtype"), given.get("--max-model-len", "")
-        try:
-            transfer = json.loads(given.get("--weight-transfer-config", "{}"))
-        except ValueError:
-            transfer = {}  # vLLM refuses it, and says why
-        return cls(
-            version=None,
-            served_name=given.get("--served-model-name"),
-            logprobs_mode=given.get("--logprobs-mode"),
-            dtype={"float": "float32", "half": "float16"}.get(dtype or "", dtype) if dtype != "auto" else None,
-            max_model_len=int(length) if length.isdecimal() else None,
-            transport=transfer.get("backend") if isinstance(transfer, dict) else None,
-            scale_out="--enable-scale-out" in given and "--no-enable-scale-out" not in given,
-            quantization=given.get("--quantization") or given.get("-q"),
-        )
 
 
 @dataclass(frozen=True)
@@ -152,6 +100,68 @@ def describe_mismatches(faults: Sequence[Mismatch]) -> str:
     )
 
 
-def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, Mapping) else {}
+class Suitability:
+    """Of one server; each of its processes is asked once."""
+
+    def __init__(self, control: ServerControl, wanted: Wanted) -> None:
+        self._control = control
+        self._wanted = wanted
+        self._boot: str | None = None
+        self._fault: str | None = None
+
+    async def fault(self, boot: str) -> str | None:
+        """Why the run cannot use the process of this `boot`, and the remedy; None: it can. One that does not say its
+        flags is not used, and asked again."""
+        if boot == self._boot:
+            return self._fault
+        url = self._control.url
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                faults = judge(await self._control.facts(), self._wanted)
+        except (ControlError, TimeoutError) as error:
+            why = str(error) or f"{url}/slipstream/facts: no answer within {LOOK_TIMEOUT_S:g} s"
+            return f"it does not say with which flags it was started ({why}); start it with: slipstream vllm run.toml"
+        self._boot, self._fault = boot, f"{url}: {describe_mismatches(faults)}" if faults else None
+        return self._fault
+
+
+def of_another_run(url: str, state: EngineState, run_id: str) -> str | None:
+    """Why the server at `url` is not this run's to use: another's learner controls it. None: none does."""
+    if not run_id or state.owner in ("", run_id):
+        return None
+    return serves_another_run(url, state.owner, state.owner_silent_s)
+
+
+def what_became(state: EngineState, boot: str | None, ours: Container[str] | None, run_id: str) -> str | None:
+    """What became of the weights that were proven there; None where the server may hold them. boot: of the last look,
+    None before it; ours: labels that this learner may have put there, None before it has proven any."""
+    if boot is not None and state.boot != boot:
+        return "it restarted"
+    if ours is None or state.label in ours:
+        return None
+    label = parse(state.label)
+    if label is not None and label.run and label.run != run_id:
+        return f"taken over by run {label.run}: it holds version {label.version} of that one"
+    return f"it holds weights {state.label!r}, which this learner did not publish"
+
+
+class Eligibility:
+    """Of one server. `reason`: as of the last look, None where the run may use it; `is_news`: whether it is another one
+    than at the look before."""
+
+    def __init__(self, control: ServerControl, wanted: Wanted) -> None:
+        self.reason: str | None = None
+        self.is_news = False
+        self._control = control
+        self._suitability = Suitability(control, wanted)
+        self._by: str | None = None
+
+    async def look(self, state: EngineState, claimed: str | None) -> str | None:
+        """The reason. claimed: why the server process cannot have its name, None if it can."""
+        foreign = of_another_run(self._control.url, state, self._control.run_id)
+        self.reason = claimed or foreign or await self._suitability.fault(state.boot)
+        before = self._by
+        # The text on another run says how long ago its learner looked, which is no news.
+        self._by = state.owner if self.reason is not None and self.reason is foreign else self.reason
+        self.is_news = self._by != before
+        return self.reason

@@ -2,6 +2,8 @@
 
 What concerns more than one server is decided here: which is too far behind another (stale), which is registered twice,
 and when enough of them have a version.
+
+Keeps one server's task going, whatever ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from weight_sync.fleet.decisions import Behind, Standing, behind
 from weight_sync.fleet.eligibility import Wanted
-from weight_sync.fleet.kept_running import kept_running
 from weight_sync.fleet.member import Member
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.server_publication import ServerSync
@@ -29,6 +30,47 @@ from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
+
+# After a failure of the queue, which concerns all servers.
+QUEUE_PAUSE_S = 1.0
+
+# Failures in a row that nobody foresaw, of one server's task, after which it is a bug that ends the learner.
+MOST_BUGS = 6
+
+BUG_PAUSE_S = 2.0
+
+
+class FleetBroken(RuntimeError):
+    """A server's task failed again and again in a way that nobody foresaw."""
+
+
+async def run_forever(
+    member: Member, troubled: Callable[[QueueError], None], on_failure: Callable[[BaseException], None]
+) -> None:
+    """A bug in one server's task holds up no other; one that comes back at once, again and again, ends the learner:
+    a run whose only server is not brought up to date would stand still, and nobody would know why."""
+    bugs = 0
+    while True:
+        began = time.monotonic()
+        try:
+            await member.run()
+        except QueueError as error:
+            troubled(error)
+            pause_s = QUEUE_PAUSE_S
+        except Exception as error:
+            bugs = bugs + 1 if time.monotonic() - began < 60 else 1
+            logger.exception("%s cannot be brought up to date (failure %d)", member.name, bugs)
+            if bugs == MOST_BUGS:
+                failure = FleetBroken(
+                    f"{member.name} could not be brought up to date {bugs} times in a row; the last time: "
+                    f"{type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                on_failure(failure)
+                return
+            pause_s = BUG_PAUSE_S * 2**bugs
+        await asyncio.sleep(pause_s)
+
 
 # How often the registry is read, for servers that join, leave or register anew.
 READ_EVERY_S = 1.0
@@ -211,7 +253,7 @@ class Fleet:
         )
         self.members[server.name] = member
         self._tasks[server.name] = asyncio.create_task(
-            kept_running(member, self._is_troubled, self._on_failure), name=f"server {server.name}"
+            run_forever(member, self._is_troubled, self._on_failure), name=f"server {server.name}"
         )
 
     def _leaves(self, name: str) -> None:

@@ -4,6 +4,8 @@ No other server, and no learner, waits for it. What it is told is what the queue
 state. A server that starts or restarts (another `boot`), or holds weights that are not ours, is joining, whatever it
 was before (F16); one that another run's learner controls is down while it does; one whose proof fails is quarantined
 (I5), as is one that is left paused (I6); one that does not answer for a while is down. Each is tried again.
+
+What one server's task asks of all of them.
 """
 
 from __future__ import annotations
@@ -13,25 +15,38 @@ import logging
 import time
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from protocol.client import QueueRefused
 from protocol.messages import Server, ServerState
-from weight_sync.fleet.barred import Barred
-from weight_sync.fleet.decisions import Standing, retry_pause_s
-from weight_sync.fleet.eligibility import Wanted
-from weight_sync.fleet.others import Others
-from weight_sync.fleet.persons_pause import PersonsPause
+from weight_sync.fleet.decisions import Standing, UserPause, retry_pause_s
+from weight_sync.fleet.eligibility import Eligibility, Wanted, what_became
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.queue_status import Put, QueueReporter, way_to
-from weight_sync.fleet.server_publication import PUBLISH_ERRORS, ServerSync
+from weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLISH_ERRORS, PublicationAttempt, ServerSync
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.fleet.under_way import LOOK_EVERY_S, UnderWay
-from weight_sync.fleet.whose import what_became
 from weight_sync.server.answers import EngineState
 from weight_sync.server.cancellation import shielded
 from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError
 from weight_sync.server.proof import ProofFailed
 from weight_sync.weights.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    pass
+
+
+class FleetView(Protocol):
+    """What a member asks of the fleet."""
+
+    def claim(self, boot: str, name: str) -> str | None:
+        """Why the server process of this `boot` cannot have this name: it is in the fleet under another one."""
+
+    def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
+        """A server has a version."""
+
+    def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
+        """Whether a server that served this version, which took so long, would be too far and too long behind."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +70,7 @@ class Member:
         put: Put,
         snapshots: Snapshots,
         publications: Publications,
-        others: Others,
+        others: FleetView,
         timeout_s: float,
         wanted: Wanted,
     ) -> None:
@@ -64,7 +79,7 @@ class Member:
         self.waits_for: str | None = None
         self.not_up: str | None = None
         self.failures = 0
-        self.persons_pause = PersonsPause(self.at_queue)
+        self.persons_pause = UserPause(self.at_queue)
         self.answers = False
         self.behind_since: float | None = None
         self._sync = sync
@@ -72,7 +87,7 @@ class Member:
         self._publications = publications
         self._others = others
         self._timeout_s = timeout_s
-        self._barred = Barred(sync.control, wanted)
+        self._barred = Eligibility(sync.control, wanted)
         self._boot: str | None = None
         # Those that the server may hold by what was done to it.
         self._labels: set[str] = set()
@@ -81,7 +96,7 @@ class Member:
         self._silent_since: float | None = None
         self._next_try = 0.0
         self._wake = asyncio.Event()
-        self.under_way = UnderWay(sync.control, self._heard_beside, timeout_s)
+        self.under_way = PublicationAttempt(sync.control, self._heard_beside, timeout_s)
 
     @property
     def server(self) -> Server:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from weight_sync.proof.probe import Probe
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, Snapshot
 
 MOST_ON_THEIR_WAY = 2
 

@@ -2,9 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from protocol import access
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself; None: it does not say. dtype: without "torch."."""
+
+    version: str | None
+    served_name: str | None
+    logprobs_mode: str | None
+    dtype: str | None
+    max_model_len: int | None
+    transport: str | None
+    scale_out: bool
+    quantization: str | None = None
+
+    @classmethod
+    def said(cls, answer: Mapping[str, Any]) -> ServerFacts:
+        """answer: of our own `/slipstream/facts`."""
+        names = [of.name for of in fields(cls) if of.name not in ("version", "scale_out")]
+        return cls(version=None, scale_out=bool(answer.get("scale_out")), **{name: answer.get(name) for name in names})
+
+    @classmethod
+    def parse(cls, version: str | None, info: Mapping[str, Any], scale_out: bool) -> ServerFacts:
+        """info: the answer of `/server_info?config_format=json`."""
+        vllm = _table(info, "vllm_config")
+        model = _table(vllm, "model_config")
+        dtype = model.get("dtype")
+        return cls(
+            version=version,
+            served_name=model.get("served_model_name"),
+            logprobs_mode=model.get("logprobs_mode"),
+            dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
+            max_model_len=model.get("max_model_len"),
+            transport=_table(vllm, "weight_transfer_config").get("backend"),
+            scale_out=scale_out,
+            quantization=model.get("quantization"),
+        )
+
+    @classmethod
+    def of_command(cls, command: Sequence[str]) -> ServerFacts:
+        """Of a command line that starts a server; what cannot be read there is not said. The last of several counts."""
+        given: dict[str, str] = {}
+        for place, word in enumerate(command):
+            flag, equals, value = word.partition("=")
+            if flag.startswith("--"):
+                following = command[place + 1] if place + 1 < len(command) else ""
+                given[flag.replace("_", "-")] = value if equals else "" if following.startswith("--") else following
+        dtype, length = given.get("--dtype"), given.get("--max-model-len", "")
+        try:
+            transfer = json.loads(given.get("--weight-transfer-config", "{}"))
+        except ValueError:
+            transfer = {}  # vLLM refuses it, and says why
+        return cls(
+            version=None,
+            served_name=given.get("--served-model-name"),
+            logprobs_mode=given.get("--logprobs-mode"),
+            dtype={"float": "float32", "half": "float16"}.get(dtype or "", dtype) if dtype != "auto" else None,
+            max_model_len=int(length) if length.isdecimal() else None,
+            transport=transfer.get("backend") if isinstance(transfer, dict) else None,
+            scale_out="--enable-scale-out" in given and "--no-enable-scale-out" not in given,
+            quantization=given.get("--quantization") or given.get("-q"),
+        )
+
+
+def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = values.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def serves_another_run(server: str, run: str, silent_s: float) -> str:

@@ -10,6 +10,8 @@ asks for, so a swap that was left out would pass. The rule therefore has four pa
 
 "Far" in 3 and 4 is the median over the probe: a router that sends one token elsewhere moves the largest difference, and
 not the median.
+
+Whether a server computes with the weights that were sent: probes, the rule that judges them, what layers hold.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from protocol.config import WeightSyncSection
-    from weight_sync.transports.base import Transport
+    pass
 
 
 @dataclass(frozen=True)
@@ -29,24 +27,28 @@ class Ends:
 
 # The names are those of the setting.
 TRANSPORTS = {
-    "gloo": Ends("weight_sync.transports.gloo.sender:GlooTransport", "weight_sync.transports.gloo.engine:GlooEngine"),
+    "gloo": Ends(
+        "weight_sync.transports.gloo.sender:GlooTransport", "weight_sync.vllm.engine.staged_engine:GlooEngine"
+    ),
     "nccl": Ends(
-        "weight_sync.transports.nccl.sender:NcclTransport",
+        "weight_sync.transports.gpu.nccl_sender:NcclTransport",
         "weight_sync.vllm.engine.nccl_engine:NcclEngine",
         stages=False,
         replaces=True,
     ),
     "nccl_staged": Ends(
-        "weight_sync.transports.nccl_staged.sender:NcclStagedTransport",
-        "weight_sync.transports.nccl_staged.engine:NcclStagedEngine",
+        "weight_sync.transports.gpu.nccl_sender:NcclStagedTransport",
+        "weight_sync.vllm.engine.device_engines:NcclStagedEngine",
     ),
     # vLLM's own engine of that name pickles, and loads in place.
     "ipc": Ends(
         "weight_sync.transports.gpu.ipc:IpcTransport",
-        "weight_sync.transports.ipc.engine:IpcEngine",
+        "weight_sync.vllm.engine.device_engines:IpcEngine",
         "slipstream_ipc",
     ),
-    "http": Ends("weight_sync.transports.http.sender:HttpTransport", "weight_sync.transports.http.engine:HttpEngine"),
+    "http": Ends(
+        "weight_sync.transports.http.sender:HttpTransport", "weight_sync.vllm.engine.staged_engine:HttpEngine"
+    ),
 }
 
 # Those of which `weight_sync.delta` means something.
@@ -71,14 +73,3 @@ def backend(transport: str) -> str:
 def of_backend(name: str) -> str | None:
     """The transport whose engine vLLM calls `name`; None for one that is not ours to send to."""
     return next((transport for transport in TRANSPORTS if name == backend(transport)), None)
-
-
-def build_transport(section: WeightSyncSection) -> Transport:
-    """The learner's end of the transport that `section` names, not connected yet."""
-    if section.transport == "auto":
-        from weight_sync.transports.auto import AutoTransport
-
-        return AutoTransport(section)
-    module, _, name = TRANSPORTS[section.transport].learner.partition(":")
-    transport: Transport = getattr(import_module(module), name)(section)
-    return transport

@@ -12,6 +12,9 @@ vLLM's own `/v1/load_lora_adapter` stays off: it would load any path for anyone.
 Each answer to a request for tokens names the newest proven adapter in the header `slipstream-adapter`, so that workers
 ask for it from then on. Once there is one, a request for the base, by somebody who does not know of adapters, is
 refused (409): none of its tokens could be trained on (I5).
+
+What a server computes and holds under a loaded adapter, whether it serves or not: asked of the workers, beside
+generation.
 """
 
 from __future__ import annotations
@@ -25,13 +28,37 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.versions import HEADER
-from weight_sync.vllm import owner
-from weight_sync.vllm.adapter_score import layers, score
+from weight_sync.vllm import engine_state
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
-from weight_sync.vllm.engine_state import condition_of
+from weight_sync.vllm.engine_state import RouteError, condition_of
 from weight_sync.vllm.loaded_adapters import LoadedAdapters
 from weight_sync.vllm.middleware import body_of, bytes_of, problem
-from weight_sync.vllm.route import RouteError
+from weight_sync.vllm.routes import given_logprobs, given_token_ids, read
+
+
+async def score(shelf: LoadedAdapters, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    """`{"token_ids": [[int]]}` -> `{"logprobs": [[float]]}`, in nats at temperature 1; 501 where it cannot be done.
+
+    Raises `RouteError`.
+    """
+    which = _which(shelf, name)
+    token_ids = given_token_ids(shelf.engine, body)
+    return given_logprobs(await shelf.engine.collective_rpc("slipstream_score_adapter", args=(token_ids, which)))
+
+
+async def layers(shelf: LoadedAdapters, name: str) -> dict[str, Any]:
+    """As `proof_routes.layers`: the layers of a loaded adapter against the bytes that arrived. Raises `RouteError`."""
+    begun = await shelf.engine.collective_rpc("slipstream_read_adapter", args=(_which(shelf, name),))
+    return await read(shelf.engine, begun)
+
+
+def _which(shelf: LoadedAdapters, name: str) -> tuple[str, int, str]:
+    """Name, number and folder of an adapter. Raises `RouteError`."""
+    adapter = shelf.adapter(name)
+    if adapter is None:
+        raise RouteError(409, f"the adapter {name} is not loaded")
+    return adapter.lora_name, adapter.lora_int_id, adapter.lora_path
+
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +131,7 @@ class Adapters:
 def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
     """Of another run's learner: what it asks must change nothing here either."""
     try:
-        owner.check(condition_of(engine).owner, scope)
+        engine_state.check_owner(condition_of(engine).owner, scope)
     except RouteError as error:
         return problem(error.status, error.message)
     return None

@@ -8,10 +8,10 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weight_sync.transports.http import ranges
+from weight_sync.transports.http import chunks
 from weight_sync.transports.http.chunks import digest_of
+from weight_sync.transports.http.listener import Throttle
 from weight_sync.transports.http.receiver import record_of
-from weight_sync.transports.http.throttle import Throttle
 
 Scope = MutableMapping[str, Any]
 
@@ -29,18 +29,18 @@ async def serve_chunks(scope: Scope, send: Send) -> None:
     if scope["method"] != "GET":
         await _refuse(send, 405, "ask with GET")
         return
-    record = record_of(scope["path"].removeprefix(ranges.PREFIX))
+    record = record_of(scope["path"].removeprefix(chunks.CHUNKS_PREFIX))
     given = headers.get(b"authorization", "").removeprefix("Bearer ")
     if record is None or not record.holds:
         await _refuse(send, 404, "nothing is staged here")
         return
-    if not ranges.same(digest_of(memoryview(given.encode())), record.secret_hash):
+    if not chunks.equal_secrets(digest_of(memoryview(given.encode())), record.secret_hash):
         await _refuse(send, 401, "the transfer's secret is needed")
         return
     if headers.get(b"if-match") != f'"{record.holds}"':
         await _refuse(send, 412, "another version is staged here")
         return
-    found = ranges.parse(headers.get(b"range", ""), record.total_bytes)
+    found = chunks.parse_range(headers.get(b"range", ""), record.total_bytes)
     if found is None:
         await _refuse(send, 416, f"ask for one range within {record.total_bytes} bytes")
         return
@@ -61,8 +61,8 @@ async def _send_range(send: Send, fd: int, start: int, end: int, throttle: Throt
     """If another version is being received meanwhile, the digests of the one who asks tell."""
     length = str(end - start).encode()
     await send({"type": "http.response.start", "status": 206, "headers": [(b"content-length", length)]})
-    for at in range(start, end, ranges.SLICE_BYTES):
-        count = min(ranges.SLICE_BYTES, end - at)
+    for at in range(start, end, chunks.SLICE_BYTES):
+        count = min(chunks.SLICE_BYTES, end - at)
         await throttle.pass_on(count)
         body = os.pread(fd, count, at)
         async with asyncio.timeout(STALL_TIMEOUT_S):

@@ -1,17 +1,84 @@
-"""What vLLM's own control routes may do on a server that publications use."""
+"""What vLLM's own control routes may do on a server that publications use.
+
+The pause of an in-place transport as a lease: it ends by itself when its owner does not renew it (I6).
+
+It ends by resuming where the live model is whole; else this server answers 503 and ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weight_sync.vllm import lease
-from weight_sync.vllm.engine_state import EngineStatus
-from weight_sync.vllm.route import RouteError
+from weight_sync.vllm.engine_state import EngineStatus, RouteError, condition_of
+
+logger = logging.getLogger(__name__)
+
+OWNER_HEADER = b"slipstream-owner"
+
+# From `/pause` to the first renewal.
+FIRST_LEASE_S = 15.0
+
+LONGEST_LEASE_S = 600.0
+
+RESUME_TIMEOUT_S = 10.0
+
+
+async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """`{"owner", "seconds"}`: the pause that `owner` holds ends in `seconds` at the earliest."""
+    owner, seconds = body.get("owner"), body.get("seconds")
+    if not isinstance(owner, str) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_LEASE_S:
+        raise RouteError(400, f'a lease wants {{"owner": text, "seconds": above 0, at most {LONGEST_LEASE_S:g}}}')
+    condition = condition_of(engine)
+    if condition.lease_owner != owner:
+        raise RouteError(409, f"{owner!r} holds no pause here: it ended, or {condition.lease_owner!r} holds it")
+    _set(engine, condition, owner, seconds)
+    return {"owner": owner, "seconds": seconds}
+
+
+def grant_pause(engine: Any, owner: str, seconds: float = FIRST_LEASE_S) -> None:
+    """`owner` is about to pause the engine. Raises `RouteError` where another holds the pause."""
+    condition = condition_of(engine)
+    if condition.lease_owner not in (None, owner):
+        raise RouteError(409, f"{condition.lease_owner!r} holds the pause of this server")
+    _set(engine, condition, owner, seconds)
+
+
+def release_pause(condition: EngineStatus) -> None:
+    """The owner has ended its pause."""
+    if condition.lease_ends is not None:
+        condition.lease_ends.cancel()
+    condition.lease_owner = condition.lease_ends = None
+
+
+def _set(engine: Any, condition: EngineStatus, owner: str, seconds: float) -> None:
+    release_pause(condition)
+    condition.lease_owner = owner
+    condition.lease_ends = asyncio.get_running_loop().call_later(seconds, _over, engine, condition)
+
+
+def _over(engine: Any, condition: EngineStatus) -> None:
+    owner = condition.lease_owner
+    release_pause(condition)
+    if not condition.whole:
+        condition.break_down(f"{owner} left it half loaded, and did not come back before its lease ended")
+    elif not condition.persons_pause:
+        logger.warning("%s did not renew the lease of its pause: resuming", owner)
+        condition.ending = asyncio.ensure_future(_resume(engine, condition, owner))
+
+
+async def _resume(engine: Any, condition: EngineStatus, owner: str | None) -> None:
+    try:
+        async with asyncio.timeout(RESUME_TIMEOUT_S):
+            await engine.resume_generation()
+    except Exception as error:
+        condition.break_down(f"the pause of {owner} could not be ended: {type(error).__name__}: {error}")
+
 
 # How long a resume waits for a swap that is under way.
 SWAP_WITHIN_S = 5.0
@@ -33,7 +100,7 @@ async def _status_of(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -
 
 
 def _owner(scope: Scope) -> str | None:
-    owner = dict(scope["headers"]).get(lease.OWNER_HEADER)
+    owner = dict(scope["headers"]).get(OWNER_HEADER)
     return owner.decode("latin-1") if owner else None
 
 
@@ -41,7 +108,7 @@ async def pause(engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope
     """With the header `slipstream-owner` a lease; without it a person's, which only a person ends."""
     owner = _owner(scope)
     if owner is not None:
-        lease.grant(engine, owner)
+        grant_pause(engine, owner)
         await app(scope, receive, send)
     elif await _status_of(app, scope, receive, send) == 200:
         condition.persons_pause = True
@@ -66,7 +133,7 @@ async def resume(
     if not condition.whole:
         raise RouteError(409, "the model is half loaded: publish to this server again, or start it again")
     if owner is not None:
-        lease.release(condition)
+        release_pause(condition)
         if condition.persons_pause:
             raise RouteError(423, "a person paused this server: POST /resume, without an owner, ends it")
     await app(scope, receive, send)

@@ -1,19 +1,101 @@
-"""What vLLM's API process knows of its engine beyond what the engine says: boot, wholeness, leases, and the end."""
+"""What vLLM's API process knows of its engine beyond what the engine says: boot, wholeness, leases, and the end.
+
+What a route of ours is: a coroutine from the engine's client and the JSON body to the JSON answer.
+
+Which run a server serves: that of the learner which controls it, and of one learner at a time (I5).
+
+A run owns the server from its first control call on, as long as its learner is heard: it looks every two seconds. One
+that says goodbye, or is silent for `SILENT_S`, leaves it to the next that calls. Calls without the header
+`slipstream-run` are a person's, and own nothing.
+
+Whether the engine lives: asked now and then, so that one that hangs in a collective does not stay behind a server
+that still answers.
+
+Silence is counted in questions, not in time: a process that was stopped and goes on has missed one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import re
 import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
+from starlette.types import Scope
 
-from weight_sync.vllm.owner import Owner
+from protocol.versions import RUN_HEADER, RUN_ID
+from weight_sync.server.answers import serves_another_run
+from weight_sync.transports.http import chunks
+from weight_sync.vllm import guard
+
+Handler = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class RouteError(Exception):
+    """A refusal, answered with `status` and `message`."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+SILENT_S = 30.0
+
+STATE = "/slipstream/state"
+
+
+@dataclass
+class Owner:
+    """`run`: the id of the last owner, "" before the first; `heard_at`: when it called last. Times: seconds, on any one
+    clock."""
+
+    run: str = ""
+    heard_at: float = 0.0
+
+    def live(self, now: float) -> str:
+        """The owner's id; "" where there is none any more."""
+        return self.run if now - self.heard_at < SILENT_S else ""
+
+    def silent_s(self, now: float) -> float:
+        """How long ago the live owner called; 0 without one."""
+        return now - self.heard_at if self.live(now) else 0.0
+
+    def admits(self, run: str, now: float) -> bool:
+        """A control call of `run`: whether that run is the owner, which it becomes where there is none."""
+        if self.live(now) not in ("", run):
+            return False
+        self.run, self.heard_at = run, now
+        return True
+
+    def leaves(self, run: str) -> None:
+        """The learner of `run` says goodbye."""
+        if self.run == run:
+            self.run = ""
+
+
+def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
+    """Of a request, before anything else of it is done. Raises `RouteError` 409 for a control call of another run than
+    the owner; a look at the state passes, and says who that is."""
+    path = guard.route_of(scope)
+    if path.startswith(chunks.CHUNKS_PREFIX) or path == guard.HEALTH or guard.roles_for(path) != ("learner",):
+        return  # also those ask who may not control the server, and so must not come to own it
+    run = dict(scope["headers"]).get(RUN_HEADER.encode(), b"").decode("latin-1")
+    if not run:
+        return
+    if not re.fullmatch(RUN_ID, run):
+        raise RouteError(400, f"{RUN_HEADER}: {run[:80]!r} is not the id of a run")
+    now = time.monotonic() if now is None else now
+    if not owner.admits(run, now) and path != STATE:
+        raise RouteError(409, serves_another_run("this server", owner.run, owner.silent_s(now)))
+
 
 logger = logging.getLogger(__name__)
 
@@ -83,3 +165,53 @@ def condition_of(engine: Any) -> EngineStatus:
         found = engine.slipstream_condition = EngineStatus()
     condition: EngineStatus = found
     return condition
+
+
+ASK_EVERY_S = 5.0
+
+# A dead engine is known without a question. vLLM ends soon after it, and does not say why.
+LOOK_EVERY_S = 0.5
+
+# An engine answers between two steps, and the longest prefill is one step.
+ANSWER_WITHIN_S = 15.0
+
+QUESTIONS = 8
+
+
+async def watch(engine: Any, condition: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
+    """Break the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
+
+    While a publication holds the pause its lease counts, not this. `ask(engine, timeout_s)`: None where no answer came.
+    """
+    silent, asked_at = 0, time.monotonic()
+    while condition.broken is None:
+        await asyncio.sleep(min(LOOK_EVERY_S, ASK_EVERY_S))
+        if (why := how_it_died(engine)) is not None:
+            condition.break_down(why)
+            return
+        if time.monotonic() - asked_at < ASK_EVERY_S:
+            continue
+        if getattr(engine, "errored", False):
+            condition.break_down("the engine died")
+            return
+        try:
+            answered = await ask(engine, ANSWER_WITHIN_S) is not None
+        except Exception as error:  # asked again; a failing question is no answer
+            logger.warning("the engine could not be asked: %s", error)
+            answered = False
+        asked_at = time.monotonic()
+        silent = 0 if answered or condition.lease_ends is not None else silent + 1
+        if silent >= QUESTIONS:
+            condition.break_down(f"the engine did not answer {QUESTIONS} times in a row, {ANSWER_WITHIN_S:g} s each")
+
+
+def how_it_died(engine: Any) -> str | None:
+    """Of an engine one of whose processes ended unasked; None: it lives, or is being shut down. vLLM knows the exit
+    code, and tells nobody."""
+    resources = getattr(getattr(engine, "engine_core", None), "resources", None)
+    manager = getattr(resources, "engine_manager", None)
+    name = getattr(manager, "failed_proc_name", None)
+    code = manager.finished_procs().get(name) if manager is not None and name is not None else None
+    if code is None:
+        return None
+    return f"its EngineCore process ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"

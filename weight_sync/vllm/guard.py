@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol import access
-from weight_sync.transports.http import ranges
+from weight_sync.transports.http import chunks
 
 HEALTH = "/health"
 
@@ -47,7 +47,7 @@ class RequireToken:
         if self._ring is None or scope["type"] == "lifespan" or (path := route_of(scope)) == HEALTH:
             await self._app(scope, receive, send)
             return
-        if path.startswith(ranges.PREFIX):
+        if path.startswith(chunks.CHUNKS_PREFIX):
             # Staged weights, for other servers: they bring the transfer's own secret, which is asked for there.
             await self._app(scope, receive, send)
             return

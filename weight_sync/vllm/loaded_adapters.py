@@ -16,8 +16,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 
 from protocol.versions import label_in
 from weight_sync.vllm.adapter_store import AdapterStore
-from weight_sync.vllm.engine_state import condition_of
-from weight_sync.vllm.route import RouteError
+from weight_sync.vllm.engine_state import RouteError, condition_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weight_sync.transports.http import ranges
-from weight_sync.vllm import owner
+from weight_sync.transports.http import chunks
+from weight_sync.vllm import engine_state
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.vllm.control_rules import RULES
-from weight_sync.vllm.engine_state import EngineStatus, condition_of
-from weight_sync.vllm.heartbeat import how_it_died, watch
-from weight_sync.vllm.route import RouteError
-from weight_sync.vllm.routes import ROUTES
-from weight_sync.vllm.server_routes import engine_says
+from weight_sync.vllm.engine_state import EngineStatus, RouteError, condition_of, how_it_died, watch
+from weight_sync.vllm.routes import ROUTES, engine_says
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +47,11 @@ class Slipstream:
             condition.scale_out = _generates(scope)
             condition.heartbeat = asyncio.create_task(watch(engine, condition, engine_says))
         try:
-            owner.check(condition.owner, scope)
+            engine_state.check_owner(condition.owner, scope)
         except RouteError as error:
             await problem(error.status, error.message)(scope, receive, send)
             return
-        if scope["path"].startswith(ranges.PREFIX):
+        if scope["path"].startswith(chunks.CHUNKS_PREFIX):
             await serve_chunks(scope, send)
         elif scope["path"].startswith(PREFIX):
             await _answer(engine, scope, receive, send)

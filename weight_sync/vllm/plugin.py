@@ -13,9 +13,10 @@ def register() -> None:
 
     Engines are imported when used. May be called again.
     """
-    from weight_sync.vllm import engine_swap, quick_start
+    from weight_sync.vllm import quick_start
+    from weight_sync.vllm.engine import engine_core
 
-    engine_swap.install()
+    engine_core.install_swap()
     quick_start.install()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

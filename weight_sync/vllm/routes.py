@@ -1,8 +1,266 @@
-"""All routes that we add to vLLM's server, by method and path."""
+"""All routes that we add to vLLM's server, by method and path.
+
+The proof's routes: what the server's log-probs are, and what its layers hold.
+
+The routes of the server's state, of staging, swap and lease.
+"""
 
 from __future__ import annotations
 
-from weight_sync.vllm import proof_routes, server_routes
-from weight_sync.vllm.route import Handler
+import asyncio
+import time
+from typing import Any
 
-ROUTES: dict[tuple[str, str], Handler] = {**server_routes.ROUTES, **proof_routes.ROUTES}
+from weight_sync.server.cancellation import gather_two
+from weight_sync.server.control import NO_ANSWER
+from weight_sync.vllm import control_rules
+from weight_sync.vllm.engine_state import Handler, RouteError, condition_of
+
+# Far more than a probe has.
+MOST_SEQUENCES = 64
+
+# How often to look whether the layers are read: 38 M parameters take 10 ms.
+PROOF_POLL_S = 0.02
+
+LAYERS_TIMEOUT_S = 120.0
+
+
+async def score(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """`{"token_ids": [[int]]}` -> `{"logprobs": [[float]]}`, in nats at temperature 1; 501 where it cannot be done."""
+    token_ids = given_token_ids(engine, body)
+    return given_logprobs(await engine.collective_rpc("slipstream_score", args=(token_ids,)))
+
+
+def given_token_ids(engine: Any, body: dict[str, Any]) -> list[list[int]]:
+    """Those of a request's body. Raises `RouteError` 400."""
+    model = engine.model_config
+    return _token_ids(body.get("token_ids"), model.get_vocab_size(), model.max_model_len)
+
+
+def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answer, from those of all workers. Raises `RouteError` 501."""
+    _refuse_if_impossible(replies)
+    logprobs = next((reply["logprobs"] for reply in replies if reply["logprobs"] is not None), None)
+    if logprobs is None:
+        raise RouteError(501, "no worker of this server holds logits")
+    return {"logprobs": logprobs}
+
+
+async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """`{"label": str}` -> `{"checked": int, "wrong": [str], "unread": [str]}` over all workers: the live layers against
+    what was proven before the swap to `label`. 409 where other weights serve, 501 where nothing was proven."""
+    label = body.get("label")
+    # Asked at once, they are answered between the same two steps of the engine.
+    serving, begun = await gather_two(engine.get_weight_version(), engine.collective_rpc("slipstream_read_layers"))
+    if label != serving:
+        raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
+    return await read(engine, begun)
+
+
+async def read(engine: Any, begun: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all workers found who have `begun` to read, by their answers. Raises `RouteError` 501, 504."""
+    _refuse_if_impossible(begun)
+    replies: list[dict[str, Any]] = [{}]
+    try:
+        async with asyncio.timeout(LAYERS_TIMEOUT_S):
+            while not all(replies):
+                await asyncio.sleep(PROOF_POLL_S)
+                replies = await engine.collective_rpc("slipstream_layers")
+    except TimeoutError:
+        raise RouteError(504, f"the layers were not read within {LAYERS_TIMEOUT_S:g} s") from None
+    several = len(replies) > 1
+    named = {
+        kind: sorted(
+            f"worker {rank}: {name}" if several else name for rank, of in enumerate(replies) for name in of[kind]
+        )
+        for kind in ("wrong", "unread")
+    }
+    return {"checked": sum(reply["checked"] for reply in replies), **named}
+
+
+def _refuse_if_impossible(replies: list[dict[str, Any]]) -> None:
+    for reply in replies:
+        if "cannot" in reply:
+            raise RouteError(501, str(reply["cannot"]))
+
+
+def _token_ids(given: Any, vocabulary: int, longest: int) -> list[list[int]]:
+    """Ids as the model can take them: one that it does not have would end the engine."""
+    if not isinstance(given, list) or not 0 < len(given) <= MOST_SEQUENCES:
+        raise RouteError(400, f"token_ids: must be a list of 1 to {MOST_SEQUENCES} lists of token ids")
+    for ids in given:
+        if not isinstance(ids, list) or not 2 <= len(ids) <= longest:
+            raise RouteError(400, f"token_ids: each list must hold 2 to {longest} ids")
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                raise RouteError(400, f"token_ids: {token!r:.40} is not an id of this model's {vocabulary}")
+    return given
+
+
+PROOF_ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/slipstream/score"): score,
+    ("POST", "/slipstream/layers"): layers,
+}
+
+# An engine answers between two steps; one that takes longer is not alive to whoever waits.
+LOOK_TIMEOUT_S = 4.0
+
+# How often the workers are asked how far they are, at first and at last.
+SERVER_POLL_S = (0.01, 0.1)
+
+LONGEST_WAIT_S = 60.0
+
+
+async def engine_says(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
+    """`engine_swap.state` of the engine; None if it does not answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
+            said: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
+            return said
+    except TimeoutError:
+        return None
+    except Exception as error:
+        # vLLM's own text for a dead engine is no text of ours.
+        if getattr(engine, "errored", False):
+            return None
+        raise RouteError(500, f"the engine cannot say its state: {error}") from error
+
+
+async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    condition = condition_of(engine)
+    said = await engine_says(engine) if condition.broken is None else None
+    reason = condition.broken or (None if said else NO_ANSWER)
+    parallel = engine.vllm_config.parallel_config
+    transfer = engine.vllm_config.weight_transfer_config
+    owner, now = condition.owner, time.monotonic()
+    return {
+        "boot": f"{condition.boot}-{said['boot']}" if said else condition.boot,
+        "label": (condition.adapter or said["label"]) if said else "",
+        "paused": said["paused"] if said else True,
+        "whole": condition.whole,
+        "alive": said is not None,
+        "pause_owner": condition.pause_owner if said is None or said["paused"] else "none",
+        "workers": parallel.world_size_across_dp,
+        "transport": transfer.backend if transfer is not None else "none",
+        "reason": reason,
+        "owner": owner.live(now),
+        "owner_silent_s": owner.silent_s(now),
+    }
+
+
+async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """With which flags the server was started, as far as they decide whether a run can use it. vLLM's own
+    `/server_info` collects what it knows of the machine first."""
+    config = engine.vllm_config
+    model, transfer = config.model_config, config.weight_transfer_config
+    return {
+        "served_name": model.served_model_name,
+        "logprobs_mode": str(model.logprobs_mode),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "transport": transfer.backend if transfer is not None else None,
+        "scale_out": condition_of(engine).scale_out,
+        "quantization": model.quantization,
+    }
+
+
+async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """`{"run": id}`: its learner has ended in order, and another run may have this server."""
+    run = body.get("run")
+    if not isinstance(run, str):
+        raise RouteError(400, 'a goodbye wants {"run": text}')
+    condition_of(engine).owner.leaves(run)
+    return {}
+
+
+async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """How far the slowest worker is; an answer comes when none works any more, at the latest after `wait_s`."""
+    ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), LONGEST_WAIT_S)
+    pause_s, longest_s = SERVER_POLL_S
+    while True:
+        report = _slowest(await engine.collective_rpc("slipstream_staging"))
+        left_s = ends - time.monotonic()
+        if report["stage"] in ("ready", "failed") or left_s <= 0:
+            return report
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 1.5, longest_s)
+
+
+def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    order = ("failed", "receiving", "building", "ready")
+    slowest = min(reports, key=lambda report: order.index(report["stage"]))
+    stages = {stage for report in reports for stage in report["seconds"]}
+    seconds = {stage: max(report["seconds"].get(stage, 0.0) for report in reports) for stage in stages}
+    return {"stage": slowest["stage"], "error": slowest["error"], "seconds": seconds}
+
+
+async def drop_update(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Drop the update that is open, if one is; vLLM has no route for it."""
+    dropped = await engine.collective_rpc("slipstream_drop_update")
+    return {"dropped": any(dropped)}
+
+
+async def swap(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Shielded: once begun it ends, whether or not its client still waits."""
+    label, clear_cache = body.get("label"), body.get("clear_cache", False)
+    if not isinstance(label, str) or not isinstance(clear_cache, bool):
+        raise RouteError(400, 'a swap wants {"label": text, "clear_cache": true or false}')
+    return await asyncio.shield(asyncio.ensure_future(_swap(engine, label, clear_cache)))
+
+
+async def _swap(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
+    condition = condition_of(engine)
+    if not condition.whole:
+        raise RouteError(409, "another swap is under way")
+    condition.whole = False
+    condition.swapped = ended = asyncio.Event()
+    try:
+        result = await _exchanged(engine, label, clear_cache)
+    except Exception as error:
+        condition.break_down(f"the swap to {label} failed: {error}")
+        raise RouteError(503, condition.broken or "") from error
+    finally:
+        # Whoever waits for it goes on only after this call has said what came of it.
+        condition.swapped = None
+        ended.set()
+    if not result["whole"]:
+        condition.break_down(f"the swap to {label} failed half-way: {result['error']}")
+        raise RouteError(503, condition.broken or "")
+    condition.whole = True
+    if result["error"]:
+        raise RouteError(409, result["error"])
+    return {"pause_s": result["pause_s"], "exchange_s": result["exchange_s"]}
+
+
+async def _exchanged(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
+    core = engine.engine_core
+    if engine.vllm_config.parallel_config.data_parallel_size == 1:
+        result: dict[str, Any] = await core.call_utility_async("slipstream_swap", label, clear_cache)
+        return result
+    # Several engines step together: all stand still before the first is changed.
+    began = time.monotonic()
+    paused = await core.is_scheduler_paused_async()
+    report = _slowest(await engine.collective_rpc("slipstream_staging"))
+    if report["stage"] != "ready":
+        return {"whole": True, "error": report["error"] or f"not ready to swap: {report['stage']}"}
+    await core.pause_scheduler_async("keep", False)
+    results = await core.call_utility_all_async("slipstream_exchange", label, clear_cache)
+    failed = [result for result in results if result["error"]]
+    if failed:
+        return {**failed[0], "whole": False}
+    if not paused:
+        await core.resume_scheduler_async()
+    return {**results[0], "pause_s": time.monotonic() - began}
+
+
+SERVER_ROUTES: dict[tuple[str, str], Handler] = {
+    ("GET", "/slipstream/state"): state,
+    ("GET", "/slipstream/facts"): facts,
+    ("POST", "/slipstream/staged"): staged,
+    ("POST", "/slipstream/drop_update"): drop_update,
+    ("POST", "/slipstream/swap"): swap,
+    ("POST", "/slipstream/lease"): control_rules.renew_pause,
+    ("POST", "/slipstream/goodbye"): goodbye,
+}
+
+ROUTES: dict[tuple[str, str], Handler] = {**SERVER_ROUTES, **PROOF_ROUTES}

@@ -2,13 +2,128 @@
 
 Called by `engine.collective_rpc("slipstream_...")`. vLLM refuses an extension that has an attribute of the worker's
 name, so every name begins with `slipstream_`.
+
+The worker's side of the proof; a part of `weight_sync.vllm.worker.SlipstreamWorker`.
+
+The worker's side of a swap.
 """
 
 from __future__ import annotations
 
-from weight_sync.vllm.adapter_score import AdapterMixin
-from weight_sync.vllm.proof_worker import ProofMixin
-from weight_sync.vllm.staging_worker import StagingMixin
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weight_sync.vllm.engine import layer_proof, score_proof
+from weight_sync.vllm.engine.layer_proof import Reading
+from weight_sync.vllm.engine.score_proof import put_under
+
+if TYPE_CHECKING:
+    pass
+
+
+class AdapterMixin:
+    """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
+
+    model_runner: Any
+    _slipstream_reading: Reading
+
+    def slipstream_score_adapter(self, token_ids: list[list[int]], which: tuple[str, int, str]) -> dict[str, Any]:
+        """As `ProofMixin.slipstream_score`, under the adapter of this name, number and folder."""
+        from vllm.lora.request import LoRARequest
+
+        scores = []
+        for ids in token_ids:
+            if (reason := score_proof.reason_not_to(self.model_runner, len(ids))) is not None:
+                return {"cannot": reason}
+            put_under(self.model_runner, len(ids), LoRARequest(*which))
+            scores.append(score_proof.score(self.model_runner, ids))
+        return {"logprobs": None if None in scores else scores}
+
+    def slipstream_read_adapter(self, which: tuple[str, int, str]) -> dict[str, Any]:
+        """Begin to compare what this worker holds of an adapter; `slipstream_layers` tells what was found."""
+        from weight_sync.vllm.engine import adapter_proof
+
+        name, _, folder = which
+        copied = adapter_proof.copy_adapter_slots(self.model_runner, which)
+        self._slipstream_reading = adapter_proof.AdapterReading(copied, name, Path(folder))
+        self._slipstream_reading.start()
+        return {}
+
+
+class ProofMixin:
+    """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+    _slipstream_reading: layer_proof.Reading
+
+    def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
+        """`logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
+        for ids in token_ids:
+            if (reason := score_proof.reason_not_to(self.model_runner, len(ids))) is not None:
+                return {"cannot": reason}
+        scores = []
+        for ids in token_ids:
+            put_under(self.model_runner, len(ids), None)
+            scores.append(score_proof.score(self.model_runner, ids))
+        return {"logprobs": None if None in scores else scores}
+
+    def slipstream_read_layers(self) -> dict[str, Any]:
+        """Begin to read what the live layers hold, on a thread of its own; `cannot`: why not."""
+        proven = getattr(self.weight_transfer_engine, "proven", None)
+        if proven is None:
+            return {"cannot": "no weights were staged and proven before they were loaded"}
+        model = self.model_runner.model
+        # What cannot be read is computed with here: on the engine's thread, and no other.
+        probed = layer_proof.probe_products(model, proven)
+        self._slipstream_reading = layer_proof.ModelReading(model, proven, probed)
+        self._slipstream_reading.start()
+        return {}
+
+    def slipstream_layers(self) -> dict[str, Any]:
+        """What was read, if it is done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`."""
+        reading = self._slipstream_reading
+        return {} if reading.is_alive() else reading.result()
+
+
+logger = logging.getLogger(__name__)
+
+
+class StagingMixin:
+    """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
+
+    weight_transfer_engine: Any
+    # vLLM's own, of its worker.
+    _weight_update_active: bool
+
+    def slipstream_staging(self) -> dict[str, Any]:
+        """`StagedEngine.staging` of this worker, without waiting."""
+        staging = getattr(self.weight_transfer_engine, "staging", None)
+        if staging is None:
+            return {"stage": "failed", "error": "the transport of this server loads in place", "seconds": {}}
+        report: dict[str, Any] = staging()
+        return report
+
+    def slipstream_drop_update(self) -> bool:
+        """Drop the update that is open, as vLLM does with one that fails; whether one was."""
+        was_open = self._weight_update_active
+        if was_open:
+            self._weight_update_active = False
+            self.weight_transfer_engine.reset_weight_update_target()
+        return was_open
+
+    def slipstream_exchange(self) -> float | str:
+        """Exchange the live weights for the staged ones; seconds that it took, or why it failed, which leaves the model
+        unknown. What a worker raises reaches the engine as vLLM's words for it, without the cause."""
+        began = time.monotonic()
+        try:
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        except Exception as error:
+            logger.exception("the exchange of the weights failed")
+            return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return time.monotonic() - began
 
 
 class SlipstreamWorker(StagingMixin, ProofMixin, AdapterMixin):

@@ -10,6 +10,8 @@ NaN payloads and the sign of zero are bits like any other.
             gaps in full, uint32
             steps, signed [n]
             steps in full, as wide as an element
+
+Publications as the difference to the version before: exact, for what changed in the wire type alone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_sync.manifest import Manifest
+from weight_sync.weights.flat_buffer import Manifest
 
 Array = npt.NDArray[Any]
 

@@ -1,20 +1,87 @@
-"""One version of the weights, copied out of the learner's way: a flat buffer on the host, its manifest and digest."""
+"""One version of the weights, copied out of the learner's way: a flat buffer on the host, its manifest and digest.
+
+What travels of an adapter: a safetensors file and its configuration, under a name that their digest is a part of.
+
+The probe of a publication: ids that move over the vocabulary, and the learner's log-probs of them.
+
+A digest proves that bytes arrived. Only log-probs prove that the server computes with them: on a CPU, vLLM computes
+with packed copies, which a reload may miss. A probe sees the rows of the embedding and of the head that it touches, so
+each publication has another one, and together they touch all rows.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from blake3 import blake3
+from safetensors.torch import save
 from xxhash import xxh3_128_digest
 
-from protocol.versions import label_of
-from weight_sync.adapters.payload import AdapterPayload
-from weight_sync.manifest import Manifest
-from weight_sync.names import check_distinct, unwrapped
-from weight_sync.proof.probe import Probe
-from weight_sync.weights.flat_buffer import HUGE, Reserve
+from protocol.versions import label_of, name_of
+from weight_sync.weights.flat_buffer import HUGE, Manifest, Reserve, check_distinct, unwrapped
+
+
+@dataclass(frozen=True)
+class AdapterPayload:
+    """file: the content of `adapter_model.safetensors`; config: that of `adapter_config.json`; digest: `digest_of`
+    them."""
+
+    name: str
+    file: bytes
+    config: str
+    digest: str
+
+    @classmethod
+    def of(
+        cls, version: int, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], run_id: str = ""
+    ) -> AdapterPayload:
+        """tensors: by peft's names, contiguous, on the host."""
+        file, text = save(dict(tensors)), json.dumps(config, sort_keys=True)
+        digest = adapter_digest(file, text)
+        return cls(name_of(version, digest, run_id), file, text, digest)
+
+
+def adapter_digest(file: bytes, config: str) -> str:
+    """BLAKE3 over both, hexadecimal."""
+    return blake3(file).update(config.encode()).hexdigest()
+
+
+LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Probe:
+    """token_ids: T ids. logprobs: float32 [T-1], where logprobs[i] = log p(token_ids[i + 1] | token_ids[:i + 1]) in
+    nats, at temperature 1, by the weights that are published."""
+
+    token_ids: list[int]
+    logprobs: npt.NDArray[np.float32]
+
+
+def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0, length: int = LENGTH) -> list[int]:
+    """The `length` ids of publication `number`, the same at every call.
+
+    Windows over a permutation of the vocabulary, each of which begins with the last id of the one before: `rounds` of
+    them in a row hold each id both as an input and as one that is predicted. The next round is permuted anew.
+    """
+    windows = rounds(vocab_size, length)
+    number, place = divmod(number, windows)
+    ids = np.random.default_rng((seed, number)).permutation(vocab_size)
+    chosen = (np.arange(length) + place * (length - 1)) % vocab_size
+    return [int(token) for token in ids[chosen]]
+
+
+def rounds(vocab_size: int, length: int = LENGTH) -> int:
+    """Publications in a row that touch every id."""
+    return max(1, -(-vocab_size // (length - 1)))
+
 
 WORDS = 2**16
 

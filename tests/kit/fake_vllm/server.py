@@ -18,9 +18,9 @@ from tests.kit.fake_vllm import replies
 from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
-from weight_sync.vllm import owner
+from weight_sync.vllm import engine_state
+from weight_sync.vllm.engine_state import RouteError
 from weight_sync.vllm.guard import roles_for
-from weight_sync.vllm.route import RouteError
 
 FAULT = web.RequestKey("fault", Fault)
 
@@ -49,7 +49,7 @@ class FakeVllm:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.adapters = adapters
-        self.owner = owner.Owner()
+        self.owner = engine_state.Owner()
         self._scale_out = scale_out
         self._ring = access.AccessTokens(token) if token else None
         self._aborts: dict[str, asyncio.Event] = {}
@@ -111,7 +111,7 @@ class FakeVllm:
         if self._ring is not None and (denied := self._denied(self._ring, request)):
             return _refusal(denied.status, f"Unauthorized: {denied.message}", "Unauthorized")
         try:
-            owner.check(self.owner, {"path": request.path, "headers": _raw(request)})
+            engine_state.check_owner(self.owner, {"path": request.path, "headers": _raw(request)})
         except RouteError as error:
             return _refusal(error.status, error.message, "Conflict")
         fault = self.faults.take(request.path)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from weight_sync.manifest import Manifest
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo.group import BAD_DIGEST, NOT_MAPPED, OK, GlooGroup
 from weight_sync.weights.delta_codec import DeltaError, apply
-from weight_sync.weights.flat_buffer import Staging, mapped
+from weight_sync.weights.flat_buffer import Manifest, Staging, mapped
 from weight_sync.weights.snapshot import digest_of
 
 logger = logging.getLogger(__name__)

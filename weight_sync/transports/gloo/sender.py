@@ -9,15 +9,13 @@ from dataclasses import asdict
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.delta.held import Held, SharedBook
 from weight_sync.server.cancellation import gather, on_thread
 from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import Sent, TransferError
+from weight_sync.transports.base import Sent, StagedTransport, TransferError
 from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.receiver import DeltaInfo
 from weight_sync.transports.gloo.rendezvous import Rendezvous
-from weight_sync.transports.staged import StagedTransport
-from weight_sync.weights.delta_base import DeltaHistory, DeltaPath
+from weight_sync.weights.delta_base import DeltaBase, DeltaHistory, DeltaPath, SharedBook
 from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ class GlooTransport(StagedTransport):
         super().__init__(section)
         self._rendezvous: Rendezvous | None = None
         self._group: GlooGroup | None = None
-        self._held = Held(section.full_every)
+        self._held = DeltaBase(section.full_every)
         self._book: DeltaHistory | None = None
 
     @property
@@ -47,7 +45,7 @@ class GlooTransport(StagedTransport):
         await server.end_transfer()
         if self._section.delta and self._book is None:
             self._book = BOOK.take()
-        self._held = Held(self._section.full_every)
+        self._held = DeltaBase(self._section.full_every)
         info = await on_thread(self._listen, workers)
         await gather(server.init_transfer(asdict(info)), on_thread(self._meet, info))
 

@@ -1,9 +1,14 @@
-"""The learner's end of the IPC transport: a buffer on its GPU, which the server opens."""
+"""The learner's end of the IPC transport: a buffer on its GPU, which the server opens.
+
+A tensor's memory on a GPU, named so that another process can open it: plain values, nothing pickled (I8).
+
+A worker's end: it copies from the learner's memory into its own, verified.
+"""
 
 from __future__ import annotations
 
 import base64
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,15 +17,59 @@ from protocol.config import WeightSyncSection
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError
+from weight_sync.transports.base import StagedTransport, TransferError
+from weight_sync.transports.gpu import communicator
+from weight_sync.transports.gpu.communicator import Gpu
 from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.transports.ipc import handles
-from weight_sync.transports.ipc.handles import Handle
-from weight_sync.transports.nccl import streams
-from weight_sync.transports.nccl.checksum import checksum
-from weight_sync.transports.nccl.streams import Gpu
-from weight_sync.transports.staged import StagedTransport
+from weight_sync.transports.gpu.nccl_receiver import checksum
+from weight_sync.weights.flat_buffer import Manifest
 from weight_sync.weights.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What torch's storage says of itself for another process. gpu: uuid. Bytes are base64; sizes are in bytes."""
+
+    gpu: str
+    memory: str
+    size: int
+    offset: int
+    counter: str
+    counter_offset: int
+    event: str
+    event_wait: bool
+
+
+def export_storage(tensor: torch.Tensor, gpu: str) -> Handle:
+    """Of a whole storage. To be called once for each: whoever opens it counts for one. Raises RuntimeError."""
+    storage: Any = tensor.untyped_storage()
+    _, memory, size, offset, counter, counter_offset, event, event_wait = storage._share_cuda_()
+    return Handle(gpu, _text(memory), size, offset, _text(counter), counter_offset, _text(event), bool(event_wait))
+
+
+def open_storage(handle: Handle, device: torch.device) -> torch.Tensor:
+    """uint8 [handle.size], the other process's memory, for as long as the tensor lives. Raises RuntimeError."""
+    make: Any = torch.UntypedStorage
+    storage = make._new_shared_cuda(
+        device.index or 0,
+        _bytes(handle.memory),
+        handle.size,
+        handle.offset,
+        _bytes(handle.counter),
+        handle.counter_offset,
+        _bytes(handle.event),
+        handle.event_wait,
+    )
+    memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return memory
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 class IpcTransport(StagedTransport):
@@ -45,7 +94,7 @@ class IpcTransport(StagedTransport):
             )
         await server.end_transfer()
         try:
-            gpu = await on_thread(streams.own_gpu)
+            gpu = await on_thread(communicator.own_gpu)
         except NcclError as error:
             raise TransferError(str(error)) from error
         await server.init_transfer({"learner_gpu": gpu.uuid})
@@ -77,7 +126,7 @@ class IpcTransport(StagedTransport):
             with stream.current():
                 if self._buffer is None or len(self._buffer) != len(snapshot.flat):
                     self._buffer = torch.empty(len(snapshot.flat), dtype=torch.uint8, device=gpu.device)
-                    self._handle = handles.export(self._buffer, gpu.uuid)
+                    self._handle = export_storage(self._buffer, gpu.uuid)
                 self._buffer.copy_(snapshot.flat)
                 self._sum = bytes(checksum(self._buffer).cpu().numpy())  # waits for the copy, too
         except RuntimeError as error:
@@ -85,3 +134,57 @@ class IpcTransport(StagedTransport):
                 f"the learner's memory cannot be shared: {error}; where PYTORCH_CUDA_ALLOC_CONF has "
                 f"expandable_segments, leave that out"
             ) from error
+
+
+@dataclass(frozen=True)
+class IpcInitInfo:
+    """Body of `/init_weight_transfer_engine`. learner_gpu: uuid of the GPU that the weights lie on."""
+
+    learner_gpu: str
+
+
+@dataclass(frozen=True)
+class IpcUpdateInfo:
+    """Body of `/update_weights`. manifest and handle: fields of `Manifest` and `Handle`. checksum: base64."""
+
+    manifest: dict[str, Any]
+    handle: dict[str, Any]
+    checksum: str
+
+
+class IpcReceiver:
+    """Keeps the learner's memory open from one update to the next."""
+
+    def __init__(self, gpu: Gpu, info: IpcInitInfo) -> None:
+        """Raises `TransferError` where the learner is on another GPU."""
+        if gpu.uuid != info.learner_gpu:
+            raise TransferError(
+                f"the learner is on the GPU {info.learner_gpu} and this server on {gpu.uuid}, and ipc is for one that "
+                f"both are on; set weight_sync.transport = nccl_staged for both ends"
+            )
+        self._gpu = gpu
+        self._stream = gpu.stream()
+        self._opened: tuple[Handle, torch.Tensor] | None = None
+
+    def receive(self, update: IpcUpdateInfo, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The snapshot's tensors by name, as views of `flat`: uint8 of the manifest's size, on the GPU.
+
+        Raises `TransferError` where they are not what the learner put there.
+        """
+        handle = Handle(**update.handle)
+        try:
+            if self._opened is None or self._opened[0] != handle:
+                self._opened = None  # the old memory is let go first
+                self._opened = handle, open_storage(handle, self._gpu.device)
+            with self._stream.current():
+                flat.copy_(self._opened[1][: len(flat)])
+                found = bytes(checksum(flat).cpu().numpy())
+        except RuntimeError as error:
+            raise TransferError(f"the learner's memory cannot be opened: {error}") from error
+        if found != base64.b64decode(update.checksum):
+            raise TransferError("the checksum of what was copied is not the learner's")
+        return Manifest(**update.manifest).views(flat)
+
+    def close(self) -> None:
+        """Let go of the learner's memory; may be called again."""
+        self._opened = None

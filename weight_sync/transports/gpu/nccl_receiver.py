@@ -1,20 +1,54 @@
-"""A worker's end: it joins the learner's group and receives on a stream and a thread of its own, beside generation."""
+"""A worker's end: it joins the learner's group and receives on a stream and a thread of its own, beside generation.
+
+A checksum of bytes where they lie, which may be a GPU: against damage, not against anyone who means harm.
+
+Two sums over 64-bit words, one of them of mixed words times odd weights: it tells changed and exchanged words.
+
+The wire of vLLM's NCCL engine, packed: tensors one behind the other, cut where a chunk passes a size.
+
+Both ends cut by themselves, so order, types and shapes must be the same (vllm 0.32, `packed_tensor.py`).
+"""
 
 from __future__ import annotations
 
 import base64
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from weight_sync.manifest import Manifest
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gpu.communicator import Communicator
+from weight_sync.transports.gpu.communicator import Communicator, Gpu
 from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.transports.nccl.checksum import SIZE, checksum
-from weight_sync.transports.nccl.streams import Gpu
+from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.snapshot import Snapshot
+
+SIZE = 16
+
+_MIX = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, so that no word is lost
+
+# Words at a time: bounds the memory that the weights take.
+_PART = 1 << 20
+
+
+def checksum(data: torch.Tensor) -> torch.Tensor:
+    """Of uint8 [n], contiguous: uint8 [`SIZE`] on the same device. Arithmetic is modulo 2**64."""
+    padded = -len(data) % 8
+    if padded:
+        data = torch.cat([data, data.new_zeros(padded)])
+    words = data.view(torch.int64) if data.data_ptr() % 8 == 0 else data.clone().view(torch.int64)
+    plain = torch.zeros(1, dtype=torch.int64, device=data.device)
+    weighted = torch.zeros_like(plain)
+    for start in range(0, len(words), _PART):
+        part = words[start : start + _PART]
+        mixed = part * _MIX
+        mixed ^= mixed >> 32
+        weights = torch.arange(start, start + len(part), dtype=torch.int64, device=data.device) * 2 + 1
+        plain += part.sum()
+        weighted += (mixed * weights).sum()
+    return torch.cat([plain, weighted]).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -87,3 +121,50 @@ def buckets(flat: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
     """Views of uint8 [n], in order."""
     for start in range(0, len(flat), most_bytes):
         yield flat[start : start + most_bytes]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tensors by name that travel as one broadcast of `size` bytes."""
+
+    names: list[str]
+    size: int
+
+
+def wire_order(manifest: Manifest) -> Manifest:
+    """The same tensors, those of wide types first: packed without gaps, each then lies where its type may be read.
+
+    Within a type they keep their order, so that the parts of a fused layer stay together.
+    """
+    widths = [getattr(torch, dtype).itemsize for dtype in manifest.dtypes]
+    order = sorted(range(len(widths)), key=lambda i: -widths[i])
+    return Manifest(
+        [manifest.names[i] for i in order],
+        [manifest.dtypes[i] for i in order],
+        [manifest.shapes[i] for i in order],
+    )
+
+
+def chunks(manifest: Manifest, most_bytes: int) -> Iterator[Chunk]:
+    """As vLLM cuts: a chunk is closed by the tensor with which it passes `most_bytes`."""
+    names: list[str] = []
+    size = 0
+    for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
+        names.append(name)
+        size += getattr(torch, dtype).itemsize * math.prod(shape)
+        if size > most_bytes:
+            yield Chunk(names, size)
+            names, size = [], 0
+    if names:
+        yield Chunk(names, size)
+
+
+def fill(buffer: torch.Tensor, chunk: Chunk, snapshot: Snapshot) -> torch.Tensor:
+    """Copy the chunk's tensors into `buffer`, uint8 on any device, on the current stream; returns the part filled."""
+    views = snapshot.manifest.views(snapshot.flat)
+    start = 0
+    for name in chunk.names:
+        data = views[name].reshape(-1).view(torch.uint8)
+        buffer[start : start + len(data)].copy_(data, non_blocking=True)
+        start += len(data)
+    return buffer[:start]

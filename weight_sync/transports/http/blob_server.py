@@ -2,6 +2,11 @@
 
 A blob is known by a random key, and every request must bring the depot's random secret; servers learn both over the
 control plane. Nothing is read but a path, a range and a secret, so nothing that a stranger sends is ever decoded.
+
+Who pulls a version from whom, so that the learner sends about as much to many servers as to a few.
+
+The first `LEARNER_SEATS` servers pull from the learner; each that has the version passes it on to `PEER_SEATS` others
+at a time. Nobody waits long for a seat: a server that has waited twice as long as a pull takes asks the learner.
 """
 
 from __future__ import annotations
@@ -11,20 +16,144 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from aiohttp import web
 
 from protocol.config.sections.base import url_of
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import ranges
-from weight_sync.transports.http.chunks import bytes_of
-from weight_sync.transports.http.listener import Listener, admit, listen
-from weight_sync.transports.http.offers import Offers
-from weight_sync.transports.http.throttle import Throttle
+from weight_sync.transports.http import chunks
+from weight_sync.transports.http.chunks import CHUNK_BYTES, ChunkList, bytes_of
+from weight_sync.transports.http.listener import Listener, Throttle, admit, listen
+from weight_sync.weights.delta_base import DeltaHistory
+from weight_sync.weights.snapshot import Snapshot
+
+LEARNER_SEATS = 2
+
+PEER_SEATS = 2
+
+PATIENCE_S = 5.0
+
+
+@dataclass
+class Host:
+    """One who serves a version: the URL of its bytes, and how many pull from it."""
+
+    url: str
+    seats: int
+    taken: int = 0
+
+
+class Serves(Protocol):
+    """What a depot does, as far as offers need it."""
+
+    def put(self, flat: torch.Tensor) -> str: ...
+
+    def drop(self, key: str) -> None: ...
+
+    def url_of(self, key: str) -> str: ...
+
+
+class Offer:
+    """One snapshot that the depot serves at `url`, and the servers that can pass it on. For use on one event loop."""
+
+    def __init__(self, key: str, url: str, chunks: ChunkList) -> None:
+        self.key = key
+        self.chunks = chunks
+        self.holders = 0
+        self._learner = Host(url, LEARNER_SEATS)
+        self._peers: list[Host] = []
+        self._changed = asyncio.Condition()
+        self._slowest_s = 0.0
+
+    @asynccontextmanager
+    async def seat(self, own_url: str | None) -> AsyncIterator[list[str]]:
+        """Inside, the caller's server may pull from the URLs, asked in their order; the last is the learner's. Leaving
+        it without an error makes `own_url` (where that server serves the bytes; None: nowhere) a host for others."""
+        host = await self._take()
+        began = time.monotonic()
+        whole = False
+        try:
+            yield [host.url] if host is self._learner else [host.url, self._learner.url]
+            whole = True
+        finally:
+            host.taken -= 1
+            if whole:
+                self._slowest_s = max(self._slowest_s, time.monotonic() - began)
+                if own_url is not None:
+                    self.add_peer(own_url)
+            elif host in self._peers:
+                self._peers.remove(host)
+            # Also when cancelled: nothing is awaited but the lock, which nobody keeps.
+            async with self._changed:
+                self._changed.notify_all()
+
+    def add_peer(self, url: str) -> None:
+        """A server now serves the bytes there."""
+        self._peers.append(Host(url, PEER_SEATS))
+
+    async def _take(self) -> Host:
+        patience_s = PATIENCE_S + 2 * self._slowest_s
+        try:
+            async with asyncio.timeout(patience_s), self._changed:
+                while (host := self._free()) is None:
+                    await self._changed.wait()
+        except TimeoutError:
+            host = self._learner
+        host.taken += 1
+        return host
+
+    def _free(self) -> Host | None:
+        hosts = self._peers or [self._learner]
+        host = min(hosts, key=lambda host: host.taken)
+        return host if host.taken < host.seats else None
+
+
+class Offers:
+    """The snapshots that a depot serves, each while some transport brings it to a server. May be used from any thread.
+
+    `book`: the deltas between them.
+    """
+
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, depot: Serves) -> None:
+        self.book = DeltaHistory()
+        self._depot = depot
+        self._lock = threading.Lock()
+        self._open: dict[Snapshot, Offer] = {}
+        self._chunks: WeakKeyDictionary[Snapshot, ChunkList] = WeakKeyDictionary()
+
+    def open(self, snapshot: Snapshot, chunk_bytes: int = CHUNK_BYTES) -> Offer:
+        """The offer of `snapshot`, which must not change until all who opened it have closed it. Blocks while it is
+        hashed, once."""
+        with self._lock:
+            offer = self._open.get(snapshot)
+            if offer is None:
+                chunks = self._chunks.get(snapshot)
+                if chunks is None or chunks.chunk_bytes != chunk_bytes:
+                    chunks = self._chunks[snapshot] = ChunkList.of(snapshot.flat, chunk_bytes)
+                key = self._depot.put(snapshot.flat)
+                offer = self._open[snapshot] = Offer(key, self._depot.url_of(key), chunks)
+            offer.holders += 1
+            return offer
+
+    def close(self, offer: Offer) -> None:
+        """Stops serving it with its last holder."""
+        with self._lock:
+            offer.holders -= 1
+            if offer.holders:
+                return
+            self._depot.drop(offer.key)
+            self._open = {snapshot: other for snapshot, other in self._open.items() if other is not offer}
+
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +224,7 @@ class BlobServer:
         return key
 
     def url_of(self, key: str) -> str:
-        return self.url + ranges.PREFIX + key
+        return self.url + chunks.CHUNKS_PREFIX + key
 
     def drop(self, key: str) -> None:
         self._blobs.pop(key, None)
@@ -124,17 +253,17 @@ class BlobServer:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         transport = request.transport
-        if not ranges.allowed(request.headers.get("Authorization", ""), self.secret):
+        if not chunks.is_authorized(request.headers.get("Authorization", ""), self.secret):
             return _closing(web.Response(status=401, text="the transfer's secret is needed"))
-        if request.method != "GET" or not request.path.startswith(ranges.PREFIX):
-            return _closing(web.Response(status=404, text=f"there is only GET {ranges.PREFIX}<key> here"))
+        if request.method != "GET" or not request.path.startswith(chunks.CHUNKS_PREFIX):
+            return _closing(web.Response(status=404, text=f"there is only GET {chunks.CHUNKS_PREFIX}<key> here"))
         assert self._door is not None
         if transport is None or not self._door.prove(transport):
             if transport is not None:
                 transport.abort()
             return web.Response(status=503)  # goes nowhere
         try:
-            return await self._chunk(request, request.path.removeprefix(ranges.PREFIX))
+            return await self._chunk(request, request.path.removeprefix(chunks.CHUNKS_PREFIX))
         finally:
             self._door.rest(transport)
 
@@ -142,7 +271,7 @@ class BlobServer:
         blob = self._blobs.get(key)
         if blob is None:
             return web.Response(status=404, text="these weights are not served any more")
-        found = ranges.parse(request.headers.get("Range", ""), len(blob))
+        found = chunks.parse_range(request.headers.get("Range", ""), len(blob))
         if found is None:
             return web.Response(status=416, text=f"ask for one range within {len(blob)} bytes")
         self._asked.add(key)
@@ -158,8 +287,8 @@ class BlobServer:
 
     async def _send(self, request: web.BaseRequest, response: web.StreamResponse, key: str, part: memoryview) -> None:
         """Raises ConnectionError where the receiver goes away."""
-        for at in range(0, len(part), ranges.SLICE_BYTES):
-            piece = part[at : at + ranges.SLICE_BYTES]
+        for at in range(0, len(part), chunks.SLICE_BYTES):
+            piece = part[at : at + chunks.SLICE_BYTES]
             await self._throttle.pass_on(len(piece))
             if key not in self._blobs:
                 # The buffer may be filled with another version by now: better nothing than that.

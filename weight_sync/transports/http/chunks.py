@@ -1,7 +1,12 @@
-"""The pieces in which bytes are pulled, each with its digest."""
+"""The pieces in which bytes are pulled, each with its digest.
+
+What a request for a part of the weights must look like; the same at the learner and at a server that passes on.
+"""
 
 from __future__ import annotations
 
+import hmac
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -70,3 +75,30 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 def digest_of(data: memoryview) -> str:
     """BLAKE3 in hex: 64 characters."""
     return blake3(data).hexdigest()
+
+
+CHUNKS_PREFIX = "/slipstream/chunks/"
+
+# Bytes that are handed to a connection at one time.
+SLICE_BYTES = 256 * 1024
+
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
+
+
+def is_authorized(authorization: str, secret: str) -> bool:
+    """Whether the request's Authorization header holds the transfer's secret."""
+    return equal_secrets(authorization, f"Bearer {secret}")
+
+
+def equal_secrets(given: str, expected: str) -> bool:
+    """Whether two texts are equal, in a time that does not tell how far. `given`: as a header is read, any bytes."""
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode())
+
+
+def parse_range(header: str, total_bytes: int) -> tuple[int, int] | None:
+    """First byte and byte past the end of a Range header of one range; None where it names none within the bytes."""
+    match = _RANGE.fullmatch(header)
+    if match is None:
+        return None
+    start, end = int(match[1]), int(match[2]) + 1
+    return (start, end) if start < end <= total_bytes else None

@@ -3,6 +3,8 @@
 A connection is a stranger's until a request on it has brought the secret. Where there are too many strangers, the one
 that came first makes room: a server proves itself at once, so a flood cannot keep it out. A connection on which nothing
 is served is closed after a few seconds, whoever holds it.
+
+A bound on the bytes that are sent a second, over all who send.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import errno
 import logging
 import resource
 import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -137,3 +141,26 @@ async def admit(door: Listener, listener: socket.socket) -> None:
             told = True
             await asyncio.sleep(ACCEPT_AGAIN_S)
         await asyncio.sleep(0)
+
+
+class Throttle:
+    """Lets `bytes_per_s` pass (0: any number). To be used on one event loop."""
+
+    def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at = 0.0
+
+    async def pass_on(self, count: int) -> None:
+        """Returns when `count` bytes may go."""
+        if delay := self.delay(count):
+            await asyncio.sleep(delay)
+
+    def delay(self, count: int) -> float:
+        """Seconds until `count` bytes may go; they are counted as sent then."""
+        if not self._bytes_per_s:
+            return 0.0
+        now = self._clock()
+        starts = max(now, self._free_at)
+        self._free_at = starts + count / self._bytes_per_s
+        return starts - now

@@ -15,8 +15,16 @@ from dataclasses import dataclass, field
 
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http.chunks import ChunkList, digest_of
-from weight_sync.transports.http.pull_sources import REFUSED_MOST_S, Attempt, PullSource, Sources
-from weight_sync.transports.http.wire import CONNECT_TIMEOUT_S, FAILURES, GoneError, Wire
+from weight_sync.transports.http.pull_sources import (
+    CONNECT_TIMEOUT_S,
+    FAILURES,
+    REFUSED_MOST_S,
+    Attempt,
+    GoneError,
+    PullSource,
+    Sources,
+    Wire,
+)
 
 logger = logging.getLogger(__name__)
 

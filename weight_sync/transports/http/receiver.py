@@ -3,6 +3,8 @@
 The buffer is anonymous shared memory (memfd), which needs no room in /dev/shm and is gone with the last process that
 maps it. A small record in a folder of this user's says whose it is and what it holds; a lock beside it says who fills
 it, and falls free if that process dies.
+
+A worker's reception of snapshots over HTTP. Needs no vLLM; `engine` is what vLLM calls.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import mmap
 import os
 import re
@@ -19,10 +22,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
+from weight_sync.transports.http.pull import Pull
+from weight_sync.weights.delta_codec import DeltaError, apply
+from weight_sync.weights.flat_buffer import Manifest
 
 LOOK_EVERY_S = 0.02
 
@@ -193,3 +201,138 @@ def _folder() -> Path:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} must be a folder that only this user can read; remove it or set TMPDIR")
     return folder
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HttpInitInfo:
+    """Body of `/init_weight_transfer_engine`. key: names the transfer on the server's host (16 hex digits). secret: to
+    be brought to the learner and to other servers. greeting: a URL of one byte, which says that the learner can be
+    reached. mbytes_per_s: bound on what this server passes on (0: none). timeout_s: for one snapshot."""
+
+    key: str
+    secret: str
+    greeting: str
+    timeout_s: float
+    mbytes_per_s: float
+
+
+@dataclass(frozen=True)
+class DeltaInfo:
+    """The way from `base` (a root, see `ChunkList.root`) to the new snapshot: `url` gives payloads of `sizes` bytes,
+    one behind the other, to be laid on in this order."""
+
+    base: str
+    url: str
+    chunks: dict[str, Any]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class HttpUpdateInfo:
+    """Body of `/update_weights`. sources: URLs of the bytes, in the order to ask; the last is the learner's."""
+
+    manifest: dict[str, Any]
+    chunks: dict[str, Any]
+    sources: list[str]
+    delta: dict[str, Any] | None = None
+
+
+class HttpReceiver:
+    """The connection of one worker to a learner. The host's workers share what one of them pulls."""
+
+    def __init__(self, init: HttpInitInfo) -> None:
+        self._init = init
+        self._share = SharedStaging(init.key)
+        self._pull: Pull | None = None
+        self._closed = False
+
+    def greet(self) -> None:
+        """Raises `TransferError` where the learner cannot be reached."""
+        Pull(GREETING, self._init.secret, [self._init.greeting], memoryview(bytearray(1)), self._init.timeout_s).run()
+
+    def receive(self, info: HttpUpdateInfo) -> dict[str, torch.Tensor]:
+        """The snapshot's tensors by name, as views of memory that the next snapshot is received into.
+
+        Raises `TransferError`, and ValueError where `info` contradicts itself.
+        """
+        manifest, chunks = Manifest(**info.manifest), ChunkList(**info.chunks)
+        if chunks.total_bytes != manifest.total_bytes():
+            raise ValueError(f"chunks of {chunks.total_bytes} bytes for a manifest of {manifest.total_bytes()}")
+        filling = _Filling(self, info, manifest, chunks, time.monotonic() + self._init.timeout_s)
+        secret_hash = digest_of(memoryview(self._init.secret.encode()))
+        wanted = Record(
+            *(0, 0, chunks.total_bytes, chunks.root, chunks.chunk_bytes, chunks.digests),
+            secret_hash=secret_hash,
+            mbytes_per_s=self._init.mbytes_per_s,
+        )
+        return manifest.views(self._share.receive(wanted, filling, self._init.timeout_s))
+
+    def close(self) -> None:
+        """Ends what is on its way. Never raises."""
+        self._closed = True
+        if self._pull is not None:
+            self._pull.stop("the learner was let go")
+        self._share.close()
+
+    def pull(self, chunks: ChunkList, urls: list[str], into: torch.Tensor, held: set[int], deadline: float) -> None:
+        """Blocks until `into` is what `chunks` says. Raises `TransferError`."""
+        if self._closed:
+            raise TransferError("the learner was let go")
+        timeout_s = max(0.1, deadline - time.monotonic())
+        self._pull = Pull(chunks, self._init.secret, urls, bytes_of(into), timeout_s, held)
+        try:
+            self._pull.run()
+        finally:
+            if self._pull.abandoned:
+                self._share.forget_buffer()
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Brings the shared buffer from what it holds to what is wanted; a `share.Fill`."""
+
+    reception: HttpReceiver
+    info: HttpUpdateInfo
+    manifest: Manifest
+    chunks: ChunkList
+    deadline: float
+
+    def __call__(self, into: torch.Tensor, before: Record | None) -> None:
+        held = self._held(into, before) if before is not None else set()
+        self.reception.pull(self.chunks, self.info.sources, into, held, self.deadline)
+
+    def _held(self, into: torch.Tensor, before: Record) -> set[int]:
+        """Chunks that need not be pulled."""
+        if before.holds and self.info.delta is not None:
+            delta = DeltaInfo(**self.info.delta)
+            if delta.base == before.holds:
+                self._lay_on(delta, into)
+                return self._right(into)
+            logger.warning("a delta was sent to weights that are not here: everything is pulled")
+        if before.holds and before.chunk_bytes == self.chunks.chunk_bytes:
+            pairs = enumerate(zip(before.digests, self.chunks.digests, strict=True))
+            return {index for index, (old, new) in pairs if old == new}
+        return self._right(into)  # a pull broke off here
+
+    def _lay_on(self, delta: DeltaInfo, into: torch.Tensor) -> None:
+        """Where it fails, the digests of the result tell what is to be pulled."""
+        chunks = ChunkList(**delta.chunks)
+        payload = torch.empty(chunks.total_bytes, dtype=torch.uint8)
+        try:
+            self.reception.pull(chunks, [delta.url], payload, set(), self.deadline)
+            for part in torch.split(payload, delta.sizes):
+                apply(part, into, self.manifest)
+        except (DeltaError, TransferError, RuntimeError) as error:  # the last: sizes that do not fit
+            logger.warning("the delta could not be used: %s", error)
+
+    def _right(self, into: torch.Tensor) -> set[int]:
+        damaged = self.chunks.damaged(into)
+        if damaged and self.info.delta is not None:
+            logger.warning("%d chunks are not right after the delta, and are pulled", len(damaged))
+        return set(range(len(self.chunks.digests))) - set(damaged)
+
+
+GREETING = ChunkList.of(torch.ones(1, dtype=torch.uint8))

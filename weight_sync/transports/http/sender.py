@@ -13,17 +13,14 @@ from typing import Any
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.delta.held import Held
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import Sent, TransferError
-from weight_sync.transports.http import ranges
-from weight_sync.transports.http.blob_server import BlobServer, SharedDepots
+from weight_sync.transports.base import Sent, StagedTransport, TransferError
+from weight_sync.transports.http import chunks
+from weight_sync.transports.http.blob_server import BlobServer, Offer, SharedDepots
 from weight_sync.transports.http.chunks import ChunkList
-from weight_sync.transports.http.offers import Offer
-from weight_sync.transports.http.reception import DeltaInfo, InitInfo, UpdateInfo
-from weight_sync.transports.staged import StagedTransport
-from weight_sync.weights.delta_base import DeltaPath
+from weight_sync.transports.http.receiver import DeltaInfo, HttpInitInfo, HttpUpdateInfo
+from weight_sync.weights.delta_base import DeltaBase, DeltaPath
 from weight_sync.weights.snapshot import Snapshot
 
 DEPOTS = SharedDepots()
@@ -36,7 +33,7 @@ class HttpTransport(StagedTransport):
         super().__init__(section)
         self._depot: BlobServer | None = None
         self._key = secrets.token_hex(8)
-        self._held = Held(section.full_every)
+        self._held = DeltaBase(section.full_every)
 
     @property
     def connected(self) -> bool:
@@ -45,13 +42,13 @@ class HttpTransport(StagedTransport):
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
         section = self._section
-        self._held = Held(section.full_every)
+        self._held = DeltaBase(section.full_every)
         self._depot = depot = await on_thread(DEPOTS.take, section.host, section.http_port, section.http_mbytes_per_s)
         greeting = depot.put(torch.ones(1, dtype=torch.uint8))
         url = depot.url_of(greeting)
         try:
             await server.init_transfer(
-                asdict(InitInfo(self._key, depot.secret, url, section.timeout_s, section.http_mbytes_per_s))
+                asdict(HttpInitInfo(self._key, depot.secret, url, section.timeout_s, section.http_mbytes_per_s))
             )
             if not depot.asked(greeting):
                 raise TransferError(
@@ -67,7 +64,7 @@ class HttpTransport(StagedTransport):
             raise TransferError("the transport is not connected")
         offers = depot.offers
         offer = await on_thread(offers.open, snapshot, min(self._section.bucket_bytes, offers.chunk_bytes))
-        own = server.url + ranges.PREFIX + self._key
+        own = server.url + chunks.CHUNKS_PREFIX + self._key
         try:
             found = await on_thread(self._held.way, offers.book, snapshot) if self._section.delta else None
             if found is not None:
@@ -102,6 +99,6 @@ class HttpTransport(StagedTransport):
         self, server: ServerControl, snapshot: Snapshot, offer: Offer, urls: list[str], delta: dict[str, Any] | None
     ) -> None:
         """Returns when the server has pulled and built."""
-        info = UpdateInfo(snapshot.manifest.as_dict(), offer.chunks.as_dict(), urls, delta)
+        info = HttpUpdateInfo(snapshot.manifest.as_dict(), offer.chunks.as_dict(), urls, delta)
         await server.update(asdict(info))
         await self._until_staged(server)

@@ -2,6 +2,10 @@
 
 Captured graphs hold pointers into the live model, so its tensors stay where they are and are written to; the shadow
 does that for tensors of a GPU.
+
+vLLM's end of the IPC transport.
+
+vLLM's end of the staged NCCL transport.
 """
 
 from __future__ import annotations
@@ -10,8 +14,12 @@ from typing import Any
 
 import torch
 
+from weight_sync.transports.gpu import communicator
+from weight_sync.transports.gpu.ipc import IpcInitInfo, IpcReceiver, IpcUpdateInfo
+from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver
 from weight_sync.vllm.engine.staged_engine import StagedEngine
-from weight_sync.vllm.staging import Weights
+from weight_sync.vllm.engine.update import Weights
+from weight_sync.weights.flat_buffer import Manifest
 
 
 class DeviceEngine(StagedEngine):
@@ -52,3 +60,29 @@ class DeviceEngine(StagedEngine):
         super().finish_weight_update()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class IpcEngine(DeviceEngine):
+    """Engine of one vLLM worker. See `StagedEngine`."""
+
+    init_info_cls = IpcInitInfo
+    update_info_cls = IpcUpdateInfo
+
+    def join(self, init_info: IpcInitInfo) -> IpcReceiver:
+        return IpcReceiver(communicator.own_gpu(self.device), init_info)
+
+    def received(self, reception: IpcReceiver, update_info: IpcUpdateInfo) -> Weights:
+        return reception.receive(update_info, self.buffer(Manifest(**update_info.manifest).total_bytes()))
+
+
+class NcclStagedEngine(DeviceEngine):
+    """Engine of one vLLM worker. See `StagedEngine`."""
+
+    init_info_cls = NcclInitInfo
+    update_info_cls = Manifest
+
+    def join(self, init_info: NcclInitInfo) -> NcclReceiver:
+        return NcclReceiver(communicator.own_gpu(self.device), init_info, self.group_rank)
+
+    def received(self, reception: NcclReceiver, update_info: Manifest) -> Weights:
+        return reception.receive(update_info, self.buffer(update_info.total_bytes()))

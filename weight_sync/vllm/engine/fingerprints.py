@@ -10,17 +10,28 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
+
+@dataclass(frozen=True)
+class Products:
+    """number: of the vectors; dtype: theirs; columns: of the weight; expected, slack: float32 [2 * HALF, rows], what
+    the layer must give, and how far it may be off."""
+
+    number: int
+    dtype: torch.dtype
+    columns: int
+    expected: torch.Tensor
+    slack: torch.Tensor
+
+
 if TYPE_CHECKING:
-    from weight_sync.vllm.engine.layer_proof import Products
+    pass
 
 
 # Elements of a tensor on an accelerator that are hashed at one time: 8 bytes each, and as many for their places.
@@ -86,49 +97,6 @@ def cannot_be_read(layer: Any) -> bool:
     packed = getattr(layer, "cpu_linear", None)
     behind_a_handle = packed is not None and any(part is None for part in _parts(packed, layer))
     return behind_a_handle or not type(layer.quant_method).__name__.startswith("Unquantized")
-
-
-class Reading(threading.Thread):
-    """Finds a `difference` beside generation: nothing is written."""
-
-    def __init__(self) -> None:
-        super().__init__(name="layer-proof", daemon=True)
-        self._found: Difference | None = None
-        self._error: Exception | None = None
-
-    def difference(self) -> Difference:
-        raise NotImplementedError
-
-    def run(self) -> None:
-        try:
-            self._found = self.difference()
-        except Exception as error:
-            self._error = error
-
-    def result(self) -> dict[str, Any]:
-        """`Difference`'s fields, after the thread's end. Raises RuntimeError if it could not read them."""
-        if self._found is None:
-            raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
-        return vars(self._found)
-
-
-class ModelReading(Reading):
-    """What `model` holds, compared to `proven`. probed: what its products were compared to, by the engine's thread."""
-
-    def __init__(self, model: torch.nn.Module, proven: ModelFingerprints, probed: Difference | None = None) -> None:
-        super().__init__()
-        self._model = model
-        self._proven = proven
-        self._probed = probed or Difference(0, [], [])
-
-    def difference(self) -> Difference:
-        on_gpu = next(self._model.parameters()).is_cuda
-        # On a stream of its own it does not stand between two steps of the engine.
-        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
-            found = compare(self._proven, held(self._model))
-        probed = tuple(f"{name}.packed" for name in self._proven.products)
-        unread = self._probed.unread + [name for name in found.unread if not name.startswith(probed)]
-        return Difference(found.checked + self._probed.checked, found.wrong + self._probed.wrong, unread)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

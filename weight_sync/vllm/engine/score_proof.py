@@ -2,6 +2,8 @@
 
 No request, slot or cache is taken, so nobody waits: one forward pass over the tokens, in which attention looks at the
 tokens themselves and not at the cache. All else is the code and the weights that generation uses.
+
+Which adapter the next pass through a worker's model is under.
 """
 
 from __future__ import annotations
@@ -115,3 +117,13 @@ def _attend(
     weights = scores.masked_fill(later, -math.inf).softmax(-1)
     output = torch.einsum("hgqk,khd->qhgd", weights, v).to(output_dtype or query.dtype)
     return output.reshape(output_shape or (len(q), -1))
+
+
+def put_under(runner: Any, tokens: int, adapter: Any | None) -> None:
+    """Have the next pass over so many tokens, all of whose logits but the last's are wanted, compute under `adapter`, a
+    `LoRARequest`, or under none: what the engine's last step said would hold otherwise. Its next step says it anew."""
+    if runner.lora_config is None:
+        return
+    number = 0 if adapter is None else adapter.lora_int_id
+    requests = set() if adapter is None else {adapter}
+    runner._set_active_loras((number,) * (tokens - 1), (number,) * tokens, requests)

@@ -24,9 +24,16 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from weight_sync.vllm.engine.fingerprints import held
 from weight_sync.vllm.engine.layer_proof import watching
 from weight_sync.vllm.engine.reload import Reload
-from weight_sync.vllm.engine.shadow_modules import CONTAINERS, Pair, bind_to_live, let_go, twins_of
-from weight_sync.vllm.staging import Weights
-from weight_sync.vllm.torch_packing import LOOKUP_ONLY, PackingError
+from weight_sync.vllm.engine.shadow_modules import (
+    CONTAINERS,
+    LOOKUP_ONLY,
+    PackingError,
+    Pair,
+    bind_to_live,
+    let_go,
+    twins_of,
+)
+from weight_sync.vllm.engine.update import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,10 @@
 
 A call to an engine blocks vLLM's engine loop, so `update_weights` hands the work to a thread and returns. The live
 model is touched by `finish_weight_update` alone, which vLLM's worker calls inside the swap.
+
+vLLM's end of the gloo transport.
+
+vLLM's end of the http transport.
 """
 
 from __future__ import annotations
@@ -10,8 +14,11 @@ from typing import Any, Protocol
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weight_sync.vllm import torch_packing
-from weight_sync.vllm.staging import Staging, Weights
+from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
+from weight_sync.transports.gloo.receiver import GlooReceiver, GlooUpdateInfo
+from weight_sync.transports.http.receiver import HttpInitInfo, HttpReceiver, HttpUpdateInfo
+from weight_sync.vllm.engine import shadow_modules
+from weight_sync.vllm.engine.update import Staging, Weights
 
 
 class Receiver(Protocol):
@@ -42,7 +49,7 @@ class StagedEngine(WeightTransferEngine):
         self._staging: Staging | None = None
         self._reception: Any = None
         if self.device.type == "cpu":
-            torch_packing.install()
+            shadow_modules.install_torch_packing()
 
     @property
     def shadow(self) -> Any:
@@ -126,3 +133,25 @@ class StagedEngine(WeightTransferEngine):
         reception, self._reception = self._reception, None
         if reception is not None:
             reception.close()
+
+
+class GlooEngine(StagedEngine):
+    """Engine of one vLLM worker. See `StagedEngine`."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def join(self, init_info: GlooInitInfo) -> GlooReceiver:
+        return GlooReceiver(GlooGroup.join(init_info, self.group_rank))
+
+
+class HttpEngine(StagedEngine):
+    """Engine of one vLLM worker. See `StagedEngine`."""
+
+    init_info_cls = HttpInitInfo
+    update_info_cls = HttpUpdateInfo
+
+    def join(self, init_info: HttpInitInfo) -> HttpReceiver:
+        reception = HttpReceiver(init_info)
+        reception.greet()
+        return reception

@@ -1,9 +1,15 @@
-"""What one update writes into a live model, where it is: each tensor once, each parameter from some of it."""
+"""What one update writes into a live model, where it is: each tensor once, each parameter from some of it.
+
+One update on its way into a worker: received and built on a thread, beside generation.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from weight_sync.vllm.engine.fingerprints import fingerprint
-from weight_sync.vllm.engine.layer_proof import Products, Watched
+from weight_sync.vllm.engine.fingerprints import Products, fingerprint
+from weight_sync.vllm.engine.layer_proof import Watched
 
 
 class UpdateCheck:
@@ -79,3 +85,43 @@ class UpdateCheck:
         plain = plain and all(tensor.ndim < 3 for tensor in parameters.values())
         if info.load_numel == 0 or (plain and info.load_numel < sum(tensor.numel() for tensor in parameters.values())):
             yield from (f"{name}.{of}" for of in parameters)
+
+
+logger = logging.getLogger(__name__)
+
+Weights = dict[str, torch.Tensor]
+
+
+class Staging(threading.Thread):
+    """Runs `receive`, then `build` with what it gave. `shadow`: what `build` gave; None until it is ready."""
+
+    def __init__(self, receive: Callable[[], Weights], build: Callable[[Weights], Any]) -> None:
+        super().__init__(name="weight-staging", daemon=True)
+        self.shadow: Any = None
+        self._receive = receive
+        self._build = build
+        self._stage = "receiving"
+        self._error: str | None = None
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> None:
+        try:
+            began = time.monotonic()
+            weights = self._receive()
+            self._seconds["receiving"] = time.monotonic() - began
+            self._stage = "building"
+            began = time.monotonic()
+            self.shadow = self._build(weights)
+            self._seconds["building"] = time.monotonic() - began
+            self._stage = "ready"
+        except BaseException as error:
+            # Who sent them may be gone; whoever asks for the swap is told.
+            self._error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._stage = "failed"
+            logger.warning("weights were not staged while %s: %s", *self._place())
+
+    def _place(self) -> tuple[str, str | None]:
+        return ("building" if "receiving" in self._seconds else "receiving"), self._error
+
+    def report(self) -> dict[str, Any]:
+        return {"stage": self._stage, "error": self._error, "seconds": dict(self._seconds)}

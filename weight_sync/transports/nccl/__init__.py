@@ -1,1 +1,0 @@
-"""Weights over NCCL into vLLM's own engine, which loads them in place, under the pause."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import Sample
 from tests.kit.learner import step_rollouts
 from tests.kit.model import tiny_model

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.learner_cases import Batch, Size
 from learner.algorithm.algorithm import Algorithm
-from learner.attention import packed
+from learner.feed import packing
 from learner.feed.packing import Sample, pack
 from learner.model.policy import Policy, Scoring
 from learner.training import optimiser
@@ -40,8 +40,8 @@ class Ours:
     name = "ours"
 
     def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
-        self.model = size.build(packed.PACKED_ATTENTION, device)
-        policy = Policy(self.model, packed.PACKED_ATTENTION, Scoring(1.0, SECTION.logits_mib))
+        self.model = size.build(packing.PACKED_ATTENTION, device)
+        policy = Policy(self.model, packing.PACKED_ATTENTION, Scoring(1.0, SECTION.logits_mib))
         self._trainer = Trainer(policy, SECTION, longest=2048)
         self._batch, self._budget = batch, budget
         self.optimiser = self._trainer.optimiser.optimizer

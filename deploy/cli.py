@@ -146,7 +146,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     extras.require("slipstream learner", extras.LEARNER)
     # Before torch is imported, which takes seconds: a wrong setting is told at once.
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
-    from learner.failures import LearnerFailed
+    from learner.ranks.stopping import LearnerFailed
     from learner.run import run
     from weight_sync.publisher import PublishError
 

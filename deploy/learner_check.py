@@ -21,9 +21,9 @@ def check(config: RunConfig) -> None:
 
         adapter.check_installed(config.lora)
     if config.model.quantised_bits:
-        from learner.model import quantised
+        from learner.model import precision
 
-        quantised.check(config.model)
+        precision.check_quantisation(config.model)
 
 
 def check_adapter(config: RunConfig, resume: bool) -> None:
@@ -31,6 +31,6 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
     kept = checkpoints.complete(config.run_dir) if resume else {}
     had_one = bool(kept) and (kept[max(kept)] / checkpoints.ADAPTER).is_dir()
     if config.lora.r or had_one:
-        from learner import adapter_check
+        from learner.checkpoints import resuming
 
-        adapter_check.check(config, resume)
+        resuming.check_adapter(config, resume)

@@ -12,7 +12,7 @@ USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the run file or the arguments are wrong."""
-    from learner.failures import LearnerFailed
+    from learner.ranks.stopping import LearnerFailed
     from learner.run import run
     from protocol import access
     from protocol.client import QueueError

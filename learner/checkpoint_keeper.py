@@ -4,29 +4,51 @@ are kept.
 One that cannot be written, as on a full disk, is told; the run goes on, and tries again when the next is due. At the
 end there is no next one: there it ends the run. A learner that another has taken the place of writes none: it would lie
 among those of the other's steps.
+
+Which checkpoint is the best by evaluation, and which ones stay for it. No I/O.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from learner import start
-from learner.best import best_of, spared
 from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointError, CheckpointInfo
 from learner.evaluator import Evaluator
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.ranks.stopping import Stop
 from learner.report.progress import TerminalProgress
+from learner.report.records import EvaluationRecord
 from learner.training.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.checkpoints import Best
 from protocol.client import QueueError
 from protocol.config import RunConfig
 from protocol.messages import RunPosition
+
+
+def best_of(steps: Collection[int], evaluations: Sequence[EvaluationRecord]) -> Best | None:
+    """Of the checkpoints of `steps`, that whose own evaluation gave the highest mean reward; the earlier of two.
+
+    An evaluation that was cut short does not count: its rows are the quick ones.
+    """
+    judged = [
+        Best(record.step, record.evaluation.reward)
+        for record in evaluations
+        if record.step in steps and record.evaluation.ended == "complete" and record.evaluation.reward is not None
+    ]
+    return max(judged, key=lambda one: (one.reward, -one.step), default=None)
+
+
+def spared(steps: Collection[int], best: Best | None, pending: Collection[int]) -> set[int]:
+    """The steps whose checkpoints must not be deleted, however old: that of the best, and those that may prove better,
+    as their evaluation goes on."""
+    return {*(step for step in pending if step in steps), *([] if best is None else [best.step])}
+
 
 # A checkpoint may take this much longer than the one before.
 MARGIN = 1.5

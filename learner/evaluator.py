@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from learner.feed.blocking_client import BlockingQueueClient
-from learner.report.evaluations import FILE_NAME, EvaluationRecord, told
 from learner.report.journal import Journal
 from learner.report.progress import TerminalProgress
+from learner.report.records import FILE_NAME, EvaluationRecord, describe_evaluation
 from protocol import reasons
 from protocol.client import QueueRefused
 from protocol.config import RunConfig
@@ -116,7 +116,7 @@ class Evaluator:
             if evaluation.ended is not None and evaluation.step not in known:
                 journal.append(EvaluationRecord(evaluation.step, evaluation))
                 self._fresh.append(evaluation)
-                self._progress.show_evaluation(evaluation, told(evaluation))
+                self._progress.show_evaluation(evaluation, describe_evaluation(evaluation))
 
 
 def open_eval_journal(config: RunConfig, step: int) -> Journal[EvaluationRecord] | None:

@@ -3,42 +3,66 @@
 A version is acknowledged at the queue before anyone can see it and before a checkpoint holds it: so no version number
 is ever used twice, whichever process dies. SIGTERM and Ctrl-C abandon the step, unless its weights change already: then
 they wait until it is acknowledged. Leases are given back, and a checkpoint is written if the grace time allows.
+
+Whether an adapter is published by itself or merged into the model's weights: the run file, then the servers say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from learner import evaluator, publishing, start
-from learner.callbacks.callbacks import Callbacks
+import torch
+
+from learner import evaluator, start
+from learner.callbacks import Callbacks
 from learner.checkpoint_keeper import CheckpointKeeper
 from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.checkpoints.model_card import Results
+from learner.checkpoints.uploads import Models
 from learner.evaluator import Evaluator
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder
-from learner.hub.models import Models
+from learner.model.adapter import Adapter
 from learner.ranks.stopping import Stop, Stopped
 from learner.report.progress import TerminalProgress
+from learner.report.queue_status import PendingNotices
 from learner.report.records import StepRecord, StepTimes
 from learner.report.reports import Reports
 from learner.report.sampler_checks import ServerWatch
-from learner.report.troubles import Troubles
 from learner.skipping import Attempts
 from learner.training.trainer import StepFigures, Trainer
 from protocol.client import QueueError, RunFinished
-from protocol.config import RunConfig
+from protocol.config import RunConfig, adapter_checks
+from weight_sync.fleet import adapter_publication
 from weight_sync.publisher import Publisher
-from weight_sync.weights.snapshot import Probe, probe_token_ids
+from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 if TYPE_CHECKING:
-    import torch
     from transformers import TrainerCallback
+
+
+def adapter_published_alone(
+    config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None], run_id: str
+) -> bool:
+    """on_gpu: whether the learner is. With `weight_sync.adapter_only = "auto"` a server is asked to load it, and what
+    keeps vLLM from it is said; with true the publication itself finds out. Blocks."""
+    wanted = config.weight_sync.adapter_only
+    if merged := adapter_checks.merged_adapter_message(wanted, config.model, config.lora, on_gpu):
+        say(merged)
+    if not adapter_checks.is_adapter_published_alone(wanted, config.model, config.lora, on_gpu):
+        return False
+    if wanted is True:
+        return True
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    reason = adapter_publication.adapter_refusal(config, Snapshot(0, adapter.alone(), probe, dtype, run_id=run_id))
+    if reason is not None:
+        say(f"the merged weights are published, since {reason}")
+    return reason is None
 
 
 # What trackers may have to send the last steps, when the run does not come to its end.
@@ -86,7 +110,7 @@ class Loop:
         self._reports = Reports(config, begin.step, progress)
         journal = evaluator.open_eval_journal(config, begin.step)
         self._evaluator = Evaluator(config, client, self._position.session, journal, progress)
-        self._troubles = Troubles()
+        self._troubles = PendingNotices()
         newest = begin.step if checkpoint else None
         self._keeper = CheckpointKeeper(
             config, self._trainer, client, progress, self._stop, newest, self._evaluator, self._troubles.checkpoint
@@ -223,7 +247,9 @@ class Loop:
             return self._trainer.weights()
         if self._alone is None:
             on_gpu = self._trainer.device.type == "cuda"
-            self._alone = publishing.alone(self._config, adapter, probe, on_gpu, self._progress.say, self._position.run)
+            self._alone = adapter_published_alone(
+                self._config, adapter, probe, on_gpu, self._progress.say, self._position.run
+            )
         return adapter.alone() if self._alone else self._trainer.weights()
 
     def _publish(self) -> float:

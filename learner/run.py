@@ -9,23 +9,24 @@ from contextlib import ExitStack
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
-from learner import adapter_check, start
-from learner.callbacks.load import load as load_callbacks
+from learner import start
+from learner.callbacks import load as load_callbacks
 from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints import uploads
+from learner.checkpoints import resuming, uploads
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.loop import Loop
-from learner.model.policy import Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Scoring
 from learner.model.precision import warning
 from learner.model.reference import load_reference
 from learner.ranks import environment, launch
-from learner.ranks.environment import Place
+from learner.ranks.environment import RankInfo
 from learner.ranks.stopping import SIGNALS, Stop, Stopped
 from learner.ranks.team import Team
+from learner.report import trackers
 from learner.report.progress import TerminalProgress
 from learner.report.queue_status import Watch
-from learner.report.trackers import installed
 from learner.training.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.client import QueueClient
@@ -50,7 +51,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "
             f"its rows; start it with: slipstream learner run.toml, or give learner.steps"
         )
-    installed.wanted(config.tracking)
+    trackers.wanted_trackers(config.tracking)
     uploads.require(config.hub)
     callbacks = load_callbacks(config.learner.callbacks)
     # The progress bar of each checkpoint would run through the live line.
@@ -68,7 +69,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         checkpoint = None if resume else start.starting_point(config, resume)
         try:
             if resume:
-                adapter_check.check(config, resume)
+                resuming.check_adapter(config, resume)
                 with progress.phase("waiting for the queue"):
                     position = client.call(lambda queue: queue.position())
                 checkpoint = start.starting_point(config, resume, position, progress.warn)
@@ -109,7 +110,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             Loop(config, trainer, client, publisher, progress, stop, callbacks).run(checkpoint, resume)
 
 
-def follow(place: Place) -> None:
+def follow(place: RankInfo) -> None:
     """A rank other than the first: it does what rank 0 says, until there is nothing left to do. Raises `RankLost`."""
     for number in SIGNALS:  # whoever sends them means the learner: rank 0 says what follows
         signal.signal(number, signal.SIG_IGN)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from learner.failures import LearnerFailed
 from learner.feed.feeder import Feeder
 from learner.feed.step_draft import Batch
+from learner.ranks.stopping import LearnerFailed
 from learner.report.journal import Journal, Record
 from learner.report.progress import TerminalProgress
 from learner.training.trainer import DivergedError, StepFigures, Trainer

@@ -26,14 +26,14 @@ def check_run(config: RunConfig, resume: bool) -> int | None:
     if not resume:
         _check_addresses(config)
     from deploy.checks import task_check
-    from learner.callbacks.load import load as load_callbacks
+    from learner.callbacks import load as load_callbacks
     from learner.checkpoints import uploads
-    from learner.report.trackers import installed
+    from learner.report import trackers
     from rollout_worker.data.dataset import check_evaluation
     from rollout_worker.task.rewards import build_rewards
     from rollout_worker.task.task import load_task
 
-    installed.wanted(config.tracking)
+    trackers.wanted_trackers(config.tracking)
     uploads.require(config.hub)
     # Every try to reach the hub is a warning of its own; here one message says it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

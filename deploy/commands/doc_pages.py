@@ -13,18 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.bounded import ImportanceWeight
-from learner.algorithm.loss_terms import RouterLoss
-from learner.algorithm.masks.off_policy import OffPolicy
-from learner.algorithm.masks.top_entropy import TopEntropy
-from learner.algorithm.normalisers import NORMALISERS
-from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.objectives.clip import ClipObjective
-from learner.algorithm.proximal import PROXIMALS
-from learner.algorithm.regularisers.entropy import EntropyBonus
-from learner.algorithm.regularisers.kl_in_loss import KlInLoss
-from learner.algorithm.regularisers.kl_in_reward import KlInReward
+from learner.algorithm.corrections import CORRECTIONS, PROXIMALS, ImportanceWeight
+from learner.algorithm.loss_terms import EntropyBonus, KlInLoss, KlInReward, OffPolicy, RouterLoss, TopEntropy
+from learner.algorithm.objectives import OBJECTIVES, ClipObjective
+from learner.algorithm.step_data import NORMALISERS
 from protocol.config import LearnerSection
 from protocol.config.checks import READERS
 from protocol.config.sections.base import toml_value

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from deploy.run.process_keeper import RunFailed
-from learner.failures import LearnerFailed
+from learner.ranks.stopping import LearnerFailed
 from learner.replay import Request, replay
 from learner.report.progress import TerminalProgress
 from protocol.config import ConfigError, RunConfig

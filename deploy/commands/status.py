@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from learner.report.evaluations import told
-from learner.report.rollout_text import printable
+from learner.report.records import describe_evaluation
+from learner.report.rollouts import printable
 from protocol.client import QueueClient
 from protocol.status import ServerStatus, Status, episodes_at
 
@@ -125,7 +125,7 @@ def _policy(metrics: Mapping[str, float]) -> str:
 def _evaluations(status: Status) -> list[str]:
     """A line for each open one, and one for the newest that has ended."""
     ended = [evaluation for evaluation in status.evaluations if evaluation.ended is not None]
-    lines = [told(ended[-1]).removeprefix("evaluation ")] if ended else []
+    lines = [describe_evaluation(ended[-1]).removeprefix("evaluation ")] if ended else []
     for evaluation in status.evaluations:
         if evaluation.ended is None:
             failed = f", {evaluation.failed} failed" if evaluation.failed else ""

@@ -8,12 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm import advantages, corrections, masks, objectives, regularisers
-from learner.algorithm.normalisers import NORMALISERS
-from learner.algorithm.objectives.base import TokenLosses
-from learner.algorithm.proximal import PROXIMALS
-from learner.algorithm.rollouts import Floats, StepRollouts
-from learner.algorithm.step_data import Tokens
+from learner.algorithm import advantages, corrections, loss_terms, objectives
+from learner.algorithm.corrections import PROXIMALS
+from learner.algorithm.objectives import TokenLosses
+from learner.algorithm.step_data import NORMALISERS, Floats, StepRollouts, Tokens
 from protocol.config import LearnerSection
 
 
@@ -29,9 +27,9 @@ class Algorithm:
     def __init__(self, section: LearnerSection, longest: int) -> None:
         self._advantage = advantages.build(section)
         self._correction = corrections.build(section)
-        self._masks = masks.build(section)
+        self._masks = loss_terms.build_masks(section)
         self._objective = objectives.build(section)
-        self._regularisers = regularisers.build(section)
+        self._regularisers = loss_terms.build_regularisers(section)
         self._normaliser = NORMALISERS[section.normaliser]
         self._longest = longest
         self.by_rollout = (

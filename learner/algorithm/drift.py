@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm.objectives.base import MAX_LOG_RATIO
+from learner.algorithm.objectives import MAX_LOG_RATIO
 
 # Bins are even in asinh(x / FINEST), which is linear near 0 and logarithmic beyond: most log-ratios are around 1e-3,
 # and a few are above 1. A percentile of x is off by at most the width of its bin: BIN * |x| + BIN * FINEST.

@@ -6,15 +6,41 @@ over all layers, as in transformers' `load_balancing_loss_func`). A product of m
 gradient: once it is known for the whole step, the rest is a sum over tokens, and packing cannot change it.
 
 Choose it for long runs of a mixture, whose routers drift; its model's own config names the coefficient.
+
+The face of a mask.
+
+`off_policy_mask_threshold`: bad rollouts that the policy has moved away from.
+
+`top_entropy_quantile`: only tokens where the policy hesitates are learnt from.
+
+Masks, one file each: tokens that an objective does not see. Any of them may be set beside any objective and
+correction.
+
+The face of a regulariser.
+
+`entropy_coef` > 0: a bonus for entropy.
+
+`kl_coef` > 0: the KL to a reference model in the loss.
+
+`kl_in_reward`: the KL to a reference model is taken from the rewards.
+
+Regularisers, one file each: what a loss holds beside its objective, so that the policy stays near a reference or
+keeps its entropy.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
+
+from learner.algorithm.objectives import MAX_LOG_RATIO, TokenLosses
+from learner.algorithm.step_data import Floats, Tokens
+from protocol.config import LearnerSection
 
 
 @dataclass(frozen=True)
@@ -66,3 +92,221 @@ class RouterLoss:
 
     def __call__(self, row: Routing) -> torch.Tensor:
         return self._coefficient * self.share(row)
+
+
+class Mask(ABC):
+    """A pure function of tokens. What it leaves out stays in the normaliser, as in TRL: the rest counts no more.
+
+    by_rollout: whether it reads what `Tokens` has of whole rollouts.
+    """
+
+    by_rollout: ClassVar[bool] = False
+
+    def __init__(self, section: LearnerSection) -> None:
+        self.section = section
+
+    @staticmethod
+    @abstractmethod
+    def is_set(section: LearnerSection) -> bool:
+        """Whether the run file wants it."""
+
+    @abstractmethod
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        """Which tokens stay, bool [N]."""
+
+
+class OffPolicy(Mask):
+    """Leaves out rollouts of negative advantage whose mean of log behaviour - log policy, over their tokens that train,
+    is above the threshold: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9), as TRL's
+    `off_policy_mask_threshold`. A mean that is not a number leaves nothing out, so that the step ends in an error.
+
+    Choose it for stale data: bad rollouts that the policy would not make any more are the first to spoil a step.
+    """
+
+    by_rollout: ClassVar[bool] = True
+
+    def __init__(self, section: LearnerSection) -> None:
+        super().__init__(section)
+        self._threshold = section.off_policy_mask_threshold or math.inf
+
+    @staticmethod
+    def is_set(section: LearnerSection) -> bool:
+        return section.off_policy_mask_threshold is not None
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        far = -tokens.drift / tokens.lengths > self._threshold
+        return ~(far & (tokens.advantages < 0))
+
+
+# Nats.
+ROUNDING = 1e-5
+
+
+class TopEntropy(Mask):
+    """Keeps the share `top_entropy_quantile` of the step's tokens, those of highest entropy ("Beyond the 80/20 rule",
+    arXiv:2506.01939, which takes 0.2); 0 keeps the highest one.
+
+    As TRL's setting of this name, but over all of the step's tokens, where TRL takes those of a micro-batch. Tokens of
+    equal entropy stand or go together.
+
+    Choose it for long reasoning, most of whose tokens leave no choice.
+    """
+
+    @staticmethod
+    def is_set(section: LearnerSection) -> bool:
+        return section.top_entropy_quantile < 1
+
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        if tokens.top_entropy is None:
+            raise ValueError("nobody said which tokens have the step's highest entropies: set Tokens.top_entropy")
+        return tokens.top_entropy
+
+
+def keep_top_entropy(entropies: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
+    """Which entropies are at least `lowest`, bool [N]. Those of a context that several rows hold are equal but for
+    rounding."""
+    return entropies >= lowest - ROUNDING
+
+
+def lowest_kept(entropies: torch.Tensor, share: float) -> torch.Tensor:
+    """The least entropy that is among the highest `share` of a step's entropies, float32 [N], a scalar.
+
+    What is at least this is what is at least `torch.quantile(entropies, 1 - share)`, which takes 16 million at most.
+    """
+    place = (1 - share) * (len(entropies) - 1)
+    # 1 - 0.2 is a little more than 0.8: rounding must not leave a token out.
+    return entropies.kthvalue(math.ceil(place - 1e-12 * len(entropies)) + 1).values
+
+
+MASKS: dict[str, type[Mask]] = {
+    "off_policy": OffPolicy,
+    "low_entropy": TopEntropy,
+}
+
+
+def build_masks(section: LearnerSection) -> dict[str, Mask]:
+    """Those that the run file sets, by what they mask."""
+    return {name: mask(section) for name, mask in MASKS.items() if mask.is_set(section)}
+
+
+class Regulariser(ABC):
+    """A term of the loss beside the objective's: a pure function of tokens, as they are before any correction. It
+    reads its own settings from `section`.
+
+    needs_reference: whether it reads `Tokens.reference`; in_reward: whether it takes `penalties` from the rewards.
+    """
+
+    needs_reference: ClassVar[bool] = False
+    in_reward: ClassVar[bool] = False
+
+    def __init__(self, section: LearnerSection) -> None:
+        self.section = section
+
+    @abstractmethod
+    def __call__(self, tokens: Tokens) -> TokenLosses:
+        """What is added to the objective's losses; its sums become figures, as means over the tokens with weight."""
+
+    def penalties(self, reference_drift: Floats) -> Floats:
+        """What is taken from each rollout's reward, float64 [S]. `reference_drift`: float64 [S], the sum of reference -
+        behaviour over the rollout's tokens that train."""
+        raise NotImplementedError
+
+
+class EntropyBonus(Regulariser):
+    """loss = -entropy_coef * H for each token, H in nats, of the distribution that the sampler draws from.
+
+    A mean over the step's tokens, whatever the normaliser is, as in TRL's GRPOTrainer: so a coefficient means the same
+    beside each of them. The bonus of PPO (arXiv:1707.06347, eq. 9), with its gradient through all of the distribution.
+
+    Choose it, at 0.001 or so, where `entropy` falls to 0 before the reward has risen.
+    """
+
+    def __call__(self, tokens: Tokens) -> TokenLosses:
+        if tokens.entropy_weights is None:
+            raise ValueError("tokens.entropy_weights is None: learner.entropy_coef needs them")
+        entropy = torch.where(tokens.weights > 0, tokens.entropy, 0.0)
+        return TokenLosses(-self.section.entropy_coef * entropy * tokens.entropy_weights, {})
+
+
+class KlInLoss(Regulariser):
+    """loss = kl_coef * k3 for each token, k3 = exp(d) - d - 1, d = log p_reference - log p.
+
+    k3 estimates KL(policy || reference) and is never negative (joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300,
+    eq. 4). With `kl_bias_correction`, times p / p_behaviour with its gradient: then the gradient is that of the KL
+    although another policy sampled the token (DeepSeek-V3.2, arXiv:2512.02556, eq. 7); the ratio counts as at most
+    `delta`, or a single token that the policy has come to like would be all of a step's gradient. As in TRL's
+    GRPOTrainer, neither importance weights nor masks touch it.
+
+    Sums: `kl_reference`, of the estimates as the loss has them.
+
+    Choose it where the policy must keep what it could before, such as style or other tasks; tasks with rewards that can
+    be checked seldom need it.
+    """
+
+    needs_reference = True
+
+    def __call__(self, tokens: Tokens) -> TokenLosses:
+        if tokens.reference is None:
+            raise ValueError("tokens.reference is None: learner.kl_coef needs a reference model")
+        weighted = tokens.weights > 0
+        distance = torch.where(weighted, tokens.reference - tokens.logprobs, 0.0)
+        if self.section.kl_bias_correction:
+            estimate = self._corrected(tokens, distance)
+        else:
+            estimate = _exp(distance) - distance - 1
+        losses = self.section.kl_coef * estimate * tokens.weights
+        return TokenLosses(losses, {"kl_reference": estimate.detach().sum()})
+
+    def _corrected(self, tokens: Tokens, distance: torch.Tensor) -> torch.Tensor:
+        """r * (exp(d) - d - 1), r = p / p_behaviour, whose gradient is -r * d: the term r * exp(d), p_reference /
+        p_behaviour, has none, and is written apart as r and exp(d) may be as small and as large as floats get."""
+        weighted = tokens.weights > 0
+        highest = MAX_LOG_RATIO if self.section.delta == "none" else math.log(self.section.delta)
+        log_ratio = torch.where(weighted, tokens.logprobs - tokens.behaviour, 0.0).detach()
+        bounded = log_ratio.clamp(-MAX_LOG_RATIO, highest)
+        ratio, fixed = bounded.exp(), distance.detach()
+        value = _exp(fixed + bounded) - ratio * (1 + fixed)
+        return value + ratio * fixed * (distance - fixed)
+
+
+def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(x), beyond MAX_LOG_RATIO with the slope that it has there: a wild token still moves towards the reference,
+    and nothing overflows."""
+    bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return bounded.exp() * (1 + log_ratio - bounded)
+
+
+class KlInReward(Regulariser):
+    """reward - kl_coef * sum of log p_behaviour - log p_reference over the rollout's tokens (RLOO, arXiv:2402.14740,
+    section 2).
+
+    The estimate is k1 of joschu.net/blog/kl-approx.html, under the policy that sampled, as in TRL's RLOOTrainer; it is
+    taken off before the advantage. Tokens of tools and environments never count, nor do those that are masked: these
+    stand before the ones that train, which cannot have caused them, or in a rollout that does not train at all.
+
+    Sums: `kl_reference`, of the estimates. There is no term in the loss.
+
+    Choose it with `rloo`, as its paper has it.
+    """
+
+    needs_reference = True
+    in_reward = True
+
+    def __call__(self, tokens: Tokens) -> TokenLosses:
+        if tokens.reference is None:
+            raise ValueError("tokens.reference is None: learner.kl_coef needs a reference model")
+        estimate = torch.where(tokens.weights > 0, tokens.behaviour - tokens.reference, 0.0)
+        return TokenLosses(torch.zeros_like(estimate), {"kl_reference": estimate.sum()})
+
+    def penalties(self, reference_drift: Floats) -> Floats:
+        return -self.section.kl_coef * reference_drift
+
+
+def build_regularisers(section: LearnerSection) -> list[Regulariser]:
+    """Those whose coefficient is above 0."""
+    found: list[Regulariser] = []
+    if section.kl_coef:
+        found.append(KlInReward(section) if section.kl_in_reward else KlInLoss(section))
+    if section.entropy_coef:
+        found.append(EntropyBonus(section))
+    return found

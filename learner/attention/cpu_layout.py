@@ -1,19 +1,172 @@
 """How the parts of a row's trie are computed on a CPU: in a few batches of like size, whatever the trie's shape.
 
-Blocks of like length (`learner.model.trie_parts`) are one batch, and so are small spans of like size. A large span is a
+Blocks of like length (`learner.attention.cpu_layout`) are one batch, and so are small spans of like size. A large span is a
 part of its own: slices of the row, no copies.
+
+Into which parts attention along a row's trie is cut, by what they cost on a CPU. Pure, and made once a row.
+
+Every token sees its path. A row is cut into *blocks*, each of which attends to itself, and *spans*: all that descends
+from a node, which stands right behind it, attends to that node. For a node and what descends from it, the cheapest of:
+
+- whole: one block, where a mask tells who sees whom: for a few short branches;
+- apart: the node is a block, and a span: for a long node, or one with much below it;
+- copied: the node is a block, and stands in front of each of its children's, too: for a short node with long branches.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.model.trie_parts import Block, Span, cut
+# What parts cost, forward and backward, as (query, key) pairs of one head in a block of 64 tokens and more: measured on
+# one core, head_dim 32. A block has the constant beside its pairs; a span has it for each query: kernels are slow where
+# keys are few, and queries are copied and merged.
+BLOCK_COST = 600.0
+
+COPY_COST = 20.0
+
+SPAN_COST = 1000.0
+
+SPAN_QUERY_COST = 36.0
+
+SPAN_PAIR_COST = 0.75
+
+# Above it a mask is large and never pays.
+LONGEST_MASKED = 256
+
+# Above it copies are never tried: that bounds the search.
+LONGEST_COPIED = 32
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Tokens `[start, end)` of the row that attend to themselves, behind a copy of those in `above`, their path's;
+    masked: several nodes, else one, causal."""
+
+    start: int
+    end: int
+    masked: bool = False
+    above: tuple[Range, ...] = ()
+
+    @property
+    def copied(self) -> int:
+        return sum(end - start for start, end in self.above)
+
+    def __len__(self) -> int:
+        return self.copied + self.end - self.start
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """What descends from an inner node: queries `[end, reach)` of the row see keys `[start, end)`."""
+
+    start: int
+    end: int
+    reach: int
+
+    @property
+    def keys(self) -> int:
+        return self.end - self.start
+
+    @property
+    def queries(self) -> int:
+        return self.reach - self.end
+
+
+@dataclass(frozen=True)
+class RowParts:
+    blocks: list[RowBlock] = field(default_factory=list)
+    spans: list[RowSpan] = field(default_factory=list)
+
+
+def cut_row(starts: Sequence[int], reach: Sequence[int]) -> RowParts:
+    """The cheapest parts. For n nodes: `starts`, n + 1 places where each begins and the last ends; `reach`: where what
+    descends from each ends."""
+    costs = _Costs(starts, reach)
+    parts = RowParts()
+    above: dict[int, tuple[Range, ...]] = {}
+    done = 0
+    for node, (start, end) in enumerate(pairwise(starts)):
+        if start < done:
+            continue
+        copies = above.pop(node, ())
+        copied = sum(to - since for since, to in copies)
+        if costs.is_whole(node, copied):
+            done = reach[node]
+            parts.blocks.append(RowBlock(start, done, masked=done > end, above=copies))
+            continue
+        parts.blocks.append(RowBlock(start, end, above=copies))
+        if copied or costs.is_copied(node):
+            above.update((child, (*copies, (start, end))) for child in costs.children[node])
+        else:
+            parts.spans.append(RowSpan(start, end, reach[node]))
+    return parts
+
+
+class _Costs:
+    """What nodes cost with all that descends from them, as (query, key) pairs."""
+
+    def __init__(self, starts: Sequence[int], reach: Sequence[int]) -> None:
+        nodes = range(len(reach))
+        self._sizes = [end - start for start, end in pairwise(starts)]
+        self._totals = [reach[node] - starts[node] for node in nodes]
+        self.children: list[list[int]] = [[] for _ in nodes]
+        self._below: dict[tuple[int, int], float] = {}
+        self._apart = [0.0 for _ in nodes]
+        cheapest = [0.0 for _ in nodes]
+        roots: list[int] = []  # of the subtrees behind the node
+        for node in reversed(nodes):
+            while roots and starts[roots[-1]] < reach[node]:
+                self.children[node].append(roots.pop())
+            roots.append(node)
+            if self.children[node]:
+                size, queries = self._sizes[node], self._totals[node] - self._sizes[node]
+                span = SPAN_COST + queries * (SPAN_QUERY_COST + SPAN_PAIR_COST * size)
+                self._apart[node] = _block(size) + span + sum(cheapest[child] for child in self.children[node])
+                cheapest[node] = min(self._apart[node], self._together(node, 0))
+            else:
+                cheapest[node] = _block(self._sizes[node])
+
+    def is_whole(self, node: int, copied: int) -> bool:
+        if not self.children[node]:
+            return True
+        others = self._copying(node, copied) if copied else min(self._apart[node], self._copying(node, 0))
+        return self._whole(node, copied) <= others
+
+    def is_copied(self, node: int) -> bool:
+        return self._copying(node, 0) < self._apart[node]
+
+    def _together(self, node: int, copied: int) -> float:
+        """Without a span, where `copied` tokens of the path stand in front."""
+        if not self.children[node]:
+            return _block(self._sizes[node], copied)
+        return min(self._whole(node, copied), self._copying(node, copied))
+
+    def _whole(self, node: int, copied: int) -> float:
+        total = self._totals[node]
+        return _block(total, copied) if total + copied <= LONGEST_MASKED else math.inf
+
+    def _copying(self, node: int, copied: int) -> float:
+        size = self._sizes[node]
+        if copied + size > LONGEST_COPIED:
+            return math.inf
+        if (node, copied) not in self._below:
+            below = sum(self._together(child, copied + size) for child in self.children[node])
+            self._below[node, copied] = _block(size, copied) + below
+        return self._below[node, copied]
+
+
+def _block(size: int, copied: int = 0) -> float:
+    return BLOCK_COST + COPY_COST * copied + (copied + size) ** 2
+
 
 # A batch's shortest block has at least this share of its padded length: that bounds the padding.
 SHORTEST_SHARE = 0.8
@@ -66,13 +219,13 @@ class TrieLayout:
     slots: torch.Tensor
     copies: bool
     batches: list[SpanBatch]
-    spans: list[Span]
+    spans: list[RowSpan]
 
 
 def trie_layout(starts: Sequence[int], reach: Sequence[int]) -> TrieLayout:
     """For n nodes: `starts`, n + 1 places where each begins and the last ends; `reach`: where what descends from each
     ends."""
-    parts = cut(starts, reach)
+    parts = cut_row(starts, reach)
     size = starts[-1]
     reaches = np.append(np.repeat(np.asarray(reach), np.diff(starts)), 0)
     blocks: list[BlockBatch] = []
@@ -92,9 +245,9 @@ def trie_layout(starts: Sequence[int], reach: Sequence[int]) -> TrieLayout:
     return TrieLayout(blocks, tokens.clamp(max=size - 1), places, slots[:size], copies, batches, large)
 
 
-def _alike(blocks: Sequence[Block]) -> list[tuple[list[Block], int]]:
+def _alike(blocks: Sequence[RowBlock]) -> list[tuple[list[RowBlock], int]]:
     """Blocks of like length, masked ones apart, and the length to pad them to."""
-    found: list[tuple[list[Block], int]] = []
+    found: list[tuple[list[RowBlock], int]] = []
     for block in sorted(blocks, key=lambda block: (block.masked, -len(block))):
         if found:
             members, length = found[-1]
@@ -106,9 +259,9 @@ def _alike(blocks: Sequence[Block]) -> list[tuple[list[Block], int]]:
     return found
 
 
-def _disjoint(spans: Sequence[Span]) -> list[list[Span]]:
+def _disjoint(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
     """The small ones by size, those that stand within one another apart."""
-    found: dict[tuple[int, int, int], list[Span]] = {}
+    found: dict[tuple[int, int, int], list[RowSpan]] = {}
     around: list[tuple[int, int, int]] = []  # (reach, sizes) of the spans that the next one stands in
     for span in spans:
         if span.queries >= LARGE_SPAN:
@@ -122,7 +275,7 @@ def _disjoint(spans: Sequence[Span]) -> list[list[Span]]:
     return list(found.values())
 
 
-def _block_places(blocks: Sequence[Block], length: int, nowhere: int) -> Places:
+def _block_places(blocks: Sequence[RowBlock], length: int, nowhere: int) -> Places:
     """int64 [n, length]: the token of the row in each slot, and `nowhere` behind."""
     places = _padded(
         [block.start - block.copied for block in blocks], [len(block) for block in blocks], length, nowhere
@@ -140,7 +293,7 @@ def _mask(places: Places, reaches: Places) -> torch.Tensor:
     return torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf)[:, None]
 
 
-def _span_batch(spans: Sequence[Span], size: int) -> SpanBatch:
+def _span_batch(spans: Sequence[RowSpan], size: int) -> SpanBatch:
     """size: T"""
     queries, keys = [span.queries for span in spans], [span.keys for span in spans]
     query_places = _padded([span.end for span in spans], queries, max(queries), size)

@@ -15,11 +15,9 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from learner.attention import cpu, cpu_layout, flash, paths
-from learner.feed.packing import PackedRow
-from learner.model.transfer import sent
+from learner.attention.paths import sent
+from learner.feed.packing import PACKED_ATTENTION, PackedRow
 from protocol.config import ConfigError
-
-PACKED_ATTENTION = "varlen_sdpa"
 
 # Arguments by which models change what attention computes; ignoring one would train on wrong log-probs.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "attn_logit_softcapping")

@@ -3,6 +3,8 @@
 Keys and values are gathered along every way from a root to a leaf; ways of similar length are padded on the right to a
 batch and given to torch's scaled dot product attention with `is_causal`. Right padding needs no mask: a causal query
 never sees what comes after it.
+
+From the host to the device.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from learner.model.transfer import sent
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device. A GPU copies it by itself, and the host does not wait for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
 
 # A batch's shortest path has at least this share of its longest: that bounds the padding.
 SHORTEST_SHARE = 0.8

@@ -24,7 +24,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
-from learner.failures import LearnerFailed
+from learner.ranks.stopping import LearnerFailed
 from learner.training import optimiser
 from learner.training.trainer import Trainer
 from protocol import checkpoints as places

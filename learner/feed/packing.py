@@ -2,6 +2,8 @@
 
 Packing must not change what is learnt: in a row every sequence attends to its own tokens only (`learner.feed.trie`),
 and the loss is a sum over tokens with one normaliser for the step.
+
+A step's rows, dealt to the ranks: about equal work for each, and the same number of rows. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from learner.algorithm.step_data import StepRollouts
 from learner.feed import trie
+
+PACKED_ATTENTION = "varlen_sdpa"
 
 # Attending to this many tokens costs as much as a token's matrix products: 6 times the hidden size, in a model whose
 # feed-forward layer is 3 times as wide. Here a size of 1,024; it only has to tell long paths from short ones.
@@ -254,3 +259,42 @@ def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iter
 def _cost(tokens: int, path: int) -> float:
     """Of the last `tokens` of a path, in tokens without attention."""
     return tokens * (1 + (path - tokens / 2) / ATTENDED_PER_TOKEN)
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """What one rank does of a step. rows: its own; rollouts: the whole step's; surveyed: whether all rows are scored
+    before the first one trains."""
+
+    rows: Sequence[PackedRow]
+    rollouts: StepRollouts
+    surveyed: bool
+
+    def plain(self) -> dict[str, Any]:
+        """As `wire` takes it."""
+        return {
+            "rows": [vars(row) for row in self.rows],
+            "rollouts": vars(self.rollouts),
+            "surveyed": self.surveyed,
+        }
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> RankRows:
+        rows = [PackedRow(**row) for row in plain["rows"]]
+        return cls(rows, StepRollouts(**plain["rollouts"]), plain["surveyed"])
+
+
+def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
+    """Each rank's rows, rank 0's first: the dearest row goes to the rank with the least work that has room.
+
+    All have as many, since each forward of a sharded policy takes all ranks: where rows do not suffice, a rank gets
+    padding, which trains nothing.
+    """
+    most = -(-len(rows) // ranks)
+    hands: list[list[PackedRow]] = [[] for _ in range(ranks)]
+    spent = [0.0] * ranks
+    for row in sorted(rows, key=lambda row: -row.cost):
+        rank = min((rank for rank in range(ranks) if len(hands[rank]) < most), key=lambda rank: spent[rank])
+        hands[rank].append(row)
+        spent[rank] += row.cost
+    return [hand + [padding_row()] * (most - len(hand)) for hand in hands]

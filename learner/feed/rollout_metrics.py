@@ -2,12 +2,16 @@
 
 Each figure is over the rollouts that have it, of every group that arrived: dropped ones too, else rewards and lengths
 would look better or worse than they are. No rollout is kept: a step may drop any number of groups before it is full.
+
+Which rollouts of a step people get to read.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from protocol.messages import Group, Rollout
 from protocol.rollouts import NEW_SEGMENTS, TOOL_COUNT, WHY_FAILED
@@ -175,3 +179,27 @@ def _prompt_tokens(rollout: Rollout) -> int:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+class RolloutPosition(NamedTuple):
+    """Rollout number `rollout` of group number `group` of a step."""
+
+    group: int
+    rollout: int
+
+
+def choose(rewards: Sequence[Sequence[float]], count: int, turn: int) -> list[RolloutPosition]:
+    """`count` places among the rewards of a step's groups: the best, the worst, then one of each other group in turn,
+    then what is left. `turn` varies which rollout of a group it is from step to step."""
+    longest = max((len(group) for group in rewards), default=0)
+    places = [
+        RolloutPosition(number, (nth + turn) % len(group))
+        for nth in range(longest)
+        for number, group in enumerate(rewards)
+        if nth < len(group)
+    ]
+    by_reward = sorted(places, key=lambda place: -rewards[place.group][place.rollout])
+    extremes = dict.fromkeys([*by_reward[:1], *by_reward[-1:]])
+    shown = {place.group for place in extremes}
+    others = sorted(places, key=lambda place: place.group in shown)
+    return list(dict.fromkeys([*extremes, *others]))[:count]

@@ -14,13 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.algorithm import advantages
-from learner.algorithm.rollouts import StepRollouts
-from learner.attention.packed import PACKED_ATTENTION as VARLEN_SDPA
-from learner.feed.age_mask import LossWeights, loss_weights
-from learner.feed.judged_groups import JudgedGroup, StepCounts, rewards_of, step_rollouts, tally
+from learner.algorithm.step_data import StepRollouts
+from learner.feed.judged_groups import (
+    JudgedGroup,
+    LossWeights,
+    StepCounts,
+    loss_weights,
+    rewards_of,
+    step_rollouts,
+    tally,
+)
+from learner.feed.packing import PACKED_ATTENTION as VARLEN_SDPA
 from learner.feed.packing import PackedRow, Sample, pack
-from learner.feed.rollout_choice import choose
-from learner.feed.rollout_metrics import RolloutMetrics
+from learner.feed.rollout_metrics import RolloutMetrics, choose
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.messages import LARGEST_FIGURE, Group

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from learner.model import adapter_checks, export, quantised
-from learner.model.held import ADAPTER, Held, held
+from learner.model import adapter_checks, export, precision
+from learner.model.export import ADAPTER, CheckpointView, held
 from learner.model.loading import text_tower
 from protocol.config import ConfigError, LoraSection, ModelSection
 
@@ -73,7 +73,7 @@ class Adapter:
         """Weights that train."""
         return sum(parameter.numel() for parameter in self._network.parameters() if parameter.requires_grad)
 
-    def published(self) -> Held:
+    def published(self) -> CheckpointView:
         """What the network publishes, by the names that its weights had without the adapter."""
         return held(self._network, self._published, self._dtype)
 
@@ -202,7 +202,7 @@ class Adapter:
         for module in self._network.modules():
             if hasattr(module, "lora_magnitude_vector") and ADAPTER in module.lora_magnitude_vector:
                 base = module.get_base_layer()
-                weight = quantised.whole(base) if quantised.is_quantised(base) else base.weight
+                weight = precision.dequantised_weight(base) if precision.is_quantised(base) else base.weight
                 length = torch.linalg.norm(weight.float(), dim=1)
                 module.lora_magnitude_vector[ADAPTER].weight = torch.nn.Parameter(length)
         for parameter in self._network.parameters():

@@ -9,18 +9,62 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 
-from learner.attention import packed
+from learner.feed import packing
 from learner.feed.packing import PackedRow, Sample, pack_row
+from learner.model import build, export, loading
+from learner.model.adapter import Adapter
+from learner.model.loading import load_network
 from learner.model.logprobs import token_scores
-from protocol.config import ConfigError
+from learner.model.policy import Policy, Scoring
+from learner.model.precision import Precision
+from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
 
-if TYPE_CHECKING:
-    from learner.model.policy import Policy
+
+def load_policy(
+    path: str,
+    model: ModelSection,
+    scoring: Scoring,
+    learner: LearnerSection | None = None,
+    longest: int | None = None,
+    lora: LoraSection | None = None,
+) -> Policy:
+    """The policy with the weights at `path`, the model's own or a checkpoint's, as `learner` says how it is run; raises
+    `ConfigError` if this learner cannot train the model. longest: tokens of the longest sequence that servers take,
+    `vllm.max_model_len`; lora: the adapter that trains in place of the weights, where its `r` is above 0."""
+    learner = learner or LearnerSection()
+    precision = Precision.of(model, learner)
+    adapted = lora is not None and lora.r > 0
+    # What does not train is kept in the type that computes.
+    kept = precision.compute if adapted else precision.weights
+    network = load_network(path, model, kept, PartialState().device, longest)
+    policy = Policy(network, model.attention, scoring, precision)
+    try:
+        policy.check_logits()
+        policy.check_routing()
+        build.check_packing(policy, longest)
+    except ConfigError:
+        raise
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path = {path}: {type(network).__name__} cannot score a row with model.attention = "
+            f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
+        ) from error
+    if adapted and lora is not None:
+        policy.adapter = Adapter(network, lora, model, kept)
+    published = None if policy.adapter is None else policy.adapter.published()
+    export.check_export(network, path, model.revision if path == model.path else None, published)
+    if learner.compile:
+        loading.compile_layers(network)
+        policy.check_compiled()
+    if learner.gradient_checkpointing:
+        loading.checkpoint_layers(network)
+    return policy
 
 
 # Nats, mean over a sequence's tokens: above what rounding does, below what any mixing does.
@@ -58,7 +102,7 @@ def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
         weights = np.ones(len(ids), dtype=np.float32)
         weights[0] = 0.0
         samples.append(Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), weights > 0, rollout))
-    row = pack_row(samples, branches=policy.implementation == packed.PACKED_ATTENTION).to(policy.device)
+    row = pack_row(samples, branches=policy.implementation == packing.PACKED_ATTENTION).to(policy.device)
     return row, [torch.from_numpy(ids).to(policy.device, torch.int64) for ids in sequences]
 
 

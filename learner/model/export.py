@@ -2,12 +2,18 @@
 
 transformers fuses and renames weights when it loads some architectures (the experts of a mixture become two tensors),
 and undoes it when it saves. The same conversion, reversed, names what is published.
+
+What a network's layers hold under the names of its checkpoint, where that is more or less than a tensor: a matrix
+with an adapter beside it, a matrix in 4 or 8 bits, a copy that trains.
+
+Matrices are made whole one at a time, when somebody wants them: there is no second copy of the model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +23,86 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from learner.model.held import Held, address
+from learner.model import precision
 from learner.model.loading import text_parameters, text_tower
 from learner.ranks import wrapping
 from protocol.config import ConfigError
+
+# The only adapter that a network has, under peft's own name.
+ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """`tensors` by name: the network's own, detached, or a stand-in of the right shape and type that takes no memory.
+    `made`: what makes a stand-in's tensor, by the address of its storage."""
+
+    tensors: Mapping[str, torch.Tensor]
+    made: Mapping[int, Callable[[], torch.Tensor]]
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that `tensor`, of `tensors`, stands for."""
+        make = self.made.get(address(tensor))
+        return tensor if make is None else make()
+
+
+def held(network: Any, names: Iterable[str], dtype: torch.dtype) -> CheckpointView:
+    """`names`: as they were before there was an adapter; dtype: of matrices that are made."""
+    tensors, made = {}, {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        module = _module(network, path)
+        base = _base(module)
+        own: torch.Tensor = getattr(base, leaf).detach()
+        if leaf == "weight" and (base is not module or precision.is_quantised(base)):
+            shape = (base.out_features, base.in_features) if precision.is_quantised(base) else own.shape
+            own = torch.empty(1, dtype=dtype, device=own.device).expand(shape)
+            made[address(own)] = _maker(module, base, dtype)
+        tensors[name] = own
+    return CheckpointView(tensors, made)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """A layer's matrix with its adapter in it, float32 [out, in]: W + s B A (arXiv:2106.09685, section 4.1), or, with
+    DoRA, each row of that at its own length m (arXiv:2402.09353, eq. 5). weight: [out, in], the layer's own."""
+    whole: torch.Tensor = weight.float() + layer.get_delta_weight(ADAPTER).float()
+    if ADAPTER in layer.lora_magnitude_vector:
+        length = layer.lora_magnitude_vector[ADAPTER].weight.float()
+        whole *= (length / torch.linalg.norm(whole, dim=1))[:, None]
+    return whole
+
+
+def _maker(module: Any, base: Any, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        weight = precision.dequantised_weight(base) if precision.is_quantised(base) else base.weight.detach()
+        return (weight if module is base else merged_weight(module, weight)).to(dtype)
+
+    return make
+
+
+def _module(network: Any, path: str) -> Any:
+    """The module that trains at that path: a module of `modules_to_save` is another than the one that it stands for."""
+    module = network
+    for part in path.split(".") if path else ():
+        module = _training(getattr(_base(module), part))
+    return module
+
+
+def _training(module: Any) -> Any:
+    copies = getattr(module, "modules_to_save", None)
+    return module if copies is None else copies[ADAPTER]
+
+
+def _base(module: Any) -> Any:
+    """The layer below an adapter's."""
+    return module.base_layer if hasattr(module, "lora_A") else module
+
 
 # How many names an error shows.
 SHOWN = 4
@@ -33,8 +115,8 @@ class Published:
     those that `held` makes, one at a time, as their turn comes.
     """
 
-    def __init__(self, network: Any, held: Held | None = None) -> None:
-        self._held = held or Held(_trained_state(network), {})
+    def __init__(self, network: Any, held: CheckpointView | None = None) -> None:
+        self._held = held or CheckpointView(_trained_state(network), {})
         state = remove_tied_weights_from_state_dict(dict(self._held.tensors), network)
         self._tensors = _converted(network, state)
 
@@ -69,10 +151,10 @@ def trained_names(network: Any) -> list[str]:
     return list(_trained_state(network))
 
 
-def check_export(network: Any, path: str, revision: str | None, adapted: Held | None = None) -> None:
+def check_export(network: Any, path: str, revision: str | None, adapted: CheckpointView | None = None) -> None:
     """Raise `ConfigError` if what is published does not have the names and shapes of the checkpoint at `path`, or not
     every trained weight once. Checkpoints other than safetensors are not looked into."""
-    kept = adapted or Held(_trained_state(network), {})
+    kept = adapted or CheckpointView(_trained_state(network), {})
     weights = Published(network, kept).layout()
     own = {(address(tensor), tensor.storage_offset()): tensor.numel() for tensor in kept.tensors.values()}
     exported = sum(tensor.numel() for tensor in weights.values())

@@ -1,18 +1,66 @@
-"""The network of a policy from its folder or hub name: a causal language model, or the text tower of a larger one."""
+"""The network of a policy from its folder or hub name: a causal language model, or the text tower of a larger one.
+
+Rotary embeddings whose frequencies depend on how long sequences are, made to compute what the servers compute.
+
+How the model's layers are run: computed again in the backward, or compiled. Neither changes what they compute.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from learner.model import quantised, rope
+from learner.attention import packed
+from learner.feed import packing
+from learner.model import precision
 from protocol.config import ConfigError, ModelSection
+
+LONGROPE = "longrope"
+
+
+def fix_rope_frequencies(network: torch.nn.Module, longest: int) -> None:
+    """Fix the frequencies of LongRoPE (arXiv:2402.13753), once and for all rows.
+
+    longest: the servers' `max_model_len`. transformers takes the long factors for a whole row if its longest sequence
+    is longer than the model's `original_max_position_embeddings`: a short sequence would be scored according to what it
+    is packed with. vLLM takes them for all sequences if `longest` is above that bound, and for none otherwise; so
+    does the network after this.
+    """
+    modules: Iterable[Any] = network.modules()
+    for module in modules:
+        kinds = getattr(module, "rope_type", None)
+        if kinds == LONGROPE:
+            if longest > module.config.rope_parameters["original_max_position_embeddings"]:
+                _take_long(module, None)
+                module.rope_type = "default"  # it names the update that transformers makes for each row
+        elif isinstance(kinds, dict):
+            parameters = module.config.rope_parameters
+            for layer_type in [name for name, kind in kinds.items() if kind == LONGROPE]:
+                if longest > parameters[layer_type]["original_max_position_embeddings"]:
+                    _take_long(module, layer_type)
+                    module.rope_type = {**module.rope_type, layer_type: "default"}
+
+
+def _take_long(module: Any, layer_type: str | None) -> None:
+    """layer_type: of a module that has frequencies for each type of layers."""
+    parameters = module.config.rope_parameters[layer_type] if layer_type else module.config.rope_parameters
+    above = parameters["original_max_position_embeddings"] + 1
+    prefix = f"{layer_type}_" if layer_type else ""
+    device = getattr(module, f"{prefix}inv_freq").device
+    frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=above, layer_type=layer_type)
+    module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+
 
 # Layers that differ from full attention only for sequences above a length: by their type, where a config has it.
 LIMITS = {
@@ -30,12 +78,12 @@ def load_network(
     Of a model that sees, the text tower and the output layer train; the rest is frozen, and no row passes through it.
     Raises `ConfigError` if it cannot be loaded, or if a sequence can be longer than the learner is right for.
     """
-    quantised.check(model)
+    precision.check_quantisation(model)
     revision = model.revision if path == model.path else None
     hub = {"revision": revision or "main", "trust_remote_code": model.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **hub)
-        packed = quantised.arguments(model, dtype)
+        packed = precision.quantisation_arguments(model, dtype)
         network = kind_of(config).from_pretrained(
             path, dtype=dtype, attn_implementation=model.attention, **hub, **packed
         )
@@ -46,7 +94,7 @@ def load_network(
         ) from error
     if longest is not None:
         _check_lengths(network.config.get_text_config(), path, longest)
-        rope.settle(network, longest)
+        fix_rope_frequencies(network, longest)
     _freeze_all_but_text(network)
     return network if packed else network.to(device)
 
@@ -94,3 +142,39 @@ def _freeze_all_but_text(network: Any) -> None:
     for parameter in network.parameters():
         if id(parameter) not in trained:
             parameter.requires_grad_(False)
+
+
+def compile_layers(model: torch.nn.Module) -> None:
+    """Run each layer as compiled code, attention excepted, for rows of any length.
+
+    The code is made when a layer first runs. Raises `ConfigError` if the model has no layers of transformers' kind.
+    """
+    # The layout of a row is Python, and another for each row.
+    AttentionInterface.register(packing.PACKED_ATTENTION, torch.compiler.disable(packed.varlen_sdpa))  # type: ignore[no-untyped-call]
+    for layer in _layers(model, "compile"):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def checkpoint_layers(model: torch.nn.Module) -> None:
+    """Keep only the input of each layer for the backward, which computes the layer again (arXiv:1604.06174).
+
+    Not by transformers' own switch: it asks for `training`, and would bring dropout with it. Raises `ConfigError` if
+    the model has no layers of transformers' kind.
+    """
+    for layer in _layers(model, "gradient_checkpointing"):
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # There is no dropout, and so no random state to keep.
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _layers(model: torch.nn.Module, setting: str) -> Iterator[torch.nn.Module]:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"learner.{setting} = true: {type(model).__name__} has no layers that are built on transformers' "
+            f"GradientCheckpointingLayer; set learner.{setting} = false, or choose another model"
+        )
+    yield from layers

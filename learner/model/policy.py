@@ -10,17 +10,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate import PartialState
 
 from learner.algorithm.loss_terms import Routing
 from learner.attention import packed
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import build, export, layers
+from learner.model import export
 from learner.model.adapter import Adapter
-from learner.model.loading import load_network, text_tower
+from learner.model.loading import text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
 from learner.model.precision import Precision
-from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
+from protocol.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -190,47 +189,6 @@ class Policy(torch.nn.Module):
         return LmHead(
             output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.logits_mib << 20
         )
-
-
-def load_policy(
-    path: str,
-    model: ModelSection,
-    scoring: Scoring,
-    learner: LearnerSection | None = None,
-    longest: int | None = None,
-    lora: LoraSection | None = None,
-) -> Policy:
-    """The policy with the weights at `path`, the model's own or a checkpoint's, as `learner` says how it is run; raises
-    `ConfigError` if this learner cannot train the model. longest: tokens of the longest sequence that servers take,
-    `vllm.max_model_len`; lora: the adapter that trains in place of the weights, where its `r` is above 0."""
-    learner = learner or LearnerSection()
-    precision = Precision.of(model, learner)
-    adapted = lora is not None and lora.r > 0
-    # What does not train is kept in the type that computes.
-    kept = precision.compute if adapted else precision.weights
-    network = load_network(path, model, kept, PartialState().device, longest)
-    policy = Policy(network, model.attention, scoring, precision)
-    try:
-        policy.check_logits()
-        policy.check_routing()
-        build.check_packing(policy, longest)
-    except ConfigError:
-        raise
-    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise ConfigError(
-            f"model.path = {path}: {type(network).__name__} cannot score a row with model.attention = "
-            f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
-        ) from error
-    if adapted and lora is not None:
-        policy.adapter = Adapter(network, lora, model, kept)
-    published = None if policy.adapter is None else policy.adapter.published()
-    export.check_export(network, path, model.revision if path == model.path else None, published)
-    if learner.compile:
-        layers.compile_layers(network)
-        policy.check_compiled()
-    if learner.gradient_checkpointing:
-        layers.checkpoint_layers(network)
-    return policy
 
 
 def _choices(config: Any) -> int:

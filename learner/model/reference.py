@@ -12,8 +12,9 @@ from accelerate import Accelerator
 
 from learner.feed.packing import PackedRow
 from learner.model.adapter import Adapter
+from learner.model.build import load_policy
 from learner.model.logprobs import TokenScores
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.policy import Policy, Scoring
 from learner.ranks import wrapping
 from learner.ranks.team import Team
 from protocol.config import RunConfig

@@ -50,7 +50,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """rank: 0 to count - 1; local_rank: on its machine; launched: by torchrun, accelerate or MPI, which made the others
     too."""
 
@@ -60,7 +60,7 @@ class Place:
     launched: bool = False
 
 
-def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = ()) -> Place:
+def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = ()) -> RankInfo:
     """Where this process stands. ranks: `learner.ranks`; parents: the command line of the process that started this
     one. Raises `ConfigError` where the two do not agree."""
     launched = int(_first(environment, COUNT) or 1)
@@ -77,7 +77,7 @@ def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = (
                 f"accelerate launch, or unset WORLD_SIZE and set learner.ranks = {launched}"
             )
         rank = int(found)
-        return Place(rank, launched, int(_first(environment, LOCAL_RANK) or rank), launched > 1)
+        return RankInfo(rank, launched, int(_first(environment, LOCAL_RANK) or rank), launched > 1)
     # On a CPU accelerate starts one process, whatever it is asked for, and says so through the port alone.
     asked = _asked_of_accelerate(parents)
     if ranks == 1 and asked is None and "ACCELERATE_USE_CPU" in environment and "MASTER_PORT" in environment:
@@ -89,7 +89,7 @@ def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = (
         raise ConfigError(
             f"learner.ranks = {ranks}, and accelerate launch was given --num_processes {asked}: leave one of them out"
         )
-    return Place(count=max(ranks, asked or 1))
+    return RankInfo(count=max(ranks, asked or 1))
 
 
 def check(environment: Mapping[str, str]) -> list[str]:

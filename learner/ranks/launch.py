@@ -1,13 +1,24 @@
-"""How the ranks find one another: rank 0 starts them on this machine, or a launcher has started all of them."""
+"""How the ranks find one another: rank 0 starts them on this machine, or a launcher has started all of them.
+
+The other ranks of a learner on one machine, as children of rank 0.
+
+Rank 0 is the process that was started: signals, terminal and exit code are its own. A child that dies is noticed; a
+child whose parent dies, however that ends, finds its standard input closed and ends as well.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,13 +27,82 @@ import torch.distributed
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
+import learner
 from learner.ranks import environment
-from learner.ranks.children import Children
-from learner.ranks.environment import Place
+from learner.ranks.environment import RankInfo
 from learner.ranks.liveness import COME_WITHIN_S
 from learner.ranks.stopping import Stop
 from learner.ranks.team import COLLECTIVE_TIMEOUT, Team
 from protocol.config import ConfigError, RunConfig
+
+STDERR = 2
+
+# From the end of rank 0's work: long enough to read one command.
+ENDS_WITHIN_S = 10.0
+
+
+class Children:
+    """Ranks 1 to `count` - 1. `on_lost` is called, on a thread, with what is known of one that ended by itself."""
+
+    def __init__(self, count: int, environment: Mapping[str, str], on_lost: Callable[[str], None]) -> None:
+        self._on_lost = on_lost
+        self._closing = threading.Event()
+        self._processes = [_start(rank, environment) for rank in range(1, count)]
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+    def close(self) -> None:
+        """End them: those that have read that there is nothing left to do end by themselves."""
+        self._closing.set()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kill(self, rank: int) -> None:
+        """End one that does not answer: then the connections to it break, and nobody waits for it."""
+        self._processes[rank - 1].kill()
+
+    def kill_all(self) -> None:
+        """Right before this process ends: one that is stopped does not read that its pipe has closed."""
+        for process in self._processes:
+            process.kill()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if self._closing.is_set():
+            return
+        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_how(code)}")
+
+
+def _how(code: int) -> str:
+    """How it ended, and where to look: who is killed has written nothing down."""
+    if code >= 0:
+        return f"ended with code {code}: what it wrote in the learner's log says why"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return (
+            f"was ended from outside, by {name}: where nobody did that, the machine was most likely out of memory (the "
+            f"kernel's log, dmesg, says so): give the learner more, or lower learner.token_budget"
+        )
+    if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return f"was ended from outside, by {name}"
+    return f"crashed, by {name}: what it wrote in the learner's log, if anything, says where"
+
+
+def _start(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command: Sequence[str] = (sys.executable, "-P", "-m", "learner.ranks.follower")
+    paths = [str(Path(learner.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # What a terminal shows of a run is rank 0's.
+    return subprocess.Popen(command, env={**os.environ, **environment, **own}, stdin=subprocess.PIPE, stdout=STDERR)
+
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
@@ -32,7 +112,7 @@ LOOPBACK = "127.0.0.1"
 COME_WITHIN = timedelta(seconds=COME_WITHIN_S)
 
 
-def this_rank(config: RunConfig) -> Place:
+def this_rank(config: RunConfig) -> RankInfo:
     """This process's place among the ranks; raises `ConfigError` where run file and launcher do not agree, or there
     are fewer devices than ranks."""
     found = environment.place(os.environ, config.learner.ranks, _parent())
@@ -47,7 +127,7 @@ def this_rank(config: RunConfig) -> Place:
 
 @contextmanager
 def lead_team(
-    config: RunConfig, place: Place, stop: Stop | None = None, say: Callable[[str], None] | None = None
+    config: RunConfig, place: RankInfo, stop: Stop | None = None, say: Callable[[str], None] | None = None
 ) -> Iterator[Team]:
     """On rank 0: the team, once all have come; at the end the others are told to end. stop: who asks for the end; say:
     shows a line."""
@@ -94,7 +174,7 @@ def _followers(count: int, port: int, team: Team) -> Iterator[None]:
         children.close()
 
 
-def join_team(place: Place) -> tuple[Team, RunConfig]:
+def join_team(place: RankInfo) -> tuple[Team, RunConfig]:
     """On the others: the team, and rank 0's run file."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     store = _launchers_store()
@@ -114,13 +194,13 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def with_world_size(config: RunConfig, place: Place) -> RunConfig:
+def with_world_size(config: RunConfig, place: RankInfo) -> RunConfig:
     """The run file with as many ranks as there are."""
     learner = config.learner.model_copy(update={"ranks": place.count})
     return config.model_copy(update={"learner": learner})
 
 
-def _begin(store: Any, place: Place) -> None:
+def _begin(store: Any, place: RankInfo) -> None:
     """One group for tensors of the host, and of the GPU where there is one; accelerate takes it as it finds it."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:

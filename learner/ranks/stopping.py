@@ -3,6 +3,8 @@
 Python runs a signal's handler in the main thread, between two of its instructions: never, where that is in a call that
 does not return, as in a collective with a rank that hangs. So a thread hears of signals, too, and ends the process when
 the grace time is over.
+
+What ends a run from the learner's side.
 """
 
 from __future__ import annotations
@@ -187,3 +189,7 @@ def _show_cursor() -> None:
     with suppress(OSError, ValueError):  # a stdout that is closed, or is not a file
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
+
+
+class LearnerFailed(RuntimeError):
+    """The learner cannot go on; the text says why, and what to do."""

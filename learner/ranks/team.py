@@ -3,6 +3,8 @@
 Rank 0 tells the others by a store what to do next, and they wait there for as long as it takes: no collective is open
 while rank 0 waits for groups. What it tells, all do together. Whoever has gone is noticed: the store and the
 collectives lose their connections, and one that gives no sign of life is taken to be dead (`learner.ranks.liveness`).
+
+What ranks send to one another: nested values as bytes, without pickle (I8).
 """
 
 from __future__ import annotations
@@ -10,14 +12,62 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed
 
-from learner.ranks import wire
 from learner.ranks.liveness import RANK_TIMEOUT_S, Alarm, RankLost
+
+# Tags of what msgpack does not know, or does not keep apart.
+_TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE, _PLAIN = range(6)
+
+
+def encode_message(value: Any) -> bytes:
+    """Tensors on any device, arrays, mappings with plain keys, lists, tuples and plain values, nested at will."""
+    return msgspec.msgpack.encode(_tagged(value))
+
+
+def decode_message(data: bytes | memoryview) -> Any:
+    """What `encode` was given; tensors are on the host."""
+    return _untagged(msgspec.msgpack.decode(data))
+
+
+def _tagged(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        held = value.detach().cpu().contiguous()
+        name, shape = str(held.dtype).removeprefix("torch."), list(held.shape)
+        return [_TENSOR, name, shape, held.reshape(-1).view(torch.uint8).numpy().tobytes()]
+    if isinstance(value, np.ndarray):
+        return [_ARRAY, value.dtype.str, list(value.shape), value.tobytes()]
+    if isinstance(value, np.generic):
+        return [_PLAIN, value.item()]
+    if isinstance(value, Mapping):
+        return [_MAPPING, [[key, _tagged(item)] for key, item in value.items()]]
+    if isinstance(value, list | tuple):
+        return [_TUPLE if isinstance(value, tuple) else _LIST, [_tagged(item) for item in value]]
+    return [_PLAIN, value]
+
+
+def _untagged(tagged: list[Any]) -> Any:
+    match tagged:
+        case [int() as tag, str(name), list(shape), bytes(data)] if tag == _TENSOR:
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            return flat.view(cast(torch.dtype, getattr(torch, name))).reshape(shape)
+        case [int() as tag, str(name), list(shape), bytes(data)] if tag == _ARRAY:
+            return np.frombuffer(data, dtype=np.dtype(name)).reshape(shape).copy()
+        case [int() as tag, list(items)] if tag == _MAPPING:
+            return {key: _untagged(item) for key, item in items}
+        case [int() as tag, list(items)] if tag == _TUPLE:
+            return tuple(_untagged(item) for item in items)
+        case [int() as tag, list(items)] if tag == _LIST:
+            return [_untagged(item) for item in items]
+        case [int(), value]:
+            return value
+    raise ValueError(f"a message of another kind: {str(tagged)[:80]}")
+
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
@@ -191,12 +241,12 @@ class Team:
         """Rank 0's value, on all ranks."""
         if self.count == 1:
             return value
-        data = wire.encode(value) if self.leads else b""
+        data = encode_message(value) if self.leads else b""
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0)
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads else _bytes(int(size))
         dist.broadcast(buffer, 0)
-        return value if self.leads else wire.decode(buffer.numpy().data)
+        return value if self.leads else decode_message(buffer.numpy().data)
 
     def deal(self, values: Sequence[Any] | None = None) -> Any:
         """On rank 0, give each rank its value, and take the first; on the others, take one."""
@@ -205,9 +255,9 @@ class Team:
             dist.recv(size, 0)
             buffer = _bytes(int(size))
             dist.recv(buffer, 0)
-            return wire.decode(buffer.numpy().data)
+            return decode_message(buffer.numpy().data)
         for rank, value in enumerate(values[1:], start=1):
-            data = wire.encode(value)
+            data = encode_message(value)
             dist.send(torch.tensor([len(data)]), rank)
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
         return values[0]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from learner.report import sampler_kl, summary
-from learner.report.curve import Curve, sparkline
-from learner.report.evaluations import EvaluationRecord, beside
+from learner.report import sampler_checks, summary
 from learner.report.journal import Journal, newest_step
 from learner.report.progress import TerminalProgress
-from learner.report.records import PublicationRecord, StepRecord, published
+from learner.report.records import EvaluationRecord, PublicationRecord, StepRecord, beside, published
 from learner.report.rollouts import RolloutLog
+from learner.report.summary import Curve, sparkline
 from learner.report.tracking import CLOSE_S, Tracking
 from protocol.config import RunConfig
 from protocol.rollouts import FILE_NAME as ROLLOUTS
@@ -54,7 +53,7 @@ class Reports:
     def show(self, record: StepRecord, samples: Sequence[RolloutView], evaluations: Sequence[EvaluationRecord]) -> None:
         """The same step on the terminal, and on the curve."""
         self._progress.show(record)
-        if self._warns_of_sampler and (text := sampler_kl.warning(record.figures)):  # once in a session
+        if self._warns_of_sampler and (text := sampler_checks.sampler_kl_warning(record.figures)):  # once in a session
             self._progress.warn(text)
             self._warns_of_sampler = False
         every = self._config.learner.show_rollout_every

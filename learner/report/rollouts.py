@@ -1,13 +1,22 @@
-"""`rollouts.jsonl`: some rollouts of each step, for reading. Bounded, and on one time line as the journals are."""
+"""`rollouts.jsonl`: some rollouts of each step, for reading. Bounded, and on one time line as the journals are.
+
+A rollout for the terminal: its figures, then the conversation with each tool call folded to one line. No torch.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
 
 from protocol.rollouts import RolloutView
 
@@ -63,3 +72,121 @@ def _end_of(path: Path, step: int) -> int:
                 break
             end += len(line)
     return end
+
+
+MAX_ARGUMENT = 60
+
+MAX_RESULT = 200
+
+# What acts on a terminal.
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def render_rollout(view: RolloutView, max_text: int = 1000) -> RenderableType:
+    """`max_text`: characters of one message that are shown."""
+    return Group(
+        _headline(view),
+        Text(_facts(view), style="dim"),
+        *_notes(view),
+        Padding(_conversation(view, max_text), (0, 0, 0, 2)),
+    )
+
+
+def printable(text: str) -> str:
+    """The text of a policy, a tool or a task file without what would act on a terminal."""
+    return _CONTROL.sub("", text)
+
+
+def _headline(view: RolloutView) -> Text:
+    parts = ", ".join(f"{printable(name)} {_number(value)}" for name, value in view.reward_components.items())
+    text = Text.assemble(
+        ("rollout" if view.step is None else f"rollout of step {view.step}", "bold"),
+        f": reward {_number(view.reward)}",
+    )
+    if parts:
+        text.append(f" ({parts})")
+    if view.advantage is not None:
+        text.append(f", advantage {_number(view.advantage)}")
+    return text
+
+
+def _facts(view: RolloutView) -> str:
+    facts = [f"row {view.index}", f"epoch {view.epoch}", f"ended by {view.finish_reason}", f"{view.turns} turns"]
+    if view.tool_calls:
+        facts.append(f"{view.tool_calls} tool calls, {view.tool_failures} failed")
+    facts.append(f"{view.sampled_tokens} tokens")
+    if view.versions is not None:
+        oldest, newest = view.versions
+        facts.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
+    if view.staleness is not None:
+        facts.append(f"staleness {view.staleness}")
+    return ", ".join([*facts, f"worker {printable(view.worker_id)}"])
+
+
+def _notes(view: RolloutView) -> Iterator[Text]:
+    """What the rewards noted."""
+    for name, text in view.extra.items():
+        yield Text(f"  {printable(name)}: {_cut(text, MAX_RESULT)}", style="dim")
+
+
+def _conversation(view: RolloutView, max_text: int) -> Text:
+    if view.messages is None:
+        return Text("its messages were not kept: set worker.keep_messages = true", style="dim")
+    lines = list(_lines(view.messages, max_text))
+    return Text("\n").join(lines) if lines else Text("no messages", style="dim")
+
+
+def _lines(messages: list[dict[str, Any]], max_text: int) -> Iterator[Text]:
+    """A line for each message that says something, and one for each call with its result."""
+    calls: list[tuple[object, str]] = []
+    for message in messages:
+        role, content = printable(str(message.get("role", "?"))), _text(message.get("content"))
+        if role == "tool" and calls:
+            named = next((i for i, (key, _) in enumerate(calls) if key == message.get("tool_call_id")), 0)
+            yield Text(f"{calls.pop(named)[1]} -> {_cut(content, MAX_RESULT)}", style="cyan")
+            continue
+        if content.strip():
+            yield Text.assemble((f"{role}: ", "bold"), _cut(content.strip(), max_text))
+        found = message.get("tool_calls")
+        calls += [_call(call) for call in found] if isinstance(found, list) else []
+    for _, call in calls:
+        yield Text(f"{call} (no result)", style="cyan")
+
+
+def _call(call: Any) -> tuple[object, str]:
+    """Its id, None where it has none, and how it looks."""
+    if not isinstance(call, dict):
+        return None, _cut(str(call), MAX_RESULT)
+    function = call.get("function")
+    function = function if isinstance(function, dict) else call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(msgspec.DecodeError, RecursionError):
+            arguments = msgspec.json.decode(arguments)
+    if isinstance(arguments, dict):
+        shown = ", ".join(
+            f"{_cut(name, MAX_ARGUMENT)}={_cut(_json(value), MAX_ARGUMENT)}" for name, value in arguments.items()
+        )
+    else:
+        shown = "" if arguments is None else _cut(str(arguments), MAX_RESULT)
+    return call.get("id"), f"{_cut(str(function.get('name', '?')), MAX_ARGUMENT)}({shown})"
+
+
+def _text(content: Any) -> str:
+    """Content is a string, or a list of parts of which some are text."""
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    return "" if content is None else str(content)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _cut(text: str, most: int) -> str:
+    text = printable(text)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

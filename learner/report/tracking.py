@@ -1,22 +1,120 @@
-"""Each step's figures to the trackers of `tracking.report_to`, under the names that they have in `metrics.jsonl`."""
+"""Each step's figures to the trackers of `tracking.report_to`, under the names that they have in `metrics.jsonl`.
+
+accelerate's trackers: which are installed, how each is started and continued, and a thread for each.
+
+One tracker in a thread of its own: what it does, or fails to do, never holds or ends the run.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import Full, Queue
 from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from learner.report.evaluations import EARLIER
-from learner.report.trackers import rollout_table
-from learner.report.trackers.background import Background
-from learner.report.trackers.installed import wanted
-from learner.report.trackers.start import REPLACES_STEPS, Memory, Start, id_of, new_ids, renamed, start_of, started
+from learner.report import trackers
+from learner.report.records import EARLIER
+from learner.report.trackers import (
+    REPLACES_STEPS,
+    Memory,
+    Start,
+    id_of,
+    new_ids,
+    renamed,
+    start_of,
+    started,
+    wanted_trackers,
+)
 from protocol.config import RunConfig
 from protocol.rollouts import RolloutView
+
+# Steps that wait for a tracker that does not answer. What comes when there are so many is lost, and counted.
+MOST_WAITING = 1000
+
+Job = Callable[[GeneralTracker], None]
+
+
+class Background:
+    """`start` makes the tracker, in the thread; `warn` tells a person, from whatever thread, and once.
+
+    The thread is a daemon: a process that ends does not wait for a tracker that hangs.
+    """
+
+    def __init__(
+        self, name: str, start: Callable[[], GeneralTracker], warn: Callable[[str], None], most: int = MOST_WAITING
+    ) -> None:
+        self.name = name
+        self.lost = 0
+        self._start = start
+        self._warn = warn
+        self._warned = False
+        self._jobs: Queue[Job | None] = Queue(most)
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Have it done; where too much waits already, it is lost."""
+        try:
+            self._jobs.put_nowait(job)
+        except Full:
+            self._lose(f"it has not answered while {self._jobs.maxsize} lines came")
+
+    def close(self, timeout_s: float) -> None:
+        """Let it do what waits, at most so long, and end."""
+        ends = time.monotonic() + timeout_s
+        with suppress(Full):
+            self._jobs.put(None, timeout=timeout_s)
+        self._thread.join(max(0.0, ends - time.monotonic()))
+        if self._thread.is_alive():
+            waiting = self._jobs.qsize()
+            self._warn(
+                f"tracker {self.name} did not end within {timeout_s:g} s; it may lack {waiting} of the run's lines"
+            )
+        elif self.lost:
+            self._warn(f"tracker {self.name} lacks {self.lost} of the run's lines; metrics.jsonl has them all")
+
+    def _run(self) -> None:
+        tracker = self._started()
+        while (job := self._jobs.get()) is not None:
+            if tracker is None:
+                self.lost += 1
+                continue
+            try:
+                job(tracker)
+            except (Exception, SystemExit) as error:
+                self._lose(_said(error))
+        if tracker is not None:
+            try:
+                tracker.finish()
+            except (Exception, SystemExit) as error:
+                self._say(_said(error))
+
+    def _started(self) -> GeneralTracker | None:
+        try:
+            return self._start()
+        except (Exception, SystemExit) as error:  # of many types; some libraries leave by sys.exit
+            self._say(_said(error))
+            return None
+
+    def _lose(self, why: str) -> None:
+        self.lost += 1
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(f"tracker {self.name}: {why}; the run goes on, and metrics.jsonl has every step")
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
 
 # What a tracker may have at the run's end, to send what waits.
 CLOSE_S = 60.0
@@ -32,7 +130,7 @@ class Tracking:
     a person. Without trackers it does nothing."""
 
     def __init__(self, config: RunConfig, step: int, newest: int, warn: Callable[[str], None]) -> None:
-        names = wanted(config.tracking)
+        names = wanted_trackers(config.tracking)
         self._config = config
         self._warn = warn
         self._lock = threading.Lock()
@@ -123,6 +221,6 @@ def _sends(figures: Mapping[str, float], samples: Sequence[RolloutView], step: i
     def job(tracker: GeneralTracker) -> None:
         tracker.log(renamed(tracker.name, figures), step=step)
         if samples:
-            rollout_table.send(tracker, samples, step)
+            trackers.send_rollout_table(tracker, samples, step)
 
     return job

@@ -1,19 +1,123 @@
-"""The optimiser of the weights that train, by transformers' name."""
+"""The optimiser of the weights that train, by transformers' name.
+
+Muon for the matrices of the layers, AdamW for the rest, as one optimiser (kellerjordan.github.io/posts/muon).
+
+Choose it for training all weights: Muon makes a step of a matrix as long in every direction. torch's `adjust_lr_fn =
+"match_rms_adamw"` (arXiv:2502.16982, section 2.2) is the default here, so that one learning rate suits both.
+
+How the learning rate goes over a run: transformers' schedules, but for a first step that would change nothing.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
-from learner import schedule
-from learner.muon import MuonWithAdamW
 from protocol.config import ConfigError, LearnerSection
+
+
+class MuonWithAdamW(Optimizer):
+    """`groups`: with a weight decay each. Embeddings and the output layer of `model`, vectors, and tensors of more than
+    two dimensions (fused experts) are AdamW's."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        model: torch.nn.Module,
+        lr: float,
+        betas: tuple[float, float],
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        eps: float = 1e-8,
+    ) -> None:
+        """momentum, nesterov, ns_steps, adjust_lr_fn: Muon's; betas, eps: AdamW's. Raises `ValueError`."""
+        apart = _words_of(model)
+        matrices: list[dict[str, Any]] = []
+        others: list[dict[str, Any]] = []
+        for group in groups:
+            for split, wanted in ((matrices, True), (others, False)):
+                params = [p for p in group["params"] if (p.ndim == 2 and id(p) not in apart) is wanted]
+                if params:
+                    split.append({**group, "params": params})
+        if not matrices:
+            raise ValueError("no matrix of a layer trains; choose learner.optim = adamw_torch_fused")
+        self._parts: list[Optimizer] = [
+            Muon(
+                matrices,
+                lr=lr,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+            )
+        ]
+        if others:
+            self._parts.append(AdamW(others, lr=lr, betas=betas, eps=eps))
+        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("MuonWithAdamW.step() takes no closure")
+        rest = iter(self.param_groups)
+        for part in self._parts:
+            # Whoever loads a state makes groups and state anew.
+            part.param_groups = [next(rest) for _ in part.param_groups]
+            part.state = self.state
+            part.step()
+
+
+def _words_of(model: torch.nn.Module) -> set[int]:
+    """The ids of the parameters of embeddings and output layer."""
+    network: Any = getattr(model, "model", model)
+    layers = (network.get_input_embeddings(), network.get_output_embeddings())
+    return {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
+
+
+def build_schedule(stepper: torch.optim.Optimizer, section: LearnerSection) -> LambdaLR:
+    """Raises `ConfigError` for arguments that the schedule refuses."""
+    return LambdaLR(stepper, schedule_factor(section))
+
+
+def schedule_factor(section: LearnerSection) -> Callable[[int], float]:
+    """The share of `section.learning_rate` that the optimiser step of a number, counted from 0, uses.
+
+    transformers warms up from 0, so that its first step changes nothing. Here it is as long as its second, and so on to
+    the end of the warm-up: step i of n takes (i + 1) / n where the warm-up is linear.
+    """
+    nothing = torch.optim.SGD([torch.zeros(1)], lr=section.learning_rate)
+    try:
+        theirs: Callable[[int], float] = get_scheduler(
+            section.lr_scheduler_type,
+            nothing,
+            num_warmup_steps=section.warmup_steps,
+            num_training_steps=section.steps,
+            scheduler_specific_kwargs=dict(section.lr_scheduler_kwargs),
+        ).lr_lambdas[0]
+        first = theirs(0)
+        theirs(section.steps)
+    except (TypeError, ValueError, ZeroDivisionError, UnboundLocalError) as error:
+        raise ConfigError(
+            f"learner.lr_scheduler_type = {section.lr_scheduler_type} with learner.lr_scheduler_kwargs = "
+            f"{section.lr_scheduler_kwargs}, learner.steps = {section.steps} and learner.warmup_steps = "
+            f"{section.warmup_steps} cannot be made: {error}"
+        ) from error
+
+    def factor(step: int) -> float:
+        ahead = step < section.warmup_steps and first == 0.0
+        return float(theirs(step + 1 if ahead else step))
+
+    return factor
+
 
 # What checkpoints were made with that do not name it.
 DEFAULT = "adamw_torch_fused"
@@ -65,14 +169,14 @@ def build_optimiser(model: torch.nn.Module, section: LearnerSection) -> Optimise
         ) from error
     if arguments.get("optim_bits") == 8:
         _keep_embeddings_in_32_bits(model)
-    return Optimiser(stepper, schedule.build(stepper, section))
+    return Optimiser(stepper, build_schedule(stepper, section))
 
 
 def check(section: LearnerSection) -> None:
     """Raise `ConfigError` for what `build` would refuse whatever the model."""
     kind, _ = _class_of(section)
     _check_arguments(kind, section)
-    schedule.factor_of(section)
+    schedule_factor(section)
 
 
 def starts_anew(before: str, now: str, then: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

@@ -1,24 +1,70 @@
-"""What must be known of all rows before the first backward: forward passes without a gradient, if any is needed."""
+"""What must be known of all rows before the first backward: forward passes without a gradient, if any is needed.
+
+The policy before the last optimiser step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.loss_terms import Routing
-from learner.algorithm.masks.top_entropy import kept, lowest_kept
-from learner.algorithm.proximal import Between
-from learner.algorithm.rollouts import Floats, StepRollouts
-from learner.algorithm.step_data import Tokens
+from learner.algorithm.corrections import Between
+from learner.algorithm.loss_terms import Routing, keep_top_entropy, lowest_kept
+from learner.algorithm.step_data import Floats, StepRollouts, Tokens
 from learner.feed.packing import PackedRow
 from learner.model.logprobs import TokenScores
 from learner.model.reference import Reference
-from learner.previous import PreviousWeights
+from learner.ranks import wrapping
 from learner.ranks.team import Team
+
+
+class PreviousWeights:
+    """A copy of the parameters that train, as they were before the last optimiser step; not of buffers.
+
+    A learner that resumes has none before its first step.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._copies: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        """Take the weights as they are; called right before each optimiser step."""
+        if not self._copies:
+            self._copies = [torch.empty_like(wrapping.local(parameter.detach())) for parameter in self._parameters]
+        for copy, parameter in zip(self._copies, self._parameters, strict=True):
+            copy.copy_(wrapping.local(parameter.detach()))
+
+    @property
+    def known(self) -> bool:
+        return bool(self._copies)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the previous weights, and then its own again: pointers change hands, nothing is copied
+        unless ranks share the weights out."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            if isinstance(parameter, DTensor):  # FSDP2 keeps a view of it
+                held, copy = parameter.to_local(), self._copies[index]
+                before = held.clone()
+                held.copy_(copy)
+                copy.copy_(before)
+            else:
+                parameter.data, self._copies[index] = self._copies[index], parameter.data
 
 
 @dataclass(frozen=True)
@@ -79,7 +125,7 @@ class Preparation:
             none = torch.zeros(0, device=device)
             entropies = team.joined(torch.cat([none, *(of.entropy for of in known if of.entropy is not None)]))
             self._lowest_entropy = lowest_kept(entropies, algorithm.top_entropy)
-            self._kept = kept(entropies, self._lowest_entropy).sum()
+            self._kept = keep_top_entropy(entropies, self._lowest_entropy).sum()
 
     def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
         """The row's tokens, with the policy's scores of them."""
@@ -117,7 +163,7 @@ class Preparation:
             return None
         entropy = scores.entropy.detach() if known.entropy is None else known.entropy
         lowest = lowest_kept(entropy, share) if self._lowest_entropy is None else self._lowest_entropy
-        return kept(entropy, lowest)
+        return keep_top_entropy(entropy, lowest)
 
     def _entropy_weights(self, logprobs: torch.Tensor, top: torch.Tensor | None) -> torch.Tensor:
         """Of the mean over the step's tokens, or over those of highest entropy where these alone are learnt from."""

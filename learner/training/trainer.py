@@ -17,20 +17,18 @@ import torch
 from learner.algorithm import drift
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.loss_terms import RouterLoss
-from learner.algorithm.rollouts import StepRollouts
-from learner.failures import LearnerFailed
-from learner.feed.packing import PackedRow
+from learner.algorithm.step_data import StepRollouts
+from learner.feed.packing import PackedRow, RankRows, deal
 from learner.model import export
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy, plain_row
 from learner.model.reference import Reference
-from learner.previous import PreviousWeights
 from learner.ranks import environment, wrapping
-from learner.ranks.shares import Share, deal
+from learner.ranks.stopping import LearnerFailed
 from learner.ranks.team import END, Team
 from learner.training import optimiser
 from learner.training.flops import Meter
-from learner.training.passes import Known, Preparation, consult, in_several_rows, survey, with_previous
+from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
 
 # What `Trainer.state` holds.
@@ -114,14 +112,14 @@ class Trainer:
         surveyed = self._to_be_surveyed(rows)
         with self.team.together("step", change=True):
             if self.team.count == 1:
-                return self._step(Share(rows, rollouts, surveyed))
+                return self._step(RankRows(rows, rollouts, surveyed))
             started = time.perf_counter()
-            shares = [Share(own, rollouts, surveyed) for own in deal(rows, self.team.count)]
+            shares = [RankRows(own, rollouts, surveyed) for own in deal(rows, self.team.count)]
             self.team.deal([share.plain() for share in shares])
             figures = self._step(shares[0])
             return replace(figures, train_s=time.perf_counter() - started)
 
-    def _step(self, share: Share) -> StepFigures:
+    def _step(self, share: RankRows) -> StepFigures:
         """This rank's part of a step."""
         started = time.perf_counter()
         rollouts = share.rollouts
@@ -240,7 +238,7 @@ class Trainer:
                 case "step":
                     try:
                         with suppress(DivergedError):  # rank 0 has it, too, and says so
-                            self._step(Share.of(self.team.deal()))
+                            self._step(RankRows.of(self.team.deal()))
                     except torch.OutOfMemoryError as error:
                         self.team.tell_out_of_memory(str(error))
                         raise

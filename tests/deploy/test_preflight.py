@@ -158,9 +158,9 @@ def test_trackers_the_hub_and_callbacks_are_looked_at_before_anything_starts(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from learner.checkpoints import uploads
-    from learner.report.trackers import installed
+    from learner.report import trackers
 
-    monkeypatch.setattr(installed, "_is_installed", lambda name: False)
+    monkeypatch.setattr(trackers, "_is_installed", lambda name: False)
     with pytest.raises(
         ConfigError, match=r"wandb is not installed; install it with: pip install 'slipstream-rl\[wandb\]'"
     ):

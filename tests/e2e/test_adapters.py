@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from deploy.servers import vllm_server
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyncSection, load
 from protocol.versions import version_of
 from rollout_worker.inference.client import InferenceClient

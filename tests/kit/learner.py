@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithm.rollouts import StepRollouts
-from learner.algorithm.step_data import Tokens
+from learner.algorithm.step_data import StepRollouts, Tokens
 from learner.feed.packing import Sample
 from protocol import codec, reasons
 from protocol.client import QueueRefused

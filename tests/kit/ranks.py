@@ -84,9 +84,9 @@ def _lead(run_file: str, resume: bool, pipe: Connection, first: Callable[[int], 
         waiting: list[WaitingFollower] = []
         for rank in range(1, config.learner.ranks):
             waiting.append(WaitingFollower(rank, first, [pipe, *(of.stdin for of in waiting)]))
-        from learner.ranks import children
+        from learner.ranks import launch
 
-        children._start = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
+        launch._start = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
         if first is not None:
             first(0)
     from learner.ranks import launch

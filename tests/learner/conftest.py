@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from protocol.config import ModelSection
 from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.model import save_tiny_model

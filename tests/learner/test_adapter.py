@@ -15,7 +15,8 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from learner.feed.packing import pack
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from learner.model.reference import AdapterOff, load_reference
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection, RunConfig
@@ -135,10 +136,10 @@ def test_the_gradient_is_that_of_pefts_own_forward(model_path: Path, tmp_path: P
 
 def test_weights_are_merged_one_at_a_time(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot never holds two merged matrices, and its layout holds none."""
-    from learner.model import held
+    from learner.model import export
 
     alive: list[torch.Tensor] = []
-    most, merge = 0, held.merged
+    most, merge = 0, export.merged_weight
 
     def watched(layer: Any, weight: torch.Tensor) -> torch.Tensor:
         nonlocal most
@@ -149,7 +150,7 @@ def test_weights_are_merged_one_at_a_time(model_path: Path, monkeypatch: pytest.
         return whole
 
     policy = trained(adapted(model_path))
-    monkeypatch.setattr(held, "merged", watched)
+    monkeypatch.setattr(export, "merged", watched)
     probe = Probe([1, 2], np.zeros(1, dtype=np.float32))
     gc.freeze()  # what stands by now needs no look at each matrix
     try:

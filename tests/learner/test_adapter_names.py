@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from learner import adapter_check
+from learner.checkpoints import resuming
 from protocol.config import ConfigError
 from tests.kit import LEARNER, config
 from tests.kit.model import tiny_model
@@ -29,7 +29,7 @@ def structure(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(folder: Path, **lora: Any) -> None:
-    adapter_check.check(config(LEARNER, model={"path": str(folder)}, lora={"r": 4, **lora}), resume=False)
+    resuming.check_adapter(config(LEARNER, model={"path": str(folder)}, lora={"r": 4, **lora}), resume=False)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_every_familys_structure_can_be_looked_at(name: str, tmp_path: Path, cap
     make: Callable[[], Any] = {**TEXT, **MIXTURES, **VISION}[name]
     make().config.save_pretrained(tmp_path)
     check(tmp_path)
-    ours = [record for record in caplog.records if record.name == adapter_check.__name__]
+    ours = [record for record in caplog.records if record.name == resuming.__name__]
     assert not ours, "and not left to the learner"
     with pytest.raises(ConfigError, match="nothing in the model is called no_such_layer"):
         check(tmp_path, target_modules=["no_such_layer"])

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm import advantages
-from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.advantages.base import Advantage
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.advantages import ADVANTAGES, Advantage
+from learner.algorithm.step_data import StepRollouts
 from protocol.config import LearnerSection
 
 

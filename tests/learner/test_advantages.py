@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm import advantages
-from learner.algorithm.normalisers import NORMALISERS
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.step_data import NORMALISERS, StepRollouts
 from protocol.config import LearnerSection
 
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.feed.age_mask import loss_weights
+from learner.feed.judged_groups import loss_weights
 from protocol.messages import FinishReason, Group
 from tests.kit import group, segment
 

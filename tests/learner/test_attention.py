@@ -26,7 +26,8 @@ from learner.attention import paths
 from learner.attention.packed import RowLayout, varlen_sdpa
 from learner.feed import trie
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from protocol.config import ConfigError, ModelSection
 from tests.kit.learner import sample
 from tests.kit.messages import VOCABULARY

@@ -16,9 +16,7 @@ import pytest
 from rich.console import Console
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
-from learner.callbacks.arguments import arguments
-from learner.callbacks.callbacks import CallbackFailed, Callbacks
-from learner.callbacks.load import load
+from learner.callbacks import CallbackFailed, Callbacks, arguments, load
 from learner.evaluator import Evaluator
 from learner.ranks.stopping import Stopped
 from learner.report.progress import TerminalProgress

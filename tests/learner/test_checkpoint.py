@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.step_data import StepRollouts
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from learner.model.reference import ReferenceModel
 from learner.training.trainer import DivergedError, Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection

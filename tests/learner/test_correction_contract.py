@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from learner.algorithm import corrections
-from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import Corrected, Correction
+from learner.algorithm.corrections import CORRECTIONS, Corrected, Correction
 from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens

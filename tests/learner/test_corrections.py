@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from learner.algorithm import corrections
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import Corrected
+from learner.algorithm.corrections import CORRECTIONS, Corrected
 from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import tokens

@@ -13,11 +13,10 @@ from rich.console import Console
 
 from learner.evaluator import Evaluator, open_eval_journal
 from learner.feed.blocking_client import BlockingQueueClient
-from learner.report import curve, summary
-from learner.report.evaluations import EARLIER, EvaluationRecord, beside, told
+from learner.report import summary
 from learner.report.journal import Journal
 from learner.report.progress import TerminalProgress, line
-from learner.report.records import StepRecord
+from learner.report.records import EARLIER, EvaluationRecord, StepRecord, beside, describe_evaluation
 from protocol.client import QueueClient, QueueRefused
 from protocol.config import RunConfig
 from protocol.messages import ErrorBody
@@ -247,7 +246,7 @@ def test_the_wait_at_the_end_is_bounded(tmp_path: Path) -> None:
     ],
 )
 def test_an_evaluation_in_one_line(changes: dict[str, Any], text: str) -> None:
-    assert told(done(5, **changes)) == text
+    assert describe_evaluation(done(5, **changes)) == text
 
 
 def test_the_live_line_names_the_newest() -> None:
@@ -257,8 +256,8 @@ def test_the_live_line_names_the_newest() -> None:
 
 def test_the_picture_has_the_evaluations_beside_the_curve(tmp_path: Path) -> None:
     steps, rewards = [1, 2, 3], [0.1, 0.2, 0.3]
-    curve.draw_rewards(tmp_path / "without.png", steps, rewards)
-    curve.draw_rewards(tmp_path / "with.png", steps, rewards, [(0, 0.1), (2, 0.4)])
+    summary.draw_rewards(tmp_path / "without.png", steps, rewards)
+    summary.draw_rewards(tmp_path / "with.png", steps, rewards, [(0, 0.1), (2, 0.4)])
     assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 

@@ -20,7 +20,7 @@ from learner.algorithm.drift import (
     server_drift_sums,
     zero_sums,
 )
-from learner.algorithm.objectives.base import MAX_LOG_RATIO
+from learner.algorithm.objectives import MAX_LOG_RATIO
 
 
 def of(log_ratios: list[float], staleness: list[int] | None = None) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 
 from learner.algorithm.algorithm import Algorithm
 from learner.algorithm.drift import drift_sums
-from learner.attention import packed
+from learner.feed import packing
 from learner.feed.packing import PackedRow, pack
 from learner.model.policy import Policy, Scoring
 from learner.training.passes import Known, Preparation
@@ -39,7 +39,7 @@ def test_no_value_is_read_inside_a_row(algorithm: str) -> None:
     rows = pack(samples, 64)
     assert len(rows) > 1
     policy = Policy(
-        tiny_model(attn_implementation=packed.PACKED_ATTENTION).to(META), packed.PACKED_ATTENTION, Scoring(0.7, 1)
+        tiny_model(attn_implementation=packing.PACKED_ATTENTION).to(META), packing.PACKED_ATTENTION, Scoring(0.7, 1)
     )
     parts = Algorithm(LearnerSection(algorithm=algorithm), 64)  # type: ignore[arg-type]
     moved = [row.to(META) for row in rows]

@@ -14,11 +14,9 @@ from huggingface_hub import ModelCard
 from rich.console import Console
 
 from learner.checkpoints import model_card, uploads
-from learner.checkpoints.model_card import Results
+from learner.checkpoints.model_card import PAPERS, Results, bibtex, sources
 from learner.checkpoints.upload_process import Request, SendError
-from learner.checkpoints.uploads import Uploads, require
-from learner.hub.models import Models
-from learner.hub.papers import PAPERS, bibtex, sources
+from learner.checkpoints.uploads import Models, Uploads, require
 from learner.report.progress import TerminalProgress
 from protocol.config import ConfigError, HubSection, LearnerSection
 from protocol.config.sections.presets import ABOUT, PRESETS

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from learner import start
-from learner.best import best_of, spared
+from learner.checkpoint_keeper import best_of, spared
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
-from learner.report.evaluations import EvaluationRecord
 from learner.report.progress import TerminalProgress
+from learner.report.records import EvaluationRecord
 from learner.run import build_trainer
 from protocol import checkpoints as places
 from protocol.checkpoints import Best

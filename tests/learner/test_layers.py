@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from learner.feed.packing import PackedRow, pack_row
-from learner.model import layers
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model import loading
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.learner import sample
 from tests.kit.memory import LiveBytes
@@ -76,9 +77,9 @@ def test_a_checkpoint_of_such_a_model_loads(model_path: Path, tmp_path: Path) ->
 
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"learner.gradient_checkpointing = true: Linear has no layers"):
-        layers.checkpoint_layers(torch.nn.Linear(2, 2))
+        loading.checkpoint_layers(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"learner.compile = true: Linear has no layers"):
-        layers.compile_layers(torch.nn.Linear(2, 2))
+        loading.compile_layers(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.wide  # a minute of compiling

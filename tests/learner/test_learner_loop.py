@@ -19,16 +19,15 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from learner.__main__ import main
-from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.objectives.base import Objective, TokenLosses
+from learner.algorithm.objectives import OBJECTIVES, Objective, TokenLosses
 from learner.algorithm.step_data import Tokens
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
 from learner.loop import Loop
 from learner.ranks.stopping import Stop
-from learner.report import sampler_checks, sampler_kl
+from learner.report import sampler_checks
 from learner.report.progress import TerminalProgress
-from learner.report.troubles import Troubles
+from learner.report.queue_status import PendingNotices
 from learner.run import build_trainer, run
 from learner.start import session, starting_point
 from learner.training.trainer import Trainer
@@ -160,7 +159,7 @@ def test_a_server_that_leaves_its_range_is_named_to_the_queue(
     for name, value in (("LEARNT", 1), ("IN_A_ROW", 1), ("UNUSUAL", 0.0), ("FEWEST_TOKENS", 1)):
         monkeypatch.setattr(sampler_checks, name, value)
     told: list[str] = []
-    monkeypatch.setattr(Troubles, "server", lambda _, text: told.append(text))
+    monkeypatch.setattr(PendingNotices, "server", lambda _, text: told.append(text))
     train(config_for(model_path, tmp_path, clip_low=0.99, clip_high=100.0, delta="none"), FakeQueue(endless()))
     metrics = lines(tmp_path / "test" / "metrics.jsonl")
     seen = [line[f"sampler/distance/{SERVER}"] for line in metrics if f"sampler/distance/{SERVER}" in line]
@@ -637,10 +636,10 @@ def test_a_sampler_that_differs_is_told_once_unless_that_was_accepted(
     """The supply's log-probs are not the tiny model's; without prefetch, each step trains on its own version's."""
     warnings: list[str] = []
     monkeypatch.setattr(TerminalProgress, "warn", lambda _, text: warnings.append(text))
-    monkeypatch.setattr(sampler_kl, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(sampler_checks, "FEWEST_TOKENS", 1)
     plain = config_for(model_path, tmp_path, prefetch_steps=0)
     rollout = plain.rollout.model_copy(update={"accept_sampler_mismatch": accepted})
     train(plain.model_copy(update={"rollout": rollout}), FakeQueue(endless(), version=0))
     figures = [line["sampler/kl_staleness_0"] for line in lines(tmp_path / "test" / "metrics.jsonl")]
-    assert sum(abs(kl) > sampler_kl.SUSPICIOUS for kl in figures if kl is not None) > 1
+    assert sum(abs(kl) > sampler_checks.SUSPICIOUS_KL for kl in figures if kl is not None) > 1
     assert sum("sampler/kl_staleness_0" in text for text in warnings) == told

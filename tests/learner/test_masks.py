@@ -6,32 +6,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import masks
+from learner.algorithm import loss_terms
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.masks import top_entropy
-from learner.algorithm.masks.top_entropy import lowest_kept
+from learner.algorithm.loss_terms import lowest_kept
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 
 
 def test_none_is_set_unless_the_run_file_sets_it() -> None:
-    assert masks.build(LearnerSection()) == {}
+    assert loss_terms.build_masks(LearnerSection()) == {}
     chosen = LearnerSection(off_policy_mask_threshold=0.5, top_entropy_quantile=0.2)
-    assert set(masks.build(chosen)) == {"off_policy", "low_entropy"}
+    assert set(loss_terms.build_masks(chosen)) == {"off_policy", "low_entropy"}
 
 
 def test_bad_rollouts_that_the_policy_has_left_are_left_out() -> None:
     """Means of log behaviour - log policy: 0.5, 0.1 and -1; the threshold is 0.3."""
     ratios = np.exp([-0.9, -0.1, -0.1, -0.1, 1.0, 1.0])
     numbers = torch.tensor([0, 0, 1, 1, 2, 2])
-    mask = masks.build(LearnerSection(off_policy_mask_threshold=0.3))["off_policy"]
+    mask = loss_terms.build_masks(LearnerSection(off_policy_mask_threshold=0.3))["off_policy"]
     assert mask(tokens(ratios, [-1.0] * 6, rollout=numbers)).tolist() == [False, False, True, True, True, True]
     for advantage in (0.0, 1.0):
         assert mask(tokens(ratios, [advantage] * 6, rollout=numbers)).all()
 
 
 def test_a_policy_that_is_not_a_number_is_not_hidden_by_the_mask() -> None:
-    mask = masks.build(LearnerSection(off_policy_mask_threshold=0.3))["off_policy"]
+    mask = loss_terms.build_masks(LearnerSection(off_policy_mask_threshold=0.3))["off_policy"]
     assert mask(tokens([1.0], [-1.0], logprobs=torch.tensor([torch.nan]))).all()
 
 
@@ -80,7 +79,7 @@ def test_packing_cannot_change_what_is_masked_or_counted() -> None:
 
 
 def test_top_entropy_needs_the_whole_step_and_says_so() -> None:
-    mask = masks.build(LearnerSection(top_entropy_quantile=0.5))["low_entropy"]
+    mask = loss_terms.build_masks(LearnerSection(top_entropy_quantile=0.5))["low_entropy"]
     with pytest.raises(ValueError, match=r"set Tokens.top_entropy"):
         mask(tokens([1.0], [1.0]))
 
@@ -88,4 +87,10 @@ def test_top_entropy_needs_the_whole_step_and_says_so() -> None:
 def test_tokens_of_one_entropy_stand_or_go_together_whatever_rounding_makes_of_them() -> None:
     """The same context in two rows: its entropies differ in the last digit."""
     entropies = torch.tensor([0.5, 0.3 + 1e-7, 0.3, 0.3 - 1e-7, 0.1])
-    assert top_entropy.kept(entropies, lowest_kept(entropies, 0.5)).tolist() == [True, True, True, True, False]
+    assert loss_terms.keep_top_entropy(entropies, lowest_kept(entropies, 0.5)).tolist() == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from learner.feed.packing import Sample, pack_row
-from learner.model.build import check_packing
+from learner.model.build import check_packing, load_policy
 from learner.model.loading import text_tower
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.policy import Policy, Scoring
 from protocol.config import ConfigError, ModelSection
 from tests.learner.families import LONGEST, MIXTURES, REFUSED, TEXT, VISION, VOCABULARY
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from learner.algorithm import objectives
-from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.objectives.base import Objective
+from learner.algorithm.objectives import OBJECTIVES, Objective
 from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens

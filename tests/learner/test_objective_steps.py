@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.model.policy import Policy
 from learner.training.trainer import StepFigures, Trainer

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from learner.algorithm import objectives
-from learner.algorithm.objectives import OBJECTIVES
-from learner.algorithm.objectives.base import Objective
+from learner.algorithm.objectives import OBJECTIVES, Objective
 from protocol.config import LearnerSection
 from tests.kit.learner import tokens
 

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from learner.algorithm import objectives
-from learner.algorithm.normalisers import NORMALISERS
-from learner.algorithm.rollouts import StepRollouts
-from learner.algorithm.step_data import Tokens
+from learner.algorithm.step_data import NORMALISERS, StepRollouts, Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import tokens
 

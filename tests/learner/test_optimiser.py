@@ -15,9 +15,10 @@ from transformers.training_args import OptimizerNames
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import CheckpointInfo, Sources
 from learner.feed.packing import pack
-from learner.model.policy import Policy, Scoring, load_policy
-from learner.muon import MuonWithAdamW
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from learner.training import optimiser
+from learner.training.optimiser import MuonWithAdamW
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from protocol.config.sections.learner import OptimiserName

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import PackedRow, Sample, assign, even, pack, pack_row
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy

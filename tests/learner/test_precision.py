@@ -15,7 +15,8 @@ from learner import start
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo, Sources
 from learner.feed.packing import Sample, pack, pack_row
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from learner.model.precision import Precision, changed_share, warning
 from learner.training.trainer import Trainer
 from protocol.config import LearnerSection, ModelSection

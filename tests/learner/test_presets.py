@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import pack
 from learner.model.logprobs import TokenScores
 from learner.training.passes import Known, Preparation

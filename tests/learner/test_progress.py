@@ -18,11 +18,10 @@ import pytest
 from rich.console import Console
 
 from learner.feed.blocking_client import BlockingQueueClient
-from learner.report import curve, queue_status, rollout_text
-from learner.report.curve import Curve
-from learner.report.progress import TerminalProgress, line
+from learner.report import queue_status, rollouts, summary
+from learner.report.progress import TerminalProgress, line, waits_of
 from learner.report.queue_status import Watch
-from learner.report.waits import waits_of
+from learner.report.summary import Curve
 from protocol.client import QueueClient, Unreachable
 from protocol.messages import Server, ServerState
 from protocol.rollouts import RolloutView
@@ -234,7 +233,7 @@ VIEW = RolloutView(
 
 def shown(view: RolloutView, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(rollout_text.render(view))
+    console.print(rollouts.render_rollout(view))
     return [text.rstrip() for text in cast(io.StringIO, console.file).getvalue().splitlines()]
 
 
@@ -273,19 +272,19 @@ def test_the_policy_s_text_is_shown_as_it_is() -> None:
 
 
 def test_the_rollout_text_needs_no_torch() -> None:
-    code = "import sys, learner.report.rollout_text; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
+    code = "import sys, learner.report.rollouts; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_reward_curve_is_a_picture_and_a_line_of_text(tmp_path: Path) -> None:
-    curve.draw_rewards(tmp_path / "reward.png", [1, 2], [0.0, 1.0])
+    summary.draw_rewards(tmp_path / "reward.png", [1, 2], [0.0, 1.0])
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["reward.png"], "or it was not put there in one piece"
-    assert curve.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert curve.sparkline([0.3] * 100, width=20) == "▁" * 20
-    assert curve.sparkline([]) == ""
-    assert curve.smoothed([0.0, 1.0, 2.0]) == [0.0, 0.5, 1.0]
+    assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert summary.sparkline([0.3] * 100, width=20) == "▁" * 20
+    assert summary.sparkline([]) == ""
+    assert summary.smoothed([0.0, 1.0, 2.0]) == [0.0, 0.5, 1.0]
 
 
 def test_the_curve_s_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +294,7 @@ def test_the_curve_s_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))[1])
     for steps in ([1], [1, 2], [1, 2, 3], list(range(1, 300))):
-        curve.draw_rewards(tmp_path / "reward.png", steps, [0.5] * len(steps))
+        summary.draw_rewards(tmp_path / "reward.png", steps, [0.5] * len(steps))
         ticks = np.array(drawn[-1].axes[0].get_xticks())
         assert (ticks == ticks.round()).all(), steps
 
@@ -305,7 +304,7 @@ def test_the_curve_grows_beside_the_training_and_a_fault_ends_no_run(
 ) -> None:
     drawn: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        curve, "draw_rewards", lambda path, steps, *_: drawn.append((len(steps), threading.current_thread().name))
+        summary, "draw_rewards", lambda path, steps, *_: drawn.append((len(steps), threading.current_thread().name))
     )
     now = 0.0
     growing = Curve(tmp_path / "reward.png", clock=lambda: now)
@@ -315,7 +314,7 @@ def test_the_curve_grows_beside_the_training_and_a_fault_ends_no_run(
         if growing._drawing is not None:
             growing._drawing.result()
     assert drawn == [(steps, "curve_0") for steps in (30, 60, 90)]
-    monkeypatch.setattr(curve, "draw_rewards", lambda *_: 1 / 0)
+    monkeypatch.setattr(summary, "draw_rewards", lambda *_: 1 / 0)
     growing.finish([])
     assert "reward.png could not be drawn" in caplog.text
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.algorithm.proximal import PROXIMALS, Between
-from learner.previous import PreviousWeights
+from learner.algorithm.corrections import PROXIMALS, Between
+from learner.training.passes import PreviousWeights
 from protocol.config import LearnerSection
 from tests.kit.config import config
 

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from learner.feed.packing import pack
-from learner.model import quantised
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model import precision
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
 from tests.kit.learner import sample, step_rollouts
@@ -58,8 +59,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return network
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(quantised, "check", lambda model: None)
-    monkeypatch.setattr(quantised, "whole", lambda layer: layer.whole())
+    monkeypatch.setattr(precision, "check", lambda model: None)
+    monkeypatch.setattr(precision, "whole", lambda layer: layer.whole())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     return asked
 
@@ -120,7 +121,7 @@ def test_without_bitsandbytes_it_is_refused_with_the_line_that_installs_it(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("learner.model.quantised.find_spec", lambda name: None)
+    monkeypatch.setattr("learner.model.precision.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model.load_in_4bit = true needs bitsandbytes.*pip install bitsandbytes"):
         load(model_path, load_in_4bit=True)
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from learner.ranks import liveness as alarms
-from learner.ranks.liveness import Alarm, lost, quiet
-from learner.ranks.pulse import ANSWERS_WITHIN_S, BEAT_EVERY_S, Pulse, Signs, Silence
+from learner.ranks.liveness import ANSWERS_WITHIN_S, BEAT_EVERY_S, Alarm, Pulse, Signs, Silence, lost, quiet
 
 WHO = "process 7 on a"
 WITHIN_S = 10.0

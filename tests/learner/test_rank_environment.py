@@ -11,7 +11,7 @@ import torch
 
 from learner.feed.packing import pack
 from learner.model.policy import Policy
-from learner.ranks.environment import Place, check, check_sharded, clear, is_sharded, place
+from learner.ranks.environment import RankInfo, check, check_sharded, clear, is_sharded, place
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection
 from tests.kit import LEARNER, config
@@ -24,24 +24,24 @@ ON_CPU = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 @pytest.mark.parametrize(
     ("environment", "ranks", "expected"),
     [
-        ({}, 1, Place()),
-        ({}, 4, Place(count=4)),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, 1, Place()),
-        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, 1, Place(3, 4, 1, True)),
-        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}, 4, Place(0, 4, 0, True)),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, 1, Place(1, 2, 1, True)),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "0"}, 1, Place(1, 2, 0, True)),
+        ({}, 1, RankInfo()),
+        ({}, 4, RankInfo(count=4)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, 1, RankInfo()),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, 1, RankInfo(3, 4, 1, True)),
+        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}, 4, RankInfo(0, 4, 0, True)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, 1, RankInfo(1, 2, 1, True)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "0"}, 1, RankInfo(1, 2, 0, True)),
     ],
 )
-def test_a_process_knows_its_place(environment: dict[str, str], ranks: int, expected: Place) -> None:
+def test_a_process_knows_its_place(environment: dict[str, str], ranks: int, expected: RankInfo) -> None:
     assert place(environment, ranks) == expected
 
 
 @pytest.mark.parametrize("flag", [["--num_processes", "2"], ["--num-processes", "2"], ["--num_processes=2"]])
 def test_accelerate_starts_one_process_on_a_cpu_and_the_learner_the_others(flag: list[str]) -> None:
     for command in (["python", "/venv/bin/accelerate", "launch"], ["python", "-m", "accelerate.commands.launch"]):
-        assert place(ON_CPU, 1, [*command, *flag, "-m", "learner"]) == Place(count=2)
-    assert place(ON_CPU, 2, ["accelerate", "launch", *flag]) == Place(count=2)
+        assert place(ON_CPU, 1, [*command, *flag, "-m", "learner"]) == RankInfo(count=2)
+    assert place(ON_CPU, 2, ["accelerate", "launch", *flag]) == RankInfo(count=2)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from learner.feed.blocking_client import BlockingQueueClient
+from learner.feed.packing import RankRows
 from learner.loop import Loop
-from learner.ranks.shares import Share
 from learner.ranks.stopping import Stop
 from learner.report.progress import TerminalProgress
 from learner.skipping import FILE_NAME, OutOfMemory
@@ -34,7 +34,7 @@ def run_out_at(step: int, here: int, rank: int) -> None:
         return
     count, forward = 0, Trainer._step
 
-    def failing(self: Trainer, share: Share) -> Any:
+    def failing(self: Trainer, share: RankRows) -> Any:
         nonlocal count
         count += 1
         if count == step:

@@ -15,9 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm.rollouts import StepRollouts
-from learner.feed.packing import PackedRow, Sample, pack
-from learner.ranks.shares import deal
+from learner.algorithm.step_data import StepRollouts
+from learner.feed.packing import PackedRow, Sample, deal, pack
 from learner.run import build_trainer
 from learner.training.trainer import DivergedError, StepFigures, Trainer
 from protocol.config import RunConfig

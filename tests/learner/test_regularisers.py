@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm import advantages, regularisers
-from learner.algorithm.advantages import ADVANTAGES
-from learner.algorithm.advantages.base import Advantage
+from learner.algorithm import advantages, loss_terms
+from learner.algorithm.advantages import ADVANTAGES, Advantage
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import CORRECTIONS
-from learner.algorithm.corrections.base import Corrected, Correction
-from learner.algorithm.regularisers.base import Regulariser
-from learner.algorithm.regularisers.kl_in_loss import KlInLoss
-from learner.algorithm.rollouts import StepRollouts
-from learner.algorithm.step_data import Tokens
+from learner.algorithm.corrections import CORRECTIONS, Corrected, Correction
+from learner.algorithm.loss_terms import KlInLoss, Regulariser
+from learner.algorithm.step_data import StepRollouts, Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import joined, tokens
 from tests.kit.trl import trl_advantages, trl_loss
@@ -34,7 +30,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def one(kind: str) -> Regulariser:
-    (found,) = regularisers.build(LearnerSection(**SECTIONS[kind]))
+    (found,) = loss_terms.build_regularisers(LearnerSection(**SECTIONS[kind]))
     return found
 
 
@@ -58,7 +54,7 @@ def some_tokens(seed: int, count: int = 40, **changes: Any) -> Tokens:
 
 
 def test_the_default_has_none() -> None:
-    assert not regularisers.build(LearnerSection())
+    assert not loss_terms.build_regularisers(LearnerSection())
     algorithm = Algorithm(LearnerSection(), 64)
     assert (algorithm.needs_reference, algorithm.needs_entropy, algorithm.kl_in_reward) == (False, False, False)
 

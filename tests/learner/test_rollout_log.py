@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.feed.rollout_choice import Place, choose
+from learner.feed.rollout_metrics import RolloutPosition, choose
 from learner.report.rollouts import RolloutLog
 from protocol.rollouts import RolloutView
 from tests.kit import group
@@ -68,7 +68,7 @@ def test_one_step_that_is_larger_than_the_bound_leaves_a_file_that_can_be_read(t
 def test_best_and_worst_come_first_then_one_of_each_other_group() -> None:
     rewards = [[0.5, 0.5], [0.9, 0.4], [0.3, 0.1], [0.6, 0.6]]
     best, worst, *others = choose(rewards, 4, turn=0)
-    assert (best, worst) == (Place(1, 0), Place(2, 1))
+    assert (best, worst) == (RolloutPosition(1, 0), RolloutPosition(2, 1))
     assert {place.group for place in others} == {0, 3}
 
 

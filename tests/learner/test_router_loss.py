@@ -10,7 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from learner.algorithm.loss_terms import RouterLoss, Routing
 from learner.feed.packing import Sample, pack
-from learner.model.policy import Policy, Scoring, load_policy
+from learner.model.build import load_policy
+from learner.model.policy import Policy, Scoring
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from tests.kit.learner import step_rollouts

@@ -13,10 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from learner.algorithm.rollouts import StepRollouts
+from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import PackedRow, pack_row
 from learner.model.policy import Policy
-from learner.report import sampler_kl
+from learner.report import sampler_checks
 from learner.report.progress import TerminalProgress, line
 from learner.report.records import StepRecord
 from learner.training.trainer import StepFigures, Trainer
@@ -87,7 +87,7 @@ def with_kl(kl: float | None, tokens: int = 1000) -> StepRecord:
 def test_a_difference_that_is_not_rounding_is_told_with_its_likely_causes(
     kl: float | None, tokens: int, told: bool
 ) -> None:
-    warning = sampler_kl.warning(with_kl(kl, tokens).figures)
+    warning = sampler_checks.sampler_kl_warning(with_kl(kl, tokens).figures)
     assert (warning is not None) == told
     if warning is not None:
         assert f"is {kl:.3g} nats a token over 1000 tokens" in warning

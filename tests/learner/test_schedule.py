@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 
-from learner.schedule import factor_of
+from learner.training.optimiser import schedule_factor
 from protocol.config import ConfigError, LearnerSection
 from protocol.config.checks import SCHEDULE_ARGUMENTS
 from protocol.config.sections.learner import ScheduleName
@@ -33,7 +33,7 @@ def section(name: str, **more: Any) -> LearnerSection:
 def test_without_a_warm_up_the_rates_are_those_of_transformers(name: str) -> None:
     optimiser = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     theirs = get_scheduler(name, optimiser, 0, 20, NEEDED.get(name))
-    factor = factor_of(section(name))
+    factor = schedule_factor(section(name))
     for step in range(20):
         assert 1e-3 * factor(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
         optimiser.step()
@@ -42,15 +42,15 @@ def test_without_a_warm_up_the_rates_are_those_of_transformers(name: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "constant"])
 def test_a_warm_up_loses_no_step_and_ends_at_the_whole_rate(name: str) -> None:
-    factor = factor_of(section(name, warmup_steps=4))
+    factor = schedule_factor(section(name, warmup_steps=4))
     rates = [factor(step) for step in range(4)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
 def test_the_default_is_that_of_earlier_releases_to_the_bit() -> None:
-    factor = factor_of(LearnerSection(warmup_steps=7))
+    factor = schedule_factor(LearnerSection(warmup_steps=7))
     assert [factor(step) for step in range(9)] == [*((step + 1) / 7 for step in range(7)), 1.0, 1.0]
-    assert {factor_of(LearnerSection())(step) for step in range(200)} == {1.0}
+    assert {schedule_factor(LearnerSection())(step) for step in range(200)} == {1.0}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,4 +76,4 @@ def test_the_arguments_are_those_that_transformers_takes(name: str) -> None:
 )
 def test_what_transformers_refuses_is_told_with_the_settings(learner: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=rf"learner.lr_scheduler_type = .*cannot be made: .*{says}"):
-        factor_of(LearnerSection(**learner))
+        schedule_factor(LearnerSection(**learner))

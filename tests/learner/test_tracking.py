@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from learner.report.evaluations import EARLIER
-from learner.report.trackers import installed, start
-from learner.report.trackers.background import Background
-from learner.report.trackers.installed import PACKAGES, wanted
-from learner.report.trackers.start import ARGUMENTS, FILE_NAME, Memory, start_of
-from learner.report.tracking import Tracking, numbers, told_settings
+from learner.report import trackers
+from learner.report.records import EARLIER
+from learner.report.trackers import ARGUMENTS, FILE_NAME, PACKAGES, Memory, start_of, wanted_trackers
+from learner.report.tracking import Background, Tracking, numbers, told_settings
 from protocol.config import ConfigError, RunConfig, TrackingSection
 from protocol.config.sections.run import TRACKERS
 from protocol.rollouts import RolloutView
@@ -141,7 +139,7 @@ class Run:
 
 @pytest.fixture
 def stands(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Stand]]:
-    monkeypatch.setattr(installed, "_is_installed", lambda name: True)
+    monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
 
     def put(tracker: str) -> list[Stand]:
         made: list[Stand] = []
@@ -162,7 +160,7 @@ def test_each_tracker_gets_each_step_once_over_a_resume(
     assert session(settings, 2, 3, newest=5) == []
     assert session(settings, 2, 3, 4, 5, 6, newest=3) == []
     sent = [stand.steps for stand in made]
-    if tracker in start.REPLACES_STEPS:
+    if tracker in trackers.REPLACES_STEPS:
         assert sent == [[1, 2, 3, 4, 5], [3], [3, 4, 5, 6]]
         assert [stand.given.get("purge_step") for stand in made] == [None, 3, 3]
     else:
@@ -373,16 +371,16 @@ def test_without_trackers_nothing_is_started_or_written(tmp_path: Path) -> None:
 def test_a_missing_package_is_refused_with_the_line_that_installs_it(
     name: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installed, "_is_installed", lambda of: False)
+    monkeypatch.setattr(trackers, "_is_installed", lambda of: False)
     with pytest.raises(ConfigError, match=f"tracking.report_to = {name}: {name} is not installed; .*{says}"):
-        wanted(TrackingSection(report_to=[name]))
+        wanted_trackers(TrackingSection(report_to=[name]))
     with pytest.raises(ConfigError, match=r"all: none of tensorboard, wandb, .* is installed"):
-        wanted(TrackingSection(report_to="all"))  # type: ignore[arg-type]
+        wanted_trackers(TrackingSection(report_to="all"))  # type: ignore[arg-type]
 
 
 def test_all_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "_is_installed", lambda of: of in ("aim", "wandb"))
-    assert wanted(TrackingSection(report_to="all")) == ["wandb", "aim"]  # type: ignore[arg-type]
+    monkeypatch.setattr(trackers, "_is_installed", lambda of: of in ("aim", "wandb"))
+    assert wanted_trackers(TrackingSection(report_to="all")) == ["wandb", "aim"]  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_called_wandb_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,4 +388,4 @@ def test_a_folder_that_is_called_wandb_is_not_the_package(tmp_path: Path, monkey
     (tmp_path / "nowhere").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(PACKAGES, "wandb", ("nowhere",))
-    assert not installed._is_installed("wandb")
+    assert not trackers._is_installed("wandb")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from learner.attention import cpu_layout
 from learner.attention.cpu import trie_attention
 from learner.feed import trie
-from learner.model import trie_parts
 from tests.kit.tries import Sequences, assert_same, dense, inputs, sequences, visible
 
 # Settings that choose each kind of part even for tries of a few tokens: what is measured chooses for longer ones.
@@ -30,7 +29,7 @@ KINDS: dict[str, dict[str, float]] = {
 
 def choose(patch: pytest.MonkeyPatch, **values: float) -> None:
     for name, value in values.items():
-        patch.setattr(cpu_layout if hasattr(cpu_layout, name) else trie_parts, name, value)
+        patch.setattr(cpu_layout if hasattr(cpu_layout, name) else cpu_layout, name, value)
 
 
 def layout(built: trie.Trie) -> cpu_layout.TrieLayout:
@@ -158,17 +157,17 @@ def test_merging_rounds_once_in_16_bits() -> None:
 def test_the_cheapest_parts_are_chosen() -> None:
     """Two branches of 12 below a token are one block; two of 200 below 200 tokens share it by a span, and below a
     single one each has a copy of it."""
-    whole = trie_parts.cut([0, 1, 13, 25], [25, 13, 25])
-    assert whole == trie_parts.Parts([trie_parts.Block(0, 25, masked=True)])
-    apart = trie_parts.cut([0, 200, 400, 600], [600, 400, 600])
-    assert apart.blocks == [trie_parts.Block(start, start + 200) for start in (0, 200, 400)]
-    assert apart.spans == [trie_parts.Span(0, 200, 600)]
-    copied = trie_parts.cut([0, 1, 201, 401], [401, 201, 401])
+    whole = cpu_layout.cut_row([0, 1, 13, 25], [25, 13, 25])
+    assert whole == cpu_layout.RowParts([cpu_layout.RowBlock(0, 25, masked=True)])
+    apart = cpu_layout.cut_row([0, 200, 400, 600], [600, 400, 600])
+    assert apart.blocks == [cpu_layout.RowBlock(start, start + 200) for start in (0, 200, 400)]
+    assert apart.spans == [cpu_layout.RowSpan(0, 200, 600)]
+    copied = cpu_layout.cut_row([0, 1, 201, 401], [401, 201, 401])
     assert copied.spans == []
     assert copied.blocks == [
-        trie_parts.Block(0, 1),
-        trie_parts.Block(1, 201, above=((0, 1),)),
-        trie_parts.Block(201, 401, above=((0, 1),)),
+        cpu_layout.RowBlock(0, 1),
+        cpu_layout.RowBlock(1, 201, above=((0, 1),)),
+        cpu_layout.RowBlock(201, 401, above=((0, 1),)),
     ]
 
 
@@ -177,5 +176,5 @@ def test_a_long_chain_is_cut_without_a_search_of_all_its_ends() -> None:
     nodes = 4000
     starts = list(range(nodes + 1))
     reach = [nodes if node % 2 == 0 else node + 1 for node in range(nodes)]
-    parts = trie_parts.cut(starts, reach)
+    parts = cpu_layout.cut_row(starts, reach)
     assert sum(block.end - block.start for block in parts.blocks) == nodes

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from learner.algorithm import advantages
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.rollouts import StepRollouts
-from learner.algorithm.step_data import Tokens
+from learner.algorithm.step_data import StepRollouts, Tokens
 from protocol.config import LearnerSection
 from tests.kit.learner import tokens
 from tests.kit.trl import trl_advantages, trl_function, trl_loss

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.masks.top_entropy import lowest_kept
+from learner.algorithm.loss_terms import lowest_kept
 from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 

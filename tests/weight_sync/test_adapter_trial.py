@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from learner import publishing
+from learner import loop
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
@@ -76,7 +76,7 @@ def test_auto_falls_back_to_merged_weights_and_says_why_once(
     run = config(lora={"r": 8}, weight_sync={"adapter_only": adapter_only})
     monkeypatch.setattr(adapter_publication, "refusal", lambda config, snapshot: reason)
     adapter: Any = Adapter()
-    assert publishing.alone(run, adapter, probe(), on_gpu, said.append, "run") is alone
+    assert loop.adapter_published_alone(run, adapter, probe(), on_gpu, said.append, "run") is alone
     assert says in "".join(said)
     assert len(said) == bool(says)
 
@@ -85,5 +85,7 @@ def test_a_kind_that_vllm_never_serves_is_said_without_asking(monkeypatch: pytes
     said: list[str] = []
     monkeypatch.setattr(adapter_publication, "refusal", lambda config, snapshot: pytest.fail("asked"))
     adapter: Any = Adapter()
-    assert not publishing.alone(config(lora={"r": 8, "use_dora": True}), adapter, probe(), True, said.append, "run")
+    assert not loop.adapter_published_alone(
+        config(lora={"r": 8, "use_dora": True}), adapter, probe(), True, said.append, "run"
+    )
     assert said == ["lora.use_dora = true: vLLM serves no such adapter, so the merged weights are published"]

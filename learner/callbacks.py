@@ -2,6 +2,14 @@
 
 They run in the learner's main thread, between steps: what they take, the run waits for, and the status page says so.
 One that raises ends the run, as a failure; sys.exit is no other way out.
+
+The user's callbacks, by transformers' interface: how they are loaded, what they see, and when they are called.
+
+What a callback sees as `args`: the run's settings by the names of transformers' TrainingArguments.
+
+No TrainingArguments are made: they set up a device and process groups of their own.
+
+The objects of `learner.callbacks`.
 """
 
 from __future__ import annotations
@@ -11,22 +19,98 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
 import learner
-from learner.failures import LearnerFailed
-from learner.ranks.stopping import Stopped
+from learner.ranks.stopping import LearnerFailed, Stopped
 from learner.report.records import StepRecord
 from learner.report.tracking import numbers, told_settings
 from learner.training.trainer import Trainer
-from protocol.config import RunConfig
+from protocol.config import ConfigError, RunConfig
+from protocol.config.load import import_for
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
+
+@dataclass(frozen=True)
+class Arguments:
+    """The fields that a run has an answer for. `metric_for_best_model` is the mean reward of evaluations."""
+
+    output_dir: str
+    run_name: str
+    max_steps: int
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float
+    seed: int
+    save_steps: int
+    save_strategy: SaveStrategy
+    eval_steps: int
+    eval_strategy: IntervalStrategy
+    report_to: list[str]
+    push_to_hub: bool
+    hub_model_id: str | None
+    logging_steps: int = 1
+    logging_strategy: IntervalStrategy = IntervalStrategy.STEPS
+    logging_first_step: bool = True
+    eval_delay: int = 0
+    num_train_epochs: float = 1.0
+    metric_for_best_model: str = "eval_reward"
+    greater_is_better: bool = True
+    load_best_model_at_end: bool = False
+    process_index: int = 0
+    local_process_index: int = 0
+    world_size: int = 1
+    should_log: bool = True
+    should_save: bool = True
+    disable_tqdm: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"args.{name}: this learner has no such field of TrainingArguments; args.settings has the run file's "
+            f"sections"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Plain values only, as transformers gives them to trackers."""
+        return {name: value for name, value in asdict(self).items() if isinstance(value, bool | int | float | str)}
+
+
+def arguments(config: RunConfig, settings: dict[str, Any]) -> Arguments:
+    """`settings`: what `args.settings` has."""
+    learner, evaluation, hub = config.learner, config.eval, config.hub
+    return Arguments(
+        output_dir=str(config.run_dir.absolute()),
+        run_name=config.tracking.run_name or config.run.name,
+        max_steps=learner.steps,
+        learning_rate=learner.learning_rate,
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+        seed=config.run.seed,
+        save_steps=learner.checkpoint_every,
+        save_strategy=SaveStrategy.STEPS if learner.checkpoint_every else SaveStrategy.NO,
+        eval_steps=evaluation.every,
+        eval_strategy=IntervalStrategy.STEPS if evaluation.is_on else IntervalStrategy.NO,
+        report_to=list(config.tracking.report_to),
+        push_to_hub=hub.push_to_hub,
+        hub_model_id=hub.hub_model_id,
+        settings=settings,
+    )
+
+
 _OURS = f"{Path(learner.__file__).parent}{os.sep}"
+
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
@@ -63,8 +147,6 @@ class Callbacks:
         if not callbacks:
             return
         from transformers.trainer_callback import TrainerControl, TrainerState
-
-        from learner.callbacks.arguments import arguments
 
         self._args = arguments(config, told_settings(config))
         self._waiting = waiting
@@ -171,3 +253,41 @@ def _said(name: str, error: Exception | SystemExit) -> str:
     else:
         what, remedy = f"raised {type(error).__name__}: {error}", "mend it, or take it out of learner.callbacks"
     return f"callback {name} {what}{place}; {remedy}, and go on with --resume"
+
+
+def load(named: Sequence[str]) -> list[TrainerCallback]:
+    """What `named` says, each path/to/file.py:name: a callback, a class of one, several of these, or an object with
+    `callbacks`, as a trainer of `slipstream.trl` is. Raises `ConfigError`."""
+    found: list[TrainerCallback] = []
+    for name in named:
+        module, _, wanted = name.rpartition(":")
+        imported = import_for(name, "learner.callbacks")
+        if not hasattr(imported, wanted):
+            raise ConfigError(f"learner.callbacks = {name}: {module} defines no {wanted!r}; define it there")
+        found += [_callback(item, name) for item in _items(getattr(imported, wanted))]
+    return found
+
+
+def _items(value: Any) -> list[Any]:
+    is_callback = callable(getattr(value, "on_train_begin", None))
+    value = value if is_callback else getattr(value, "callbacks", value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _callback(value: Any, name: str) -> TrainerCallback:
+    from transformers import TrainerCallback
+
+    if isinstance(value, type) and issubclass(value, TrainerCallback):
+        try:
+            value = value()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"learner.callbacks = {name}: {value.__name__}() raised {type(error).__name__}: {error}; give an "
+                f"object in place of the class"
+            ) from error
+    if not isinstance(value, TrainerCallback):
+        raise ConfigError(
+            f"learner.callbacks = {name}: it is a {type(value).__name__}; give an object of a class that extends "
+            f"transformers.TrainerCallback, that class, or a list of such"
+        )
+    return value

@@ -3,6 +3,10 @@
 A tracker that names runs by an id gets one of ours, or tells its own; both are kept in `trackers.json` of the run
 directory. Most keep the first value of a step for good, so that steps which a resume makes again are not sent again:
 `Memory.seen` is the newest that was. TensorBoard hides them by itself.
+
+Which trackers a run wants, and whether their packages are there. Imports none of them.
+
+A step's rollouts as trackers show them: a table where they have tables, a text where they have texts.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,113 @@ import msgspec
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from protocol.config import RunConfig
+from learner.report.rollouts import printable
+from protocol.config import ConfigError, RunConfig, TrackingSection
+from protocol.rollouts import RolloutView
+
+ALL = "all"
+
+# The packages that have each tracker, any of which will do; accelerate has classes for these.
+PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "comet_ml": ("comet-ml",),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "aim": ("aim",),
+    "clearml": ("clearml",),
+    "dvclive": ("dvclive",),
+    "swanlab": ("swanlab",),
+}
+
+# Those that are extras of Slipstream's own.
+EXTRAS = ("tensorboard", "wandb", "trackio")
+
+
+def wanted_trackers(section: TrackingSection) -> list[str]:
+    """The trackers of `tracking.report_to`. Raises `ConfigError` for one whose package is not installed."""
+    if ALL in section.report_to:
+        found = [name for name in PACKAGES if _is_installed(name)]
+        if not found:
+            raise ConfigError(
+                f"tracking.report_to = all: none of {', '.join(PACKAGES)} is installed; install one, such as: "
+                f"{_install('tensorboard')}"
+            )
+        return found
+    if missing := [name for name in section.report_to if not _is_installed(name)]:
+        raise ConfigError(
+            f"tracking.report_to = {', '.join(section.report_to)}: {missing[0]} is not installed; install it with: "
+            f"{_install(missing[0])}, or leave it out"
+        )
+    return list(section.report_to)
+
+
+def _install(name: str) -> str:
+    return f"pip install '{f'slipstream-rl[{name}]' if name in EXTRAS else PACKAGES[name][0]}'"
+
+
+def _is_installed(name: str) -> bool:
+    """By its distribution: a folder of that name, as wandb leaves behind where it runs, is not the package."""
+    for package in PACKAGES[name]:
+        try:
+            distribution(package)
+        except PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+NAME = "rollouts"
+
+COLUMNS = ["step", "prompt", "completion", "reward", "advantage", "finish_reason", "staleness"]
+
+
+def rows(views: Sequence[RolloutView]) -> list[list[Any]]:
+    """One for each rollout, in the order of `COLUMNS`."""
+    return [
+        [view.step, *_texts(view), view.reward, view.advantage, view.finish_reason, view.staleness] for view in views
+    ]
+
+
+def send_rollout_table(tracker: GeneralTracker, views: Sequence[RolloutView], step: int) -> None:
+    """To a tracker that can show them; to another, nothing."""
+    if hasattr(tracker, "log_table"):
+        tracker.log_table(NAME, columns=COLUMNS, data=rows(views), step=step)
+    elif tracker.name == "tensorboard":
+        tracker.log({NAME: "\n\n".join(_markdown(row) for row in rows(views))}, step=step)
+    elif tracker.name == "trackio":
+        import pandas
+        import trackio
+
+        table = pandas.DataFrame(rows(views), columns=COLUMNS)
+        tracker.log({NAME: trackio.Table(dataframe=table)}, step=step)
+
+
+def _texts(view: RolloutView) -> tuple[str, str]:
+    """Prompt and completion: what comes before the policy's first turn, and the rest."""
+    messages = view.messages or []
+    first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
+    return _text(messages[:first]), _text(messages[first:])
+
+
+def _text(messages: Sequence[dict[str, Any]]) -> str:
+    return printable("\n".join(f"{message.get('role', '?')}: {_said(message)}" for message in messages))
+
+
+def _said(message: dict[str, Any]) -> str:
+    parts = [message.get("content"), message.get("tool_calls")]
+    return " ".join(str(part) for part in parts if part)
+
+
+def _markdown(row: Sequence[Any]) -> str:
+    """The texts as code, of which markdown makes nothing."""
+    _, prompt, completion, reward, _, finish_reason, _ = row
+    body = f"{prompt}\n{completion}".replace("\n", "\n    ")
+    return f"**reward {reward:.3g}**, ended by {finish_reason}\n\n    {body}"
+
 
 FILE_NAME = "trackers.json"
+
 # Takes the place of what it had of given-up steps.
 REPLACES_STEPS = ("tensorboard",)
 
@@ -144,8 +253,10 @@ ARGUMENTS: Mapping[str, Callable[[Start], dict[str, Any]]] = {
     "dvclive": _dvclive,
     "swanlab": _swanlab,
 }
+
 # Ids that we choose, by tracker: lower-case letters and digits, as many as it wants.
 _OUR_IDS = {"wandb": 4, "comet_ml": 20, "swanlab": 10}
+
 # Ids that a tracker tells once it has started.
 _THEIR_IDS: Mapping[str, Callable[[Any], str]] = {
     "mlflow": lambda run: str(run.info.run_id),

@@ -1,0 +1,331 @@
+"""What corrections by the ratio proximal / behaviour have in common: its bounds, and its figures.
+
+The face of a correction.
+
+`correction = "decoupled"`: decoupled PPO, one policy to clip against and another one to correct for.
+
+`correction = "geometric_mask"`: rollouts are left out by the geometric mean of their tokens' ratios.
+
+`correction = "none"`: the objective's ratio is to the policy that sampled.
+
+`correction = "sequence_mask"`: rollouts that have become too likely or too unlikely are left out.
+
+`correction = "sequence_truncate"`: truncated importance sampling, of whole rollouts.
+
+`correction = "token_mask"`: IcePop, tokens that sampler and learner disagree on are left out.
+
+`correction = "token_truncate"`: truncated importance sampling (TIS), token by token.
+
+Corrections, one file a variant: what is done about tokens that an older version of the policy sampled.
+
+The proximal policy: one between the policy that sampled and the one that trains, which corrections weigh by.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from learner.algorithm.objectives import MAX_LOG_RATIO
+from learner.algorithm.step_data import Tokens
+from protocol.config import LearnerSection
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """tokens: with the weights, and the `old` and `old_drift`, that an objective is to use; sums and peaks: as in
+    `TokenLosses`, over the tokens that had weight before."""
+
+    tokens: Tokens
+    sums: dict[str, torch.Tensor]
+    peaks: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Correction(ABC):
+    """What is done about tokens that another policy sampled: a pure function of tokens, before the objective.
+
+    by_rollout: whether it reads what `Tokens` has of whole rollouts.
+    """
+
+    by_rollout: ClassVar[bool] = False
+
+    def __init__(self, section: LearnerSection) -> None:
+        self.section = section
+
+    @abstractmethod
+    def __call__(self, tokens: Tokens) -> Corrected: ...
+
+    def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """What `metrics.jsonl` shows, from a step's `sums` and peaks over the `tokens` that had weight before."""
+        return {name: value / tokens for name, value in sums.items()}
+
+
+class BoundedRatio(Correction):
+    """A correction by r = proximal / behaviour, without a gradient, within `correction_low` and `correction_high`.
+
+    LOW, HIGH: the bounds where the run file sets none. RATIO: how the metrics call r as it is used, and OUTSIDE the
+    share of r that were outside of the bounds. Figures: least, mean and greatest r; that share; `correction/ess`, the
+    effective sample size of the r that are used, (sum r)^2 / (n sum r^2), from 0 to 1. They count each token once where
+    r is a token's, and each rollout once where it is a rollout's (`by_rollout`), in whatever rows its tokens stand.
+
+    An r that is not a number is never outside: the step must end in `DivergedError`, not in a mask.
+    """
+
+    LOW: ClassVar[float] = 0.0
+    HIGH: ClassVar[float]
+    RATIO: ClassVar[str] = "sampling/importance_sampling_ratio"
+    OUTSIDE: ClassVar[str]
+
+    def __init__(self, section: LearnerSection) -> None:
+        super().__init__(section)
+        self.low = self.LOW if section.correction_low is None else section.correction_low
+        self.high = self.HIGH if section.correction_high is None else section.correction_high
+
+    def __call__(self, tokens: Tokens) -> Corrected:
+        weighted = tokens.weights > 0
+        log_ratio = torch.where(weighted, self.log_ratio(tokens), 0.0)
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        outside = (ratio < self.low) | (ratio > self.high)
+        used = self.used(ratio, outside)
+
+        one = 1 / tokens.lengths if self.by_rollout else torch.ones_like(ratio)
+        one = torch.where(weighted, one, 0.0)
+        sums = {
+            "count": one.sum(),
+            "outside": (one * outside).sum(),
+            "ratio": (one * used).sum(),
+            "ratio_squared": (one * used.square()).sum(),
+        }
+        nothing = torch.full_like(used, -torch.inf)
+        peaks = {
+            "highest": torch.where(weighted, used, nothing).amax(),
+            "lowest_negated": torch.where(weighted, -used, nothing).amax(),
+        }
+        return Corrected(self.corrected(tokens, used, outside), sums, peaks)
+
+    @abstractmethod
+    def log_ratio(self, tokens: Tokens) -> torch.Tensor:
+        """log r of each token, or of its rollout, float32 [N]."""
+
+    @abstractmethod
+    def used(self, ratio: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+        """r after its bounds, float32 [N]. `outside`: bool [N]."""
+
+    @abstractmethod
+    def corrected(self, tokens: Tokens, used: torch.Tensor, outside: torch.Tensor) -> Tokens:
+        """What the objective is to see."""
+
+    def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        squares = sums["count"] * sums["ratio_squared"]
+        return {
+            f"{self.RATIO}/min": -sums["lowest_negated"],
+            f"{self.RATIO}/mean": sums["ratio"] / sums["count"],
+            f"{self.RATIO}/max": sums["highest"],
+            self.OUTSIDE: sums["outside"] / sums["count"],
+            "correction/ess": sums["ratio"] ** 2 / squares if squares else 0.0,
+        }
+
+
+class ImportanceWeight(BoundedRatio):
+    """A token's weight, times r; the objective's ratio is then taken against the proximal policy, as p / proximal times
+    proximal / behaviour is p / behaviour: nothing is counted twice. r is that of the whole rollout for variants that
+    are `by_rollout`, and else the token's."""
+
+    def log_ratio(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.proximal_drift if self.by_rollout else tokens.proximal - tokens.behaviour
+
+    def corrected(self, tokens: Tokens, used: torch.Tensor, outside: torch.Tensor) -> Tokens:
+        return tokens.but(weights=tokens.weights * used, old=tokens.proximal, old_drift=tokens.proximal_drift)
+
+
+class TruncatedWeight(ImportanceWeight):
+    """Weights within the bounds: r above or below counts as the bound."""
+
+    OUTSIDE: ClassVar[str] = "correction/truncated"
+
+    def used(self, ratio: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+        return ratio.clamp(self.low, self.high)
+
+
+class MaskedWeight(ImportanceWeight):
+    """No weight where r is outside of the bounds."""
+
+    OUTSIDE: ClassVar[str] = "correction/masked"
+
+    def used(self, ratio: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+        return torch.where(outside, 0.0, ratio)
+
+
+class Decoupled(TruncatedWeight):
+    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2): the objective clips p / proximal, and
+    each token is weighted by min(proximal / behaviour, `correction_high`).
+
+    The paper has no bound; 5 is that of AReaL's code, `behav_imp_weight_cap`, which leaves such tokens out (that is
+    `token_mask` with `correction_low = 0`). The formula is `token_truncate`'s, under the name that people know: what
+    makes it PPO is `proximal`. With `recomputed`, p / proximal is 1 throughout, as a batch makes one optimiser step,
+    and the clip never acts; `last_step` and `interpolated` (A-3PO) give it something to hold on to.
+
+    Choose it for staleness above 1 with `proximal = "interpolated"`, which costs nothing, or `"last_step"`.
+    """
+
+    HIGH: ClassVar[float] = 5.0
+
+
+class GeometricMask(BoundedRatio):
+    """No weight for rollouts whose exp(mean of log proximal - log behaviour), over their tokens that train, is outside
+    of [`correction_low`, `correction_high`]; nothing else is changed: the objective's ratio stays one to the sampler.
+
+    Geometric sequence masking (richardli.xyz/post/rl-collapse-part3), with the bounds of SkyRL's examples, 0.99 and
+    1.01. They are narrow: where `correction/masked` is high, widen them.
+
+    Choose it for long rollouts, as its mean does not grow with their length.
+    """
+
+    by_rollout: ClassVar[bool] = True
+    LOW: ClassVar[float] = 0.99
+    HIGH: ClassVar[float] = 1.01
+    RATIO: ClassVar[str] = "correction/geometric_ratio"
+    OUTSIDE: ClassVar[str] = "correction/masked"
+
+    def log_ratio(self, tokens: Tokens) -> torch.Tensor:
+        return tokens.proximal_drift / tokens.lengths
+
+    def used(self, ratio: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+        return ratio
+
+    def corrected(self, tokens: Tokens, used: torch.Tensor, outside: torch.Tensor) -> Tokens:
+        return tokens.masked(~outside)
+
+
+class NoCorrection(Correction):
+    """Nothing: p / p_behaviour is in the objective, which bounds it.
+
+    Choose it for staleness of 0 or 1, and with objectives that bound their ratio.
+    """
+
+    def __call__(self, tokens: Tokens) -> Corrected:
+        return Corrected(tokens, {})
+
+
+class SequenceMask(MaskedWeight):
+    """weight = r = exp(sum of log proximal - log behaviour) over a rollout's tokens that train, the same for all of
+    them; 0 where r is outside of [`correction_low`, `correction_high`].
+
+    TRL's mode `sequence_mask`, its default, with its upper bound, 3, and no lower one. r moves away from 1 with each
+    token: long rollouts are left out more often than short ones.
+
+    Choose it to compare with TRL's GRPOTrainer, and for fresh data of a server that rounds otherwise.
+    """
+
+    by_rollout: ClassVar[bool] = True
+    HIGH: ClassVar[float] = 3.0
+
+
+class SequenceTruncate(TruncatedWeight):
+    """weight = clip(exp(sum of log proximal - log behaviour), `correction_low`, `correction_high`), over a rollout's
+    tokens that train, the same for all of them.
+
+    TRL's mode `sequence_truncate` with its upper bound, 3. Without a bound it is unbiased, with a variance that grows
+    with the rollout's length (richardli.xyz/post/rl-collapse-part2, analysis 1).
+
+    Choose it for short rollouts, where a weight of the whole rollout is less biased than one of tokens.
+    """
+
+    by_rollout: ClassVar[bool] = True
+    HIGH: ClassVar[float] = 3.0
+
+
+class TokenMask(MaskedWeight):
+    """weight = r = proximal / behaviour of each token within [`correction_low`, `correction_high`], and 0 outside.
+
+    IcePop (Ring-1T, arXiv:2510.18855: M(k) = k for k in [alpha, beta], else 0), with its bounds 0.5 and 5; TRL's mode
+    `token_mask`.
+
+    Choose it with `reinforce` where sampler and learner disagree on single tokens, as mixtures of experts do (preset
+    `icepop`).
+    """
+
+    LOW: ClassVar[float] = 0.5
+    HIGH: ClassVar[float] = 5.0
+
+
+class TokenTruncate(TruncatedWeight):
+    """weight = clip(proximal / behaviour, `correction_low`, `correction_high`), of each token.
+
+    TIS bounds it above only, usually at 2 (Yao et al., fengyao.notion.site/off-policy-rl). TRL's mode `token_truncate`
+    has a lower bound too, `vllm_importance_sampling_clip_min`, and 3 for the upper one.
+
+    Choose it with `reinforce` for stale data (preset `tis`): every token teaches, none decides.
+    """
+
+    HIGH: ClassVar[float] = 2.0
+
+
+CORRECTIONS: dict[str, type[Correction]] = {
+    "none": NoCorrection,
+    "token_truncate": TokenTruncate,
+    "token_mask": TokenMask,
+    "sequence_truncate": SequenceTruncate,
+    "sequence_mask": SequenceMask,
+    "geometric_mask": GeometricMask,
+    "decoupled": Decoupled,
+}
+
+
+def build(section: LearnerSection) -> Correction:
+    """The variant that `learner.correction` names."""
+    return CORRECTIONS[section.correction](section)
+
+
+@dataclass(frozen=True)
+class Between:
+    """What a proximal policy is made from, for N tokens, without a gradient: log-probs under the policy that sampled
+    (behaviour), as the step begins (logprobs), and before the last optimiser step (previous; None where that is not
+    known), each float32 [N]; staleness, int32 [N], versions between sampling and training."""
+
+    behaviour: torch.Tensor
+    logprobs: torch.Tensor
+    previous: torch.Tensor | None
+    staleness: torch.Tensor
+
+
+def recomputed(between: Between) -> torch.Tensor:
+    """The policy as the step begins, AReaL's and verl's `recompute` (arXiv:2505.24298, section 5.2).
+
+    They need a pass for it, since they make several optimiser steps with a batch. Here a batch makes one: it is the
+    policy that trains, without its gradient, and costs nothing.
+
+    Choose it with weights and masks, which then compare with the policy itself.
+    """
+    return between.logprobs
+
+
+def last_step(between: Between) -> torch.Tensor:
+    """The policy before the last optimiser step; before the first one since the learner started, the policy itself.
+
+    Choose it with `decoupled`, for the paper's own formula, at the price of a pass.
+    """
+    return between.logprobs if between.previous is None else between.previous
+
+
+def interpolated(between: Between) -> torch.Tensor:
+    """log proximal = alpha log behaviour + (1 - alpha) log policy, alpha = 1 / d for a token that is d versions old,
+    and 1 where d = 0: A-3PO (arXiv:2512.06547), as AReaL computes it (`prox_logp_method = "loglinear"`), where the
+    proximal policy is one version behind the one that trains.
+
+    Choose it with `decoupled`, for nearly the same without a pass.
+    """
+    alpha = 1 / between.staleness.clamp(min=1)
+    return torch.lerp(between.behaviour, between.logprobs, 1 - alpha)
+
+
+# By `learner.proximal`: log-probs under the proximal policy, float32 [N].
+PROXIMALS: dict[str, Callable[[Between], torch.Tensor]] = {
+    "recomputed": recomputed,
+    "last_step": last_step,
+    "interpolated": interpolated,
+}

@@ -14,14 +14,12 @@ from typing import Annotated
 
 import typer
 
-from deploy import extras, servers_command
-from deploy.cli_support import reading
+from deploy.cli_support import ending_at_once, leave, print_error, reading
 from deploy.commands import look
 from deploy.commands.look import QueueUrl, RunFilePath
-from deploy.ending import ending_at_once, leave, told
 from deploy.run.process_keeper import RunFailed
 from deploy.run.supervisor import SIGNALS, supervise
-from deploy.servers import devices, tokens
+from deploy.servers import devices, probes, tokens
 from deploy.servers.tokens import check_arguments, check_secret
 from protocol import access
 from protocol.client import QueueError
@@ -65,9 +63,9 @@ def init(
     model: Annotated[str, typer.Option(help="a local model folder, or a Hugging Face hub name")] = "Qwen/Qwen3-0.6B",
 ) -> None:
     """Write a run file, a task and its data to start from."""
-    from deploy.init import write
+    from deploy.commands.setup import write_task_files
 
-    write(folder, model)
+    write_task_files(folder, model)
 
 
 @app.command(**reading("queue.port", "vllm.port", "vllm.count", "vllm.servers"))
@@ -143,7 +141,7 @@ def worker(
 )
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
-    extras.require("slipstream learner", extras.LEARNER)
+    probes.require_modules("slipstream learner", probes.LEARNER_MODULES)
     # Before torch is imported, which takes seconds: a wrong setting is told at once.
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
     from learner.ranks.stopping import LearnerFailed
@@ -207,7 +205,7 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
 
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
-app.add_typer(servers_command.app, name="servers", help="List, add or remove the vLLM servers of a running job.")
+app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a running job.")
 
 
 app.command(**reading(*RUN, "queue.store"))(look.ledger)
@@ -232,7 +230,7 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="a new folder for the figures")] = None,
 ) -> None:
     """Train again what a run has trained, from its record alone; for bug reports."""
-    extras.require("slipstream replay", extras.LEARNER)
+    probes.require_modules("slipstream replay", probes.LEARNER_MODULES)
     from deploy.commands.replay import run
 
     run(load(run_file, context.args, needs=["model"]), record, out, from_step, steps)
@@ -265,12 +263,12 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
 
 def _in_steps(config: RunConfig) -> RunConfig:
     """With the steps of `learner.epochs`, for which the task is loaded."""
-    from deploy import epochs
+    from deploy.run import run_directory
     from rollout_worker.task.task import load_task
 
     rows = load_task(config.task).rows.size
-    counted = epochs.in_steps(config, rows)
-    typer.echo(epochs.told(config, rows or 0))
+    counted = run_directory.with_steps_for_epochs(config, rows)
+    typer.echo(run_directory.describe_steps(config, rows or 0))
     return counted
 
 
@@ -288,7 +286,7 @@ def main() -> None:
         check_arguments(sys.argv[1:])
         app(prog_name="slipstream")
     except (ConfigError, QueueError, RunFailed) as error:
-        sys.exit(told(error))
+        sys.exit(print_error(error))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,25 @@
-"""Commands that look at a run and change nothing: what the command line makes of the views."""
+"""Commands that look at a run and change nothing: what the command line makes of the views.
+
+`slipstream ledger`: what became of every ticket of a run, for audits.
+
+`slipstream servers`: what the command line makes of `deploy.servers.servers`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 import typer
 
+from deploy.servers import servers
+from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig, load
 from protocol.status import Status
+from rollout_queue.store.sqlite import FILE_NAME, MEMORY, read_ledger
 
 RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
 
@@ -67,7 +76,6 @@ def rollouts(
 
 def ledger(context: typer.Context, run_file: RunFilePath) -> None:
     """Print what became of every ticket of the run, one JSON object a line."""
-    from deploy.ledger_view import print_ledger
 
     print_ledger(load(run_file, context.args))
 
@@ -79,3 +87,77 @@ def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueCli
 async def _status(client: QueueClient) -> Status:
     async with client:
         return await client.status()
+
+
+def print_ledger(config: RunConfig) -> None:
+    """One JSON object a line; works beside a running queue. Raises `ConfigError` where there is no ledger."""
+    if config.queue.store == MEMORY:
+        raise ConfigError(f'queue.store = "{MEMORY}" keeps no ledger: choose "sqlite" to be able to read it later')
+    path = config.run_dir / FILE_NAME
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no ledger; has the run's queue been started?")
+    for row in read_ledger(path):
+        print(msgspec.json.encode(row).decode())
+
+
+app = typer.Typer(no_args_is_help=True)
+
+OptionalRunFilePath = Annotated[
+    str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")
+]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The queue's URL, and the token of a learner, if there is one."""
+
+    url: str
+    token: str | None
+
+    def client(self) -> QueueClient:
+        return QueueClient(self.url, self.token, patience_s=5.0, timeout_s=10.0)
+
+
+def _asked(run_file: str | None, queue: str | None) -> _Asked:
+    """Raises `ConfigError` where neither says which queue."""
+    if run_file is not None:
+        config = load(run_file, [])
+        return _Asked(queue or config.queue.url, config.token_for("learner"))
+    if queue is None:
+        raise ConfigError("which run? Give its run file, or the queue's URL with --queue http://host:8200")
+    return _Asked(queue, access.token_for(access.given_token(), "learner"))
+
+
+@app.command("list")
+def show(run_file: OptionalRunFilePath = None, queue: QueueUrl = None) -> None:
+    """Each server with its state, version and what it waits for."""
+    from deploy.commands.status import print_servers
+
+    print_servers(asyncio.run(servers.listed(_asked(run_file, queue).client())))
+
+
+@app.command("add")
+def join(
+    url: Annotated[str, typer.Argument(metavar="URL", help="where workers and learner reach it")],
+    run_file: OptionalRunFilePath = None,
+    queue: QueueUrl = None,
+    name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
+) -> None:
+    """Let a vLLM server that runs join the job. It serves once the learner has brought it up to date."""
+    asked = _asked(run_file, queue)
+    added = asyncio.run(servers.add(asked.client(), url, name, asked.token))
+    typer.echo(f"{added.name} at {added.url} is {added.state}")
+
+
+@app.command("remove")
+def leave(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="as `slipstream servers list` shows it")],
+    run_file: OptionalRunFilePath = None,
+    queue: QueueUrl = None,
+    now: Annotated[bool, typer.Option("--now", help="without waiting for its requests")] = False,
+    force: Annotated[bool, typer.Option("--force", help="even the last server that serves")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds to wait until it is gone")] = 600.0,
+) -> None:
+    """Let a server leave: no new episodes, then the end of its requests; then it may be stopped."""
+    asyncio.run(servers.remove(_asked(run_file, queue).client(), name, now, timeout, force))
+    typer.echo(f"{name} is gone")

@@ -16,11 +16,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy import epochs
-from deploy.programs import preflight_program, programs
-from deploy.restart import WRONG_SETTING, RestartPolicy
-from deploy.run.process_keeper import ProcessKeeper, RunFailed
-from deploy.run.processes import Children, describe_end
+from deploy.run import run_directory
+from deploy.run.process_keeper import WRONG_SETTING, ProcessKeeper, RestartPolicy, RunFailed
+from deploy.run.processes import Children, describe_end, preflight_program, run_programs
 from deploy.run.run_directory import (
     check_unused,
     clear,
@@ -50,7 +48,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
     async def work(children: Children, terminal: Terminal) -> None:
         check_unused(config)
         rows = await _check(config, resume, children, terminal)
-        counted = epochs.in_steps(config, rows)
+        counted = run_directory.with_steps_for_epochs(config, rows)
         if resume and (made := finished(counted)) is not None:
             terminal.say(checkpoints.nothing_to_do(config.run.name, made, counted.learner.steps))
             return
@@ -63,10 +61,10 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
             run_file = write_resolved(with_cache_size(counted)).absolute()
             terminal.say(f"run directory {run_file.parent}, status at {config.queue.url}{access.STATUS}")
             if rows is not None and config.learner.epochs is not None:
-                terminal.say(epochs.told(config, rows))
+                terminal.say(run_directory.describe_steps(config, rows))
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
             keeper = ProcessKeeper(counted, children, policy, run_file.parent / "logs", terminal)
-            await keeper.keep(programs(counted, run_file, resume, planned))
+            await keeper.keep(run_programs(counted, run_file, resume, planned))
 
     with contextlib.ExitStack() as settings:  # till all have ended: the learner may make a step on its way out
         under_signals(work, config.deploy.grace_s)

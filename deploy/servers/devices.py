@@ -6,6 +6,11 @@
 
 A server leaves room on its GPU for weights that arrive, twice their size; beside the learner it gets `BESIDE_LEARNER`.
 What the user sets stays: CUDA_VISIBLE_DEVICES says which GPUs there are, `vllm.args` override every share.
+
+Which cores the vLLM servers get on a CPU machine, and which the other processes.
+
+Left to the scheduler, a server's processes take cores from the learner while they wait for one another; on two
+cores a step then takes 1.4 times as long.
 """
 
 from __future__ import annotations
@@ -14,9 +19,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy import gpus
-from deploy.gpus import Gpu
-from deploy.servers import kv_cache
+from deploy.servers import kv_cache, probes
+from deploy.servers.probes import Gpu
 from protocol.config import ConfigError, RunConfig
 from weight_sync.transports.registry import choice
 
@@ -71,7 +75,7 @@ def here(config: RunConfig, cpu: bool) -> DevicePlan | None:
     Raises `ConfigError`."""
     if cpu or config.vllm.servers:
         return None
-    found = gpus.gpus()
+    found = probes.visible_gpus()
     return plan(found, config, kv_cache.weights_bytes(config)) if found else None
 
 
@@ -238,3 +242,20 @@ def _value(arguments: Sequence[str], flags: set[str]) -> str | None:
 
 def _has(found: Sequence[Gpu]) -> str:
     return "this machine has one GPU" if len(found) == 1 else f"this machine has {len(found)} GPUs"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Core numbers for all servers together and for everything else; `server_threads` for one server."""
+
+    servers: list[int]
+    others: list[int]
+    server_threads: int
+
+
+def place_devices(cores: list[int], servers: int) -> Placement | None:
+    """Half of `cores` for the servers, the rest for the others; None where there is nothing to divide."""
+    if len(cores) < 2:
+        return None
+    half = len(cores) // 2
+    return Placement(cores[:half], cores[half:], max(1, half // max(1, servers)))

@@ -9,8 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deploy import extras
-from deploy.servers import devices, kv_cache
+from deploy.servers import devices, kv_cache, probes
 from deploy.servers import joining as joining_of
 from deploy.servers.devices import SHARE, Seat
 from deploy.servers.tokens import check_secret
@@ -173,7 +172,7 @@ def run(config: RunConfig, index: int) -> None:
         raise ConfigError(
             f"--index {index}: the run file launches {launched} servers (vllm.servers, vllm.count), counted from 0"
         )
-    extras.require("slipstream vllm", extras.VLLM)
+    probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
     check_secret(config)
     devices.check_quantised(config)
     asyncio.run(announce(config, index))
@@ -186,7 +185,7 @@ def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
     check_secret(config)
     devices.check_quantised(config)
     joining = joining_of.plan(config, queue_url, name, advertise)
-    extras.require("slipstream vllm", extras.VLLM)
+    probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
     line, env = _settled(config, 0, joining.replica)
     return joining_of.run(config, joining, line, env)
 

@@ -19,12 +19,10 @@ from protocol import checkpoints
 from protocol.config import ConfigError
 from protocol.config.load import end_import_at
 from rollout_worker.task.task import Task
-from slipstream.script import loading_a_task, path_of, run, without_frames
-from slipstream.trl.check import check
+from slipstream.script import loading_a_task, of_a_trainer, path_of, run, without_frames
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
-from slipstream.trl.training import lora_settings, quantisation_settings
-from slipstream.trl.translate import Translation, translate
-from slipstream.words import of_a_trainer
+from slipstream.trl.learner_settings import lora_settings, quantisation_settings
+from slipstream.trl.translate import Translation, check, translate
 
 
 class TrainOutput(NamedTuple):

@@ -1,8 +1,12 @@
-"""A TRL config as sections of a run file. Pure: no files, no network, no processes."""
+"""A TRL config as sections of a run file. Pure: no files, no network, no processes.
+
+Whether the settings that a config comes to are within their bounds, said of the fields that the script set.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +14,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError, LearnerSection, RolloutSection, VllmSection, WorkerSection
+from protocol.config import ConfigError, LearnerSection, RolloutSection, VllmSection, WorkerSection, resolve
+from slipstream.script import overrides
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
-from slipstream.trl.learner_settings import learner_settings, number
-from slipstream.trl.training import optimiser_settings
+from slipstream.trl.learner_settings import learner_settings, number, optimiser_settings
 
 Sections = dict[str, dict[str, Any]]
 
@@ -321,3 +325,27 @@ def _plain(value: Any) -> Any:
 
 def _default(section: Any, key: str) -> Any:
     return section.model_fields[key].default
+
+
+def check(config: _Config, sections: Sections) -> None:
+    """Raises `ConfigError` for a setting that is out of bounds because of a field. What `config.slipstream` sets is
+    left to the start of the run, which speaks of settings."""
+    kind = type(config).__name__
+    task = {"path": "script.py:task", **sections.get("task", {})}
+    try:
+        resolve(None, overrides({**sections, "task": task}), kind)
+    except ConfigError as error:
+        lines = [_of_fields(config, line.removeprefix(f"{kind}: ")) for line in str(error).splitlines()]
+        if said := "\n".join(filter(None, lines)):
+            raise ConfigError(said) from None
+
+
+def _of_fields(config: _Config, line: str) -> str | None:
+    """The line, which begins with a setting, behind the fields that this is from; None where the script set none."""
+    match = re.match(r"([a-z_]+)\.([a-z_]+) = ", line)
+    if match is None or match[2] in config.slipstream.get(match[1], {}):
+        return None
+    setting = f"`{match[1]}.{match[2]}`"
+    given = {name: value for name, value in config.given.items() if value is not None and setting in FIELDS[name].here}
+    fields = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return f"{type(config).__name__}({fields}): {line}" if fields else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from deploy import cli, programs
-from deploy.restart import RestartPolicy
+from deploy import cli
+from deploy.run import processes
+from deploy.run.process_keeper import RestartPolicy
 
 
 def broken(self: RestartPolicy, name: str) -> None:
@@ -13,7 +14,7 @@ def broken(self: RestartPolicy, name: str) -> None:
 
 
 if __name__ == "__main__":
-    programs.SLIPSTREAM = (os.environ["STAND_IN"],)
+    processes.SLIPSTREAM = (os.environ["STAND_IN"],)
     if "BROKEN" in os.environ:
         setattr(RestartPolicy, "up", broken)  # noqa: B010
     cli.main()

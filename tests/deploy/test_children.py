@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.programs import Program
-from deploy.run.processes import Child, Children, describe_end
+from deploy.run.processes import Child, Children, Program, describe_end
 from tests.deploy.stage import until
 
 

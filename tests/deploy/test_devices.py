@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import gpus, programs
-from deploy.gpus import Gpu
-from deploy.servers import devices, vllm_server
+from deploy.run import processes
+from deploy.servers import devices, probes, vllm_server
 from deploy.servers.devices import Seat
+from deploy.servers.probes import Gpu
 from protocol.config import ConfigError, load
 
 GIB = 1024**3
@@ -121,10 +121,10 @@ def test_quantised_servers_take_a_tolerance_and_vllms_own_reload(run_file: Path)
 
 
 def test_the_launcher_hands_out_what_is_planned(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "on_cpu", lambda: False)
+    monkeypatch.setattr(processes, "on_cpu", lambda: False)
     config = load(run_file, ["--vllm.count", "2"])
     plan = devices.plan(machine(3), config, 2 * GIB)
-    found = {one.name: one.env for one in programs.programs(config, run_file, False, plan)}
+    found = {one.name: one.env for one in processes.run_programs(config, run_file, False, plan)}
     assert [found[name].get("CUDA_VISIBLE_DEVICES") for name in ("learner", "vllm-0", "vllm-1")] == ["0", "1", "2"]
     assert "CUDA_VISIBLE_DEVICES" not in found["worker-0"]
     assert devices.seat_of(None, 1, found["vllm-1"]) == Seat((), 0.85)
@@ -147,7 +147,7 @@ def test_a_seat_is_on_the_command_line_and_the_users_own_share_overrides_it(
 def test_nothing_is_planned_where_no_gpu_is(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(run_file, [])
     assert devices.here(config, cpu=True) is None
-    monkeypatch.setattr(gpus, "_DRIVERS", ())
+    monkeypatch.setattr(probes, "_DRIVERS", ())
     assert devices.here(config, cpu=False) is None
     assert devices.here(load(run_file, ["--vllm.servers", '["http://10.0.0.1:8000"]']), cpu=False) is None
 
@@ -156,6 +156,6 @@ def test_torch_is_asked_in_a_process_of_its_own_and_finds_none_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr(gpus, "_DRIVERS", (tmp_path,))
+    monkeypatch.setattr(probes, "_DRIVERS", (tmp_path,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus.gpus() == []
+    assert probes.visible_gpus() == []

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli, epochs
+from deploy import cli
 from deploy.checks import preflight
+from deploy.run import run_directory
 from protocol.config import ConfigError, RunConfig, load, to_toml
 from tests.deploy.conftest import TASK
 from tests.kit import config
@@ -21,7 +22,7 @@ STREAM = TASK.replace("rows = [", "rows = lambda: iter([").replace('3."}]}]', '3
     [(1, 640, 16, 40), (3, 640, 16, 120), (1, 641, 16, 41), (0.5, 640, 16, 20), (0.1, 640, 16, 4), (0.001, 1, 16, 1)],
 )
 def test_a_pass_is_each_row_once_and_the_last_step_is_whole(passes: float, rows: int, groups: int, steps: int) -> None:
-    assert epochs.steps_of(passes, rows, groups) == steps
+    assert run_directory.steps_for_epochs(passes, rows, groups) == steps
 
 
 def with_epochs(passes: float = 2.0) -> RunConfig:
@@ -29,10 +30,13 @@ def with_epochs(passes: float = 2.0) -> RunConfig:
 
 
 def test_the_processes_get_steps() -> None:
-    counted = epochs.in_steps(with_epochs(), rows=10)
+    counted = run_directory.with_steps_for_epochs(with_epochs(), rows=10)
     assert (counted.learner.steps, counted.learner.epochs) == (5, None)
-    assert epochs.told(with_epochs(), 10) == "learner.epochs = 2: 10 rows in steps of 4 groups are 5 steps"
-    assert epochs.in_steps(config(), rows=None) == config()
+    assert (
+        run_directory.describe_steps(with_epochs(), 10)
+        == "learner.epochs = 2: 10 rows in steps of 4 groups are 5 steps"
+    )
+    assert run_directory.with_steps_for_epochs(config(), rows=None) == config()
 
 
 def test_an_iterable_cannot_be_counted(run_file: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli, init
+from deploy import cli
+from deploy.commands import setup
 from protocol.config import ConfigError, load
 from rollout_worker import user_code
 from rollout_worker.chat.build import build_chat_format
@@ -21,7 +22,7 @@ from rollout_worker.tools.toolbox import ToolBox
 
 @pytest.fixture
 def folder(tmp_path: Path, model_folder: Path) -> Path:
-    init.write(tmp_path / "my shop", str(model_folder))
+    setup.write_task_files(tmp_path / "my shop", str(model_folder))
     return tmp_path / "my shop"
 
 
@@ -76,7 +77,7 @@ async def test_the_data_are_right(task: Task) -> None:
 def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError, match=f"{name}: already there, and nothing is overwritten; give another folder"):
-        init.write(tmp_path, "gpt2")
+        setup.write_task_files(tmp_path, "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "mine"
 
@@ -108,11 +109,11 @@ def test_the_next_two_commands_are_told(
 )
 def test_a_model_that_is_not_there_is_told_and_nothing_is_written(tmp_path: Path, model: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        init.write(tmp_path / "new", model.format(empty=tmp_path))
+        setup.write_task_files(tmp_path / "new", model.format(empty=tmp_path))
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"{tmp_path}/file/new: cannot be written: Not a directory"):
-        init.write(tmp_path / "file" / "new", "gpt2")
+        setup.write_task_files(tmp_path / "file" / "new", "gpt2")

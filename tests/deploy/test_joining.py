@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deploy import servers_command
+from deploy.commands import look
 from deploy.servers import joining, servers, vllm_server
 from protocol import access
 from protocol.client import QueueClient, QueueRefused, Unreachable
@@ -134,7 +134,7 @@ async def test_a_server_whose_flags_suit_no_run_is_not_added(fake: dict[str, Any
 
 
 def test_a_server_whose_flags_do_not_suit_the_run_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.extras.require", lambda *_: None)
+    monkeypatch.setattr("deploy.servers.probes.require_modules", lambda *_: None)
     monkeypatch.setattr(joining, "run", lambda *_: pytest.fail("it would have registered"))
     wrong = config(vllm={"args": ["--logprobs-mode", "raw_logprobs"]})
     with pytest.raises(ConfigError, match=r"vllm\.args: .*its log-probs are raw_logprobs"):
@@ -291,8 +291,8 @@ def test_the_run_file_names_the_queue_and_the_option_overrides_it(
     run_file = tmp_path / "run.toml"
     run_file.write_text('model.path = "org/model"\ntask.path = "task.py:task"\nqueue.port = 8391\n', encoding="utf-8")
     for given in ([str(run_file)], [str(run_file), "--queue", FAR], ["--queue", FAR]):
-        assert CliRunner().invoke(servers_command.app, ["list", *given]).exit_code == 0, given
+        assert CliRunner().invoke(look.app, ["list", *given]).exit_code == 0, given
     assert asked == ["http://127.0.0.1:8391", FAR, FAR]
-    refused = CliRunner().invoke(servers_command.app, ["list"]).exception
+    refused = CliRunner().invoke(look.app, ["list"]).exception
     assert isinstance(refused, ConfigError)
     assert "which run? Give its run file" in str(refused)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy import learner_check
+from deploy.checks import preflight
 from protocol.config import ConfigError, RunConfig
 
 
@@ -34,7 +34,7 @@ def test_what_cannot_be_made_is_refused(sections: dict[str, Any], says: str, mon
     monkeypatch.setattr("learner.model.adapter.find_spec", lambda name: None if missing else find_spec("torch"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=says):
-        learner_check.check(config_of(**sections))
+        preflight.check_learner(config_of(**sections))
 
 
 def test_the_defaults_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,4 +42,4 @@ def test_the_defaults_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     from learner.training import optimiser
 
     monkeypatch.setattr(optimiser, "check", lambda section: pytest.fail("looked at"))
-    learner_check.check(config_of())
+    preflight.check_learner(config_of())

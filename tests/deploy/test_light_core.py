@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import extras
+from deploy.servers import probes
 from protocol.config import load
 from tests.deploy.conftest import run_directory
 from tests.deploy.stage import LIMIT_S, until
@@ -46,7 +46,7 @@ except ModuleNotFoundError:
     from deploy.cli import main
     main()
 """
-HIDDEN = ",".join([*extras.LEARNER, *extras.VLLM])
+HIDDEN = ",".join([*probes.LEARNER_MODULES, *probes.VLLM_MODULES])
 
 
 def hiding(*arguments: str | Path, hidden: str = HIDDEN) -> list[str]:
@@ -170,5 +170,5 @@ def test_the_core_installs_none_of_them() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     core = {requirement.split(">")[0] for requirement in project["dependencies"]}
     learner = {requirement.split(">")[0] for requirement in project["optional-dependencies"]["learner"]}
-    assert learner == set(extras.LEARNER)
+    assert learner == set(probes.LEARNER_MODULES)
     assert not core & learner

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import programs
-from deploy.programs import Program
-from deploy.run.processes import Children
+from deploy.run import processes
+from deploy.run.processes import Children, Program
 from protocol.config import load
 from tests.deploy.stage import until
 
@@ -19,7 +18,7 @@ RUN_FILE = Path("/the run/run.toml")
 
 
 def of(run_file: Path, *overrides: str, resume: bool = False) -> dict[str, Program]:
-    return {program.name: program for program in programs.programs(load(run_file, [*overrides]), RUN_FILE, resume)}
+    return {program.name: program for program in processes.run_programs(load(run_file, [*overrides]), RUN_FILE, resume)}
 
 
 def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
@@ -27,7 +26,7 @@ def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     for on_cpu, server, other in [(True, ([4, 5], "2"), ([6, 7], "2")), (False, ([], None), ([], None))]:
-        monkeypatch.setattr(programs, "on_cpu", lambda here=on_cpu: here)
+        monkeypatch.setattr(processes, "on_cpu", lambda here=on_cpu: here)
         placed = {name: (p.cores, p.env.get("OMP_NUM_THREADS")) for name, p in of(run_file).items()}
         assert placed == {"queue": other, "vllm-0": server, "worker-0": other, "learner": other}
 
@@ -85,7 +84,7 @@ def test_folders_of_the_working_directory_are_not_imported(run_file: Path) -> No
     for package in ("protocol", "deploy", "rollout_worker"):
         (run_file.parent / package).mkdir()
         (run_file.parent / package / "__init__.py").write_text("raise SystemExit('the wrong one')")
-    command = [*programs.SLIPSTREAM, "config", str(run_file)]
+    command = [*processes.SLIPSTREAM, "config", str(run_file)]
     done = subprocess.run(command, cwd=run_file.parent, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -94,6 +93,6 @@ def test_a_task_file_still_imports_its_siblings(run_file: Path) -> None:
     task = run_file.parent / "task.py"
     task.write_text("import beside_it\n" + task.read_text())
     (run_file.parent / "beside_it.py").touch()
-    command = [*programs.SLIPSTREAM, "preflight", str(run_file)]
+    command = [*processes.SLIPSTREAM, "preflight", str(run_file)]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.programs import Role
-from deploy.restart import MAX_PAUSE_S, STEADY_AFTER_S, Again, Done, Over, RestartPolicy, Verdict
+from deploy.run.process_keeper import MAX_PAUSE_S, STEADY_AFTER_S, Again, Done, Over, RestartPolicy, Verdict
+from deploy.run.processes import Role
 
 RESUME = "go on"
 

@@ -15,7 +15,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from deploy import server_check
 from deploy.checks import preflight
 from protocol.config import ConfigError, load
 from tests.kit.config import config
@@ -103,7 +102,7 @@ async def test_a_web_server_that_is_no_vllm_is_called_that(run_file: Path) -> No
     async with web_server() as url:
         config = load(run_file, ["--vllm.servers", f'["{url}"]'])
         with pytest.raises(ConfigError, match=f"{url} is not a vLLM server: it answers HTTP 404") as error:
-            await asyncio.to_thread(server_check.check, config)
+            await asyncio.to_thread(preflight.check_servers, config)
     assert "VLLM_SERVER_DEV_MODE" not in str(error.value)
 
 
@@ -117,13 +116,13 @@ async def test_all_faults_of_a_server_stand_in_one_message(run_file: Path) -> No
     async with serving(FakeVllm(scale_out=False, says={"logprobs_mode": "raw_logprobs"})) as url:
         config = load(run_file, ["--vllm.servers", f'["{url}"]', "--vllm.max_model_len", "1024"])
         with pytest.raises(ConfigError, match=rf"{url}: .*; start it with: .*--enable-scale-out --logprobs-mode"):
-            await asyncio.to_thread(server_check.check, config)
+            await asyncio.to_thread(preflight.check_servers, config)
 
 
 async def test_a_version_that_was_not_tried_is_a_warning(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(FakeVllm(engine=FakeEngine(max_model_len=4096), version="0.99.0")) as url:
         with caplog.at_level(logging.WARNING):
-            await asyncio.to_thread(server_check.check, load(run_file, ["--vllm.servers", f'["{url}"]']))
+            await asyncio.to_thread(preflight.check_servers, load(run_file, ["--vllm.servers", f'["{url}"]']))
     assert f"{url} runs vLLM 0.99.0; weight sync was tried with 0.32.0 only" in caplog.text
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from protocol.config import RunConfig
-from slipstream.trl.defaults import DEFAULTS
+from slipstream.trl.configs import DEFAULTS
 from slipstream.trl.fields import FIELDS
 from slipstream.trl.page import written
 

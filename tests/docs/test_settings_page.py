@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.settings_page import page
+from deploy.commands.doc_pages import settings_page
 from protocol.config import RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -19,7 +19,9 @@ FIELDS = {
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m deploy.settings_page > docs/settings.md"
+    assert PAGE.read_text(encoding="utf-8") == settings_page(), (
+        "make it anew: python -m deploy.commands.doc_pages > docs/settings.md"
+    )
 
 
 @pytest.mark.parametrize("name", FIELDS)

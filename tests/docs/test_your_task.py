@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from deploy import init
+from deploy.commands import setup
 from protocol.config import TaskSection
 from rollout_worker.task.task import load_task
 from tests import kit
@@ -22,7 +22,7 @@ def block(language: str, number: int = 0) -> str:
 
 def test_the_page_shows_what_init_writes(tmp_path: Path) -> None:
     folder = tmp_path / "shop"
-    init.write(folder, "Qwen/Qwen3-0.6B")
+    setup.write_task_files(folder, "Qwen/Qwen3-0.6B")
     assert block("python") == (folder / "task.py").read_text(encoding="utf-8")
     assert block("toml") == (folder / "run.toml").read_text(encoding="utf-8")
     first = (folder / "data.jsonl").read_text(encoding="utf-8").splitlines()[0]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.programs import SLIPSTREAM, Program
-from deploy.run.processes import Child, Children
+from deploy.run.processes import SLIPSTREAM, Child, Children, Program
 
 GRACE_S = 20.0
 # A run in which nothing at all moves for so long hangs, even on a machine that does ten other things.

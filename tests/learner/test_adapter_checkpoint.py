@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deploy import learner_check
+from deploy.checks import preflight
 from learner import start
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import CheckpointInfo, Sources
@@ -150,9 +150,9 @@ def test_that_it_is_another_is_known_before_anything_starts(
     """By the model's structure and the checkpoint's files: no weight is loaded."""
     config = in_a_run(config_of(model_path, now), tmp_path)
     saved(build_trainer(config_of(model_path, before), None), model_path, config.run_dir)
-    learner_check.check_adapter(config, resume=False)
+    preflight.check_adapter(config, resume=False)
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
-        learner_check.check_adapter(config, resume=True)
+        preflight.check_adapter(config, resume=True)
 
 
 def test_a_resume_never_says_that_another_adapter_is_used_from_here_on(model_path: Path, tmp_path: Path) -> None:

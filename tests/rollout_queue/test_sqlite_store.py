@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.ledger_view import print_ledger
+from deploy.commands.look import print_ledger
 from protocol import codec, reasons
 from protocol.client import QueueClient
 from protocol.config import ConfigError

@@ -18,7 +18,7 @@ from protocol.config import ConfigError, RunConfig, TaskSection
 from rollout_worker.task.task import Task, load_task
 from slipstream import script as script_module
 from slipstream import train
-from slipstream.words import TRAIN, of_a_trainer
+from slipstream.script import TRAIN, of_a_trainer
 from tests.kit.ports import free_port
 from tests.slipstream.conftest import Script
 
@@ -36,7 +36,7 @@ def guarded(code: str) -> str:
 
 PATCHED = """
 import deploy.programs
-deploy.programs.SLIPSTREAM = ("bash", "stand-in")
+deploy.run.processes.SLIPSTREAM = ("bash", "stand-in")
 """
 
 # The learner is done at once; all others stay.

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.config import ConfigError, RunConfig
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer
-from slipstream.trl.training import lora_settings, quantisation_settings
+from slipstream.trl.learner_settings import lora_settings, quantisation_settings
 from slipstream.trl.translate import translate
 
 

@@ -114,8 +114,8 @@ def secret_of(token: str) -> str:
     """`token`, where it is a run's secret. Raises `TokenError`."""
     if (role := role_of(token)) is not None:
         raise TokenError(
-            f"{TOKEN_VARIABLE} holds a {role}'s token, and what checks the tokens of others (queue, vLLM servers, slipstream "
-            f"up, slipstream token) needs the run's secret: set {TOKEN_VARIABLE} to that"
+            f"{TOKEN_VARIABLE} holds a {role}'s token, and what checks the tokens of others (queue, vLLM servers, "
+            f"slipstream up, slipstream token) needs the run's secret: set {TOKEN_VARIABLE} to that"
         )
     return token
 
@@ -161,8 +161,8 @@ class AccessTokens:
             return AccessDenied(401, f"{wrong}: {remedy}")
         return AccessDenied(
             403,
-            f"{asked} needs the token of a {needed}, and this is a {holder}'s: set {TOKEN_VARIABLE} to what `slipstream "
-            f"token {needed}` prints where the run's secret is",
+            f"{asked} needs the token of a {needed}, and this is a {holder}'s: set {TOKEN_VARIABLE} to what "
+            f"`slipstream token {needed}` prints where the run's secret is",
         )
 
 

@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from deploy.run.process_keeper import RunFailed
 from deploy.run.supervisor import supervise
-from protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
+from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
+from protocol.config.load import TASK_MODULE_PREFIX
 from protocol.config.sections.base import toml_value
 from rollout_worker.task.task import Task
 
@@ -134,7 +135,7 @@ def loading_a_task() -> str | None:
     """The file that is being imported for its task, by whatever it has called; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(load.TASK_MODULE_PREFIX):
+        if str(frame.f_globals.get("__name__", "")).startswith(TASK_MODULE_PREFIX):
             return frame.f_code.co_filename
         frame = frame.f_back
     return None

@@ -61,7 +61,7 @@ def examine(config: RunConfig | None) -> int:
 
 
 def _software() -> Iterator[tuple[str, str]]:
-    yield "slipstream", f"{release()}  {Path(__file__).parents[1]}"
+    yield "slipstream", f"{release()}  {Path(__file__).parents[2]}"
     yield "python", f"{platform.python_version()}  {sys.executable}"
     for name in PACKAGES:
         yield name, _version(name) or "not installed"

@@ -28,7 +28,8 @@ def token_of(role: str, file: Path | None) -> str:
         secret = access.read_token_file(file) if file is not None else access.given_token()
         if not secret:
             raise ConfigError(
-                f"{access.TOKEN_VARIABLE} is not set: set it to the run's secret, or give a file that holds it with --file"
+                f"{access.TOKEN_VARIABLE} is not set: set it to the run's secret, or "
+                f"give a file that holds it with --file"
             )
         if len(access.secret_of(secret)) < access.MIN_TOKEN_CHARACTERS:
             raise ConfigError(
@@ -47,8 +48,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
         if name == "--queue.token" or access.role_of(argument) is not None:
             raise ConfigError(
                 f"{name if name.startswith('--') else 'a token'}: a token does not belong on a command line, which "
-                f"every user of the machine can read: set {access.TOKEN_VARIABLE}, or {access.TOKEN_FILE_VARIABLE} to a file with "
-                f"mode 0600 that holds it"
+                f"every user of the machine can read: set {access.TOKEN_VARIABLE}, or {access.TOKEN_FILE_VARIABLE} to "
+                f"a file with mode 0600 that holds it"
             )
 
 

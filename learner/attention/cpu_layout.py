@@ -1,7 +1,7 @@
 """How the parts of a row's trie are computed on a CPU: in a few batches of like size, whatever the trie's shape.
 
-Blocks of like length (`learner.attention.cpu_layout`) are one batch, and so are small spans of like size. A large span is a
-part of its own: slices of the row, no copies.
+Blocks of like length are one batch, and so are small spans of like size. A large span is a part of
+its own: slices of the row, no copies.
 
 Into which parts attention along a row's trie is cut, by what they cost on a CPU. Pure, and made once a row.
 

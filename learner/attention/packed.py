@@ -103,7 +103,8 @@ def _refuse_others(arguments: dict[str, Any]) -> None:
             )
     if arguments.get("is_causal") is False:
         raise ConfigError(
-            f"model.attention = {PACKED_ATTENTION} is causal, and a layer of this model is not: choose a decoder-only model"
+            f"model.attention = {PACKED_ATTENTION} is causal, and a layer of this model is not: "
+            f"choose a decoder-only model"
         )
 
 
@@ -119,9 +120,9 @@ def _window(module: torch.nn.Module, named: int | None) -> int | None:
         return None
     if named is None and not types:
         raise ConfigError(
-            f"model.attention = {PACKED_ATTENTION}: this model has a sliding window of {window} tokens, but does not name the "
-            f"layers that it holds for: choose another model, or set sliding_window to null in its config.json if no "
-            f"sequence is longer than {window} tokens"
+            f"model.attention = {PACKED_ATTENTION}: this model has a sliding window of {window} tokens, but does not "
+            f"name the layers that it holds for: choose another model, or set sliding_window to null in its "
+            f"config.json if no sequence is longer than {window} tokens"
         )
     return window
 

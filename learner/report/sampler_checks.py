@@ -47,8 +47,8 @@ class ServerWatch:
         self._servers: dict[str, _Seen] = {}
 
     def step(self, figures: Mapping[str, float]) -> list[str]:
-        """`figures`: a step's, by their names (`learner.algorithm.drift`). Returns an alarm for each server that left its
-        range, once until it is back in it."""
+        """`figures`: a step's, by their names (`learner.algorithm.drift`). Returns an alarm for each server that left
+        its range, once until it is back in it."""
         distances = {
             name.removeprefix(DISTANCE): distance
             for name, distance in figures.items()
@@ -98,6 +98,6 @@ def sampler_kl_warning(figures: StepFigures) -> str | None:
         return None
     return (
         f"sampler/kl_staleness_0 is {figures.sampler_kl_staleness_0:.3g} nats a token over "
-        f"{figures.sampler_tokens_staleness_0} tokens, and more than {SUSPICIOUS_KL} is not rounding: the learner gives "
-        f"tokens another probability than the servers that sampled them from the same weights. {CAUSES}"
+        f"{figures.sampler_tokens_staleness_0} tokens, and more than {SUSPICIOUS_KL} is not rounding: the learner "
+        f"gives tokens another probability than the servers that sampled them from the same weights. {CAUSES}"
     )

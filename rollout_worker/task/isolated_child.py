@@ -1,4 +1,4 @@
-"""The program of a child process that tools run in: `python -m rollout_worker.task.isolated_child path/to/file.py:task`.
+"""Runs tools in a child process: `python -m rollout_worker.task.isolated_child path/to/file.py:task`.
 
 It reads requests and writes replies as lines of JSON, over what were its standard input and output; a reply repeats
 its request's `id`. What the user's code prints goes to standard error. Tools run in the main thread, one at a time, so

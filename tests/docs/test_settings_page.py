@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands.doc_pages import settings_page
+from docs.generate import settings_page
 from protocol.config import RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -20,7 +20,7 @@ FIELDS = {
 
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == settings_page(), (
-        "make it anew: python -m deploy.commands.doc_pages > docs/settings.md"
+        "make it anew: python -m docs.generate settings > docs/settings.md"
     )
 
 

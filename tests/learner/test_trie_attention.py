@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, float]] = {
 
 def choose(patch: pytest.MonkeyPatch, **values: float) -> None:
     for name, value in values.items():
-        patch.setattr(cpu_layout if hasattr(cpu_layout, name) else cpu_layout, name, value)
+        patch.setattr(cpu_layout, name, value)
 
 
 def layout(built: trie.Trie) -> cpu_layout.TrieLayout:

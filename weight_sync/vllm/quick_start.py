@@ -2,8 +2,8 @@
 
 vLLM 0.32 starts its engine, the engine's worker, and a helper that inspects a model class it sees for the first time as
 new interpreters on a CPU, one after the other, and each imports torch and vLLM anew: 15 s of CPU time each. Here the
-class is inspected in the API server, and the engine is forked from it. `deploy.servers.vllm_server` keeps the worker inside the
-engine.
+class is inspected in the API server, and the engine is forked from it. `deploy.servers.vllm_server`
+keeps the worker inside the engine.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class Snapshot:
 
     adapter_config: None where they are the model's. flat: uint8 [manifest.total_bytes()] on the host. Making it is the
     only part of a publication that the learner waits for. It takes little more than a copy of the bytes, on as many
-    threads as torch has, where `buffer` was used before or its pages were taken ahead (`weight_sync.weights.flat_buffer`); else one
-    and a half to two times as long.
+    threads as torch has, where `buffer` was used before or its pages were taken ahead (`flat_buffer`); else one and a
+    half to two times as long.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ class StagedEngine(WeightTransferEngine):
     """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls` and `join`. See vLLM's
     `WeightTransferEngine` for when each method is called.
 
-    `proven`: what the shadow held that was swapped in last (`weight_sync.vllm.engine.fingerprints.ModelFingerprints`), None where that is
-    not known. `shadow`: the new weights while they wait for the swap, as `weight_sync.vllm.engine.shadow.build` made them;
+    `proven`: what the shadow held that was swapped in last (`fingerprints.ModelFingerprints`), None where that is
+    not known. `shadow`: the new weights while they wait for the swap, as `shadow.build` made them;
     None before and after.
     """
 

@@ -1,18 +1,13 @@
-"""`docs/algorithms.md`: the presets of [learner] algorithm and the parts that they are made of.
-
-python -m deploy.commands.doc_pages > docs/algorithms.md
+"""Writes the pages that come from the code: `python -m docs.generate settings > docs/settings.md`, and `algorithms`.
 
 Formulas, sources and advice are those of the docstrings in learner/algorithm; the presets' stand beside them.
-
-`docs/settings.md`: every setting with its meaning, its default and the reason for it.
-
-python -m deploy.commands.doc_pages > docs/settings.md
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -32,7 +27,7 @@ from protocol.config.sections.presets import ABOUT, PRESETS
 
 ALGORITHMS_INTRODUCTION = """# Algorithms
 
-What a step learns, written by `python -m deploy.commands.doc_pages` from the code. `learner.algorithm` names a preset;
+What a step learns, written by `python -m docs.generate` from the code. `learner.algorithm` names a preset;
 each setting that it has may be given beside it, in the run file or on the command line, and goes first:
 
 ```bash
@@ -183,13 +178,10 @@ def _escaped(paragraph: str) -> str:
     return "`".join(parts)
 
 
-if __name__ == "__main__":
-    print(algorithms_page(), end="")
-
 SETTINGS_INTRODUCTION = """# Settings
 
-Every setting of a run file, from `protocol/config/sections/` by `python -m deploy.commands.doc_pages`. Any of them can be
-given on the command line, as `--section.key value`. `slipstream config run.toml` prints a run file whole and checks it.
+Every setting of a run file, from `protocol/config/sections/` by `python -m docs.generate settings`. Any of
+them can be given on the command line, as `--section.key value`. `slipstream config run.toml` prints a run file whole and checks it.
 """
 
 _SIGNS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
@@ -244,5 +236,7 @@ def _number(value: float) -> str:
     return re.sub(r"^1(,000){2,}$", lambda match: f"10^{3 * match[0].count(',')}", text)
 
 
+PAGES = {"settings": settings_page, "algorithms": algorithms_page}
+
 if __name__ == "__main__":
-    print(settings_page(), end="")
+    print(PAGES[sys.argv[1]](), end="")

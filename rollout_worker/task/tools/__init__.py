@@ -1,1 +1,0 @@
-"""TODO rollout_worker/task/tools"""

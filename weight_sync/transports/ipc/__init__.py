@@ -1,1 +1,0 @@
-"""TODO weight_sync/transports/ipc"""

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from trl.trainer import utils
 
 # A bucket's shortest segment has at least this share of its longest, as in our attention.
-SHORTEST_SHARE = 0.8
+MIN_SHARE = 0.8
 
 
 class Trl:
@@ -188,7 +188,7 @@ def _layout(starts_q: list[int], starts_k: list[int], device: torch.device) -> l
 
 def _alike(first: tuple[int, int], other: tuple[int, int]) -> bool:
     whole = (first[0] == first[1]) == (other[0] == other[1])
-    return whole and all(SHORTEST_SHARE * a <= b <= a for a, b in zip(first, other, strict=True))
+    return whole and all(MIN_SHARE * a <= b <= a for a, b in zip(first, other, strict=True))
 
 
 def _segments(

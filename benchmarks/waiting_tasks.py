@@ -13,7 +13,7 @@ from slipstream import Task
 
 JUDGE_S = 1.0
 # Pareto: a tenth of a second at least, and now and then many times that.
-LEAST_S, SHAPE, MOST_S = 0.1, 1.2, 8.0
+MIN_S, SHAPE, MAX_S = 0.1, 1.2, 8.0
 
 _FILE = Path(__file__).parent.parent / "examples" / "multiply" / "task.py"
 _SPEC = importlib.util.spec_from_file_location("multiply_task", _FILE)
@@ -39,7 +39,7 @@ async def multiply(a: int, b: int) -> int:
         a: First factor.
         b: Second factor.
     """
-    await asyncio.sleep(min(MOST_S, LEAST_S * _tool_times.paretovariate(SHAPE)))
+    await asyncio.sleep(min(MAX_S, MIN_S * _tool_times.paretovariate(SHAPE)))
     return a * b
 
 

@@ -181,7 +181,8 @@ def _escaped(paragraph: str) -> str:
 SETTINGS_INTRODUCTION = """# Settings
 
 Every setting of a run file, from `protocol/config/sections/` by `python -m docs.generate settings`. Any of
-them can be given on the command line, as `--section.key value`. `slipstream config run.toml` prints a run file whole and checks it.
+them can be given on the command line, as `--section.key value`. `slipstream config run.toml`
+prints a run file whole and checks it.
 """
 
 _SIGNS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}

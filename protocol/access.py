@@ -38,7 +38,7 @@ _PREFIXES: dict[Role, str] = {"worker": "slw-", "learner": "sll-", "viewer": "sl
 # Of a secret that `slipstream token` derives from: whoever holds a role's token can try short ones out.
 MIN_TOKEN_CHARACTERS = 16
 
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 
 _hidden: str | None = None
 
@@ -81,11 +81,11 @@ def read_token_file(path: Path) -> str:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise TokenError(f"{path} holds a token and other users may use it (mode {mode:04o}): chmod 600 {path}")
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise TokenError(f"{path}: the token cannot be read: {error.strerror}") from None
     token = text.decode("ascii", "replace").strip()
-    if not token or len(text) > _MOST_BYTES or not token.isprintable():
+    if not token or len(text) > _MAX_BYTES or not token.isprintable():
         raise TokenError(f"{path}: holds no token; write one line, as from openssl rand -hex 16")
     return token
 

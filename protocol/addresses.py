@@ -47,7 +47,7 @@ def _is_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and not any(map(str.isspace, text))
 
 
-LONGEST_NAME = 64
+MAX_NAME_CHARACTERS = 64
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -56,10 +56,10 @@ _WORD = re.compile(r"[^\s/]+")
 
 def check_name(name: str) -> None:
     """Raises ValueError. It stands in routes, logs and labels of metrics."""
-    if len(name) > LONGEST_NAME or not name.isprintable() or not _WORD.fullmatch(name):
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable() or not _WORD.fullmatch(name):
         raise ValueError(
-            f"server name {name[: LONGEST_NAME + 1]!r}: take a printable word of at most {LONGEST_NAME} characters, "
-            f"without spaces and slashes"
+            f"server name {name[: MAX_NAME_CHARACTERS + 1]!r}: take a printable word of at most {MAX_NAME_CHARACTERS} "
+            f"characters, without spaces and slashes"
         )
 
 

@@ -22,7 +22,7 @@ TicketKind = Literal["train", "eval"]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 # Sums, squares and float32 of what is within it stay finite; beyond it a reward or a figure is refused.
-LARGEST_FIGURE = 1e30
+MAX_METRIC = 1e30
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -252,7 +252,7 @@ class TicketFailure(msgspec.Struct):
 class WorkerReport(msgspec.Struct):
     """A worker's heartbeat: renews the tickets named and carries counters, all cumulative since its start.
 
-    `capacity`: slots, episodes that may generate at once; `most_open`: episodes that it may have open. Of those
+    `capacity`: slots, episodes that may generate at once; `max_open`: episodes that it may have open. Of those
     `episodes_in_flight`, all that are open now, so many have a slot (`generating`), wait for one (`waiting`), run user
     code (`in_tools`) or are judged (`in_judgement`); the others are over and wait for their group's.
     `waited_s`: seconds that slots were idle because there were no tickets, where one second means all of the slots for
@@ -269,7 +269,7 @@ class WorkerReport(msgspec.Struct):
     host: str = ""
     pid: int = 0
     capacity: Natural = 0
-    most_open: Natural = 0
+    max_open: Natural = 0
     episodes_in_flight: Natural = 0
     episodes_generating: Natural = 0
     episodes_waiting: Natural = 0

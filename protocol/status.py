@@ -167,7 +167,7 @@ class WorkerStatus(msgspec.Struct):
     failures: dict[str, int] = {}
     hung_calls: int = 0
     waiting_for_servers: int = 0
-    most_open: int = 0
+    max_open: int = 0
     episodes_generating: int = 0
     episodes_waiting: int = 0
     episodes_in_tools: int = 0

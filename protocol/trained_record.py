@@ -31,7 +31,7 @@ RECORD_MAGIC = b"slipstream record 1\n"
 _FRAME = struct.Struct("<II")
 
 # Far above any head; what is beyond is not one.
-_MOST_HEAD = 64 * 1024
+_MAX_HEAD = 64 * 1024
 
 
 class RecordError(ValueError):
@@ -197,7 +197,7 @@ def _entries(path: Path) -> Iterator[RecordPosition]:
             while len(frame := file.read(_FRAME.size)) == _FRAME.size:
                 at = file.tell()
                 length, checksum = _FRAME.unpack(frame)
-                if length > _MOST_HEAD:
+                if length > _MAX_HEAD:
                     raise _Damage(f"{path}: damaged at byte {at}: a head of {length} bytes")
                 encoded = file.read(length)
                 if len(encoded) < length:

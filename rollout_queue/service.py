@@ -16,7 +16,7 @@ from protocol import access
 from protocol.config import ConfigError, RunConfig
 from rollout_queue import store
 from rollout_queue.api.app import create_app
-from rollout_queue.api.connection import Connection, most_connections
+from rollout_queue.api.connection import Connection, max_connections
 from rollout_queue.broker.broker import Broker
 from rollout_queue.store.base import StoreError
 
@@ -59,7 +59,7 @@ class _Server(uvicorn.Server):
                 app,
                 http=Connection,
                 ws="none",
-                limit_concurrency=most_connections(),
+                limit_concurrency=max_connections(),
                 access_log=False,
                 log_level="warning",
                 timeout_keep_alive=_IDLE_CONNECTION_S,

@@ -43,7 +43,7 @@ def driver_of(
         build = build_format or partial(build_chat_format, config, tokenizer=chat.tokenizer)
         return AgentSource(Agent(task.agent), AgentContext(ChatFormats(chat, build), episodes, config.rollout), config)
     if environments is not None:
-        environments.pool.most = episodes.capacity.most_open
+        environments.pool.most = episodes.capacity.max_open
         environments.pool.trouble = partial(troubles.add, "code")
         return EnvironmentSource(environments, episodes, troubles, failures, config.worker, episodes.clock, sleep)
     return ConversationSource(chat, tools, episodes, troubles)

@@ -32,7 +32,7 @@ from rollout_worker.inference.failures import FailureNotices
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.sources import driver_of
-from rollout_worker.task.agent import most_open
+from rollout_worker.task.agent import max_open
 from rollout_worker.task.environments import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.row_reader import RowReader
@@ -84,7 +84,7 @@ class Worker:
             capacity=config.worker.episodes,
             failures=failures,
         )
-        most = most_open(config, task.agent, code.most_at_once(Kind.AGENT))
+        most = max_open(config, task.agent, code.max_at_once(Kind.AGENT))
         self.capacity = Capacity(config.worker.episodes, most, clock)
         self._config = config
         self._task = task
@@ -164,7 +164,7 @@ class Worker:
         return msgspec.structs.replace(
             self.counters,
             ticket_ids=list(self._running),
-            most_open=self.capacity.most_open,
+            max_open=self.capacity.max_open,
             **self.capacity.figures(),
             requests_retried=self._sampler.retries,
             hung_calls=self._code.hung,

@@ -15,7 +15,7 @@ from typing import Any
 from protocol.config import ConfigError
 from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.reward_base import MOST_METRICS
+from rollout_worker.task.reward_base import MAX_METRICS
 from rollout_worker.task.task import Task
 
 __all__ = ["verifiers_task"]
@@ -168,7 +168,7 @@ def _outcome(episode: Any, seat: str) -> dict[str, Any]:
     (trace,) = traces
     components = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     figures = {**components, **{name: value for name, value in trace.metrics.items() if value is not None}}
-    shown = dict(list(figures.items())[:MOST_METRICS])
+    shown = dict(list(figures.items())[:MAX_METRICS])
     named = {f"verifiers/{name}" if name == "reward" or is_counted(name) else name: shown[name] for name in shown}
     return {**named, "stop_condition": trace.stop_condition or "", "reward": trace.reward}
 

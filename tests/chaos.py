@@ -31,7 +31,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
 STEPS = 40
 LIMIT_S = 900.0
 VICTIMS = {"queue": 3, "worker": 3, "learner": 2, "vllm": 1}
-MOST_SERVER_KILLS = 2  # each costs half a minute
+MAX_SERVER_KILLS = 2  # each costs half a minute
 OVERRIDES = [
     *("--rollout.group_size", "4", "--learner.groups_per_step", "4", "--learner.checkpoint_every", "5"),
     *("--queue.ticket_timeout_s", "5", "--queue.lease_timeout_s", "10", "--learner.steps", str(STEPS)),
@@ -81,7 +81,7 @@ def kill_now_and_then(
                 alive = victims(process)
             except psutil.Error:
                 break
-            if killed["vllm"] >= MOST_SERVER_KILLS:
+            if killed["vllm"] >= MAX_SERVER_KILLS:
                 alive.pop("vllm", None)
             if not alive:
                 break

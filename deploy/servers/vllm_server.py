@@ -25,7 +25,7 @@ from weight_sync.transports.registry import backend, choice
 logger = logging.getLogger(__name__)
 
 # Each takes its place in the server's memory.
-MOST_ADAPTERS = 8
+MAX_ADAPTERS = 8
 
 # How long to try to reach the queue, which may be starting beside the server: that takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
@@ -99,7 +99,7 @@ def _adapter_flags(config: RunConfig) -> list[str]:
     """Versions in flight at one time are at most max_staleness + 1, and one is on its way: requests for more adapters
     than `--max-loras` would wait for those of an older one to end."""
     rank = adapter_checks.max_adapter_rank(config.lora)
-    at_once = max(2, min(config.queue.max_staleness + 2, MOST_ADAPTERS))
+    at_once = max(2, min(config.queue.max_staleness + 2, MAX_ADAPTERS))
     return [
         "--enable-lora",
         *("--max-lora-rank", str(next(served for served in adapter_checks.SERVED_RANKS if served >= rank))),

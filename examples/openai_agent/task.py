@@ -30,7 +30,7 @@ MULTIPLY = {
         },
     },
 }
-MOST_TURNS = 3
+MAX_TURNS = 3
 # Made once: a client that makes its own takes 40 ms of the processor for it, in every episode.
 TLS = ssl.create_default_context()
 
@@ -54,7 +54,7 @@ class Multiplier:
     async def ask(self, message: dict[str, Any]) -> str:
         """The text that the model answers in the end."""
         self._messages.append(message)
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             reply = await self._client.chat.completions.create(
                 model=self._model, messages=self._messages, tools=[MULTIPLY]
             )

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST_CODE = 10_000  # characters
-MOST_SECONDS = 5.0  # of a program; of the processor's time it may use one
+MAX_CODE_CHARACTERS = 10_000  # characters
+MAX_SECONDS = 5.0  # of a program; of the processor's time it may use one
 MACHINES = ("x86_64", "aarch64")  # those whose system calls `sealed.py` knows
-_PATIENCE_S = MOST_SECONDS + 10
+_PATIENCE_S = MAX_SECONDS + 10
 
 
 class Sandbox:
@@ -31,8 +31,8 @@ class Sandbox:
     def run(self, code: str) -> str:
         """What the program printed, cut to a few kilobytes, and after it the error that ended it. Raises
         `RuntimeError` where no program can be run."""
-        if len(code) > MOST_CODE:
-            return f"error: the program has {len(code)} characters; at most {MOST_CODE} are run"
+        if len(code) > MAX_CODE_CHARACTERS:
+            return f"error: the program has {len(code)} characters; at most {MAX_CODE_CHARACTERS} are run"
         helper = self._idle.get()
         try:
             if helper is None or helper.poll() is not None:
@@ -67,7 +67,7 @@ def _started() -> subprocess.Popen[bytes]:
         )
     program = Path(__file__).with_name("sealed.py")
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(program), str(MOST_SECONDS)],
+        [sys.executable, "-I", "-S", str(program), str(MAX_SECONDS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={},

@@ -25,9 +25,9 @@ import sys
 for _module in ("collections", "datetime", "decimal", "fractions", "itertools", "math", "re", "statistics", "string"):
     importlib.import_module(_module)
 
-MOST_CPU_SECONDS = 1
-MOST_MEMORY = 256 << 20  # bytes of address space
-MOST_OUTPUT = 4096  # bytes
+MAX_CPU_SECONDS = 1
+MAX_MEMORY_BYTES = 256 << 20  # bytes of address space
+MAX_OUTPUT_CHARACTERS = 4096  # bytes
 
 # The system calls that computing and printing need: their numbers on x86_64 and on aarch64.
 _ALLOWED = {
@@ -93,7 +93,7 @@ def run(code: str, seconds: float) -> dict[str, str]:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     problem = os.read(sealed, 1000).decode()
-    output = os.pread(written, MOST_OUTPUT, 0).decode(errors="replace").strip()
+    output = os.pread(written, MAX_OUTPUT_CHARACTERS, 0).decode(errors="replace").strip()
     for fd in (written, sealed, process):
         os.close(fd)
     if problem:
@@ -147,9 +147,9 @@ def _text(error: BaseException) -> bytes:
 
 def _limit() -> None:
     for kind, most in (
-        (resource.RLIMIT_CPU, MOST_CPU_SECONDS),
-        (resource.RLIMIT_AS, MOST_MEMORY),
-        (resource.RLIMIT_FSIZE, 2 * MOST_OUTPUT),
+        (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
+        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 2 * MAX_OUTPUT_CHARACTERS),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (most, most))

@@ -13,9 +13,9 @@ from typing import Any
 
 FILE = Path(__file__).with_name("shop.db")
 SEED = 20
-MOST_ROWS = 5
-MOST_SECONDS = 0.5  # of the processor's time, so that a busy machine ends no query
-MOST_CELL_BYTES = 10_000
+MAX_ROWS = 5
+MAX_SECONDS = 0.5  # of the processor's time, so that a busy machine ends no query
+MAX_CELL_BYTES = 10_000
 
 CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Delhi", "Perth", "Quito", "Seoul"]
 ITEMS = ["lamp", "desk", "chair", "clock", "mirror", "carpet"]
@@ -56,15 +56,15 @@ def build(file: Path = FILE) -> Path:
 
 
 def select(sql: str, file: Path = FILE) -> list[tuple[Any, ...]]:
-    """The first rows of one SELECT: `MOST_ROWS`, and one more where there are more. Raises `sqlite3.Error`, with a
+    """The first rows of one SELECT: `MAX_ROWS`, and one more where there are more. Raises `sqlite3.Error`, with a
     text for the policy."""
     with _opened(file) as connection:
         try:
-            return connection.execute(sql).fetchmany(MOST_ROWS + 1)
+            return connection.execute(sql).fetchmany(MAX_ROWS + 1)
         except sqlite3.OperationalError as error:
             if str(error) != "interrupted":
                 raise
-            raise sqlite3.OperationalError(f"the query took longer than {MOST_SECONDS} s") from None
+            raise sqlite3.OperationalError(f"the query took longer than {MAX_SECONDS} s") from None
 
 
 @contextmanager
@@ -72,10 +72,10 @@ def _opened(file: Path) -> Iterator[sqlite3.Connection]:
     """A connection for one query: it can only read this file, and gives up by itself."""
     with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
         # A cell of 1 GB, SQLite's default, is made in one step, which no deadline interrupts.
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_CELL_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY)
-        deadline = time.thread_time() + MOST_SECONDS
+        deadline = time.thread_time() + MAX_SECONDS
         connection.set_progress_handler(lambda: time.thread_time() > deadline, 1000)
         yield connection

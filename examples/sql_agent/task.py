@@ -7,7 +7,7 @@ import sqlite3
 from functools import cache
 from typing import Any, NamedTuple
 
-from database import CITIES, ITEMS, MOST_ROWS, NAMES, build, select
+from database import CITIES, ITEMS, MAX_ROWS, NAMES, build, select
 
 from slipstream import Task
 
@@ -24,8 +24,8 @@ def query(sql: str) -> str:
         rows = select(sql)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         return f"error: {error}"
-    lines = [" | ".join(map(str, row)) for row in rows[:MOST_ROWS]]
-    return "\n".join([*lines, *["(more rows)"] * (len(rows) > MOST_ROWS)]) or "(no rows)"
+    lines = [" | ".join(map(str, row)) for row in rows[:MAX_ROWS]]
+    return "\n".join([*lines, *["(more rows)"] * (len(rows) > MAX_ROWS)]) or "(no rows)"
 
 
 _ORDERS = "FROM orders JOIN customers ON customers.id = customer_id WHERE"

@@ -24,14 +24,14 @@ _EDGE = float(np.arcsinh(MAX_LOG_RATIO / FINEST))
 BINS = int(np.ceil(2 * _EDGE / BIN))
 
 # What is as stale or staler has one bin.
-MOST_STALENESS = 16
+MAX_STALENESS = 16
 
 PERCENTILES = (1, 50, 99)
 
 DISTANCE, DISTANCE_TOKENS = "sampler/distance/", "sampler/distance_tokens/"
 
 # Servers beyond so many have no figures of their own.
-MOST_SERVERS = 64
+MAX_SERVERS = 64
 
 
 def drift_sums(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -41,22 +41,22 @@ def drift_sums(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, t
     """
     # One that is not a number ends the step elsewhere; here it must not reach beyond the bins.
     places = torch.asinh(log_ratios.nan_to_num(nan=MAX_LOG_RATIO) / FINEST).add(_EDGE).div(BIN).long()
-    ages = staleness.long().clamp(0, MOST_STALENESS)
+    ages = staleness.long().clamp(0, MAX_STALENESS)
     one = torch.ones_like(places)
     return {
         "drift": _added(BINS, places.clamp(0, BINS - 1), one),
-        "stale": _added(MOST_STALENESS + 1, ages, one),
-        "stale_kl": _added(MOST_STALENESS + 1, ages, -log_ratios),
+        "stale": _added(MAX_STALENESS + 1, ages, one),
+        "stale_kl": _added(MAX_STALENESS + 1, ages, -log_ratios),
     }
 
 
 def server_drift_sums(log_ratios: torch.Tensor, fresh: torch.Tensor, server: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a row's N tokens that train, by the server that sampled them. fresh: bool [N], whether the version that trains
     sampled the token; server: int32 [N], see `PackedRow`. Each sum is one-dimensional."""
-    places = server.long().clamp(0, MOST_SERVERS)
+    places = server.long().clamp(0, MAX_SERVERS)
     return {
-        "server_tokens": _added(MOST_SERVERS + 1, places, fresh.long()),
-        "server_distance": _added(MOST_SERVERS + 1, places, torch.where(fresh, log_ratios.abs(), 0.0)),
+        "server_tokens": _added(MAX_SERVERS + 1, places, fresh.long()),
+        "server_distance": _added(MAX_SERVERS + 1, places, torch.where(fresh, log_ratios.abs(), 0.0)),
     }
 
 
@@ -79,10 +79,10 @@ def drift_metrics(sums: Mapping[str, torch.Tensor], servers: Sequence[str] = ())
     parts = np.split(together, np.cumsum([len(value) for value in sums.values()])[:-1])
     found = dict(zip(sums, parts, strict=True))
     shown = {f"sampler/ratio_p{percent}": value for percent, value in _percentiles(found["drift"]).items()}
-    for age in range(1, MOST_STALENESS + 1):
+    for age in range(1, MAX_STALENESS + 1):
         if tokens := found["stale"][age]:
             shown[f"sampler/kl_staleness_{age}"] = float(found["stale_kl"][age] / tokens)
-    for place, name in enumerate(servers[:MOST_SERVERS]):
+    for place, name in enumerate(servers[:MAX_SERVERS]):
         tokens, distance = found["server_tokens"][place], found["server_distance"][place]
         if tokens:
             shown[f"{DISTANCE}{name}"] = float(distance / tokens)

@@ -38,10 +38,10 @@ SPAN_QUERY_COST = 36.0
 SPAN_PAIR_COST = 0.75
 
 # Above it a mask is large and never pays.
-LONGEST_MASKED = 256
+MAX_MASKED_TOKENS = 256
 
 # Above it copies are never tried: that bounds the search.
-LONGEST_COPIED = 32
+MAX_COPIED_TOKENS = 32
 
 Range = tuple[int, int]
 
@@ -152,11 +152,11 @@ class _Costs:
 
     def _whole(self, node: int, copied: int) -> float:
         total = self._totals[node]
-        return _block(total, copied) if total + copied <= LONGEST_MASKED else math.inf
+        return _block(total, copied) if total + copied <= MAX_MASKED_TOKENS else math.inf
 
     def _copying(self, node: int, copied: int) -> float:
         size = self._sizes[node]
-        if copied + size > LONGEST_COPIED:
+        if copied + size > MAX_COPIED_TOKENS:
             return math.inf
         if (node, copied) not in self._below:
             below = sum(self._together(child, copied + size) for child in self.children[node])
@@ -169,7 +169,7 @@ def _block(size: int, copied: int = 0) -> float:
 
 
 # A batch's shortest block has at least this share of its padded length: that bounds the padding.
-SHORTEST_SHARE = 0.8
+MIN_SHARE = 0.8
 
 # Kernels like lengths of whole vectors; below this length the padding would cost more.
 ALIGNED_FROM, ALIGNMENT = 32, 8
@@ -251,7 +251,7 @@ def _alike(blocks: Sequence[RowBlock]) -> list[tuple[list[RowBlock], int]]:
     for block in sorted(blocks, key=lambda block: (block.masked, -len(block))):
         if found:
             members, length = found[-1]
-            if members[0].masked == block.masked and len(block) >= SHORTEST_SHARE * length:
+            if members[0].masked == block.masked and len(block) >= MIN_SHARE * length:
                 members.append(block)
                 continue
         size = len(block)

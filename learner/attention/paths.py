@@ -22,7 +22,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 # A batch's shortest path has at least this share of its longest: that bounds the padding.
-SHORTEST_SHARE = 0.8
+MIN_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) ->
     offset = place = 0
     while place < len(found):
         length = len(found[place])
-        members = [path for path in found[place:] if len(path) >= SHORTEST_SHARE * length]
+        members = [path for path in found[place:] if len(path) >= MIN_SHARE * length]
         padded = torch.zeros(len(members), length, dtype=torch.int64)
         for i, path in enumerate(members):
             padded[i, : len(path)] = path

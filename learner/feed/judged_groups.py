@@ -14,7 +14,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithm.drift import MOST_STALENESS
+from learner.algorithm.drift import MAX_STALENESS
 from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import PackedRow
 from learner.feed.rollout_metrics import CUT_OFF, RolloutMetrics
@@ -230,7 +230,7 @@ def tally(
         tokens_unshared=sum(row.raw_tokens for row in rows),
         tokens_prompt=metrics.prompt_tokens,
         epoch=max(group.epoch for group in judged),
-        tokens_by_staleness=_by_staleness(trained, min(max_staleness, MOST_STALENESS)),
+        tokens_by_staleness=_by_staleness(trained, min(max_staleness, MAX_STALENESS)),
         metrics=metrics.ours(),
         task_metrics=metrics.the_task_s(),
     )

@@ -29,7 +29,7 @@ from learner.feed.packing import PackedRow, Sample, pack
 from learner.feed.rollout_metrics import RolloutMetrics, choose
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.messages import LARGEST_FIGURE, Group
+from protocol.messages import MAX_METRIC, Group
 from protocol.rollouts import RolloutView
 
 
@@ -223,7 +223,7 @@ def _not_finite(group: Group) -> str | None:
             (reasons.REWARD_NOT_FINITE, rewards),
             (reasons.METRIC_NOT_FINITE, rollout.metrics.values()),
         ):
-            if not all(abs(value) <= LARGEST_FIGURE for value in values):
+            if not all(abs(value) <= MAX_METRIC for value in values):
                 return reason
     return None
 

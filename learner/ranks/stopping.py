@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Self
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # A change that is not done so long after a signal waits for a queue that does not answer.
-HOLD_AT_MOST_S = 5.0
+HOLD_AT_MAX_S = 5.0
 
 # Longer than a main thread that runs Python needs for the handler.
 HANDLED_WITHIN_S = 0.5
@@ -72,7 +72,7 @@ class Stop:
         self._signalled_at: float | None = None
         self._code = 0
         self._held = False
-        self._at_most_s = HOLD_AT_MOST_S
+        self._max_hold_s = HOLD_AT_MAX_S
         self._overdue = False
         self._handled = 0
         self._own = 0  # signals that this object has sent itself
@@ -117,9 +117,9 @@ class Stop:
     def signalled(self) -> bool:
         return self._signalled_at is not None
 
-    def hold(self, at_most_s: float | None = None) -> None:
-        """From here on a signal waits for `release`, for at most `at_most_s` (`HOLD_AT_MOST_S`) from when it came."""
-        self._held, self._at_most_s = True, HOLD_AT_MOST_S if at_most_s is None else at_most_s
+    def hold(self, max_hold_s: float | None = None) -> None:
+        """From here on a signal waits for `release`, for at most `max_hold_s` (`HOLD_AT_MAX_S`) from when it came."""
+        self._held, self._max_hold_s = True, HOLD_AT_MAX_S if max_hold_s is None else max_hold_s
 
     def release(self) -> None:
         """Raises `Stopped` if a signal came meanwhile, or one got lost in code that swallows exceptions."""
@@ -138,7 +138,7 @@ class Stop:
         self._signalled_at, self._code = self._clock(), 128 + number
         if not self._held:
             raise Stopped(self._code)
-        timer = threading.Timer(self._at_most_s, self._end_hold, [number])
+        timer = threading.Timer(self._max_hold_s, self._end_hold, [number])
         timer.daemon = True
         timer.start()
 

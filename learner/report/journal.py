@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, get_type_hints
 import msgspec
 
 # Bytes; far above any line.
-_MOST_LINE = 4 * 1024**2
+_MAX_LINE = 4 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Journal(Generic[R]):
         line, nothing."""
         with self._path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
-            start = max(0, size - _MOST_LINE)
+            start = max(0, size - _MAX_LINE)
             file.seek(start)
             lines = file.read().splitlines(keepends=True)
             if not lines or (start and len(lines) == 1):

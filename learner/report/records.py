@@ -104,7 +104,7 @@ MAIN_METRICS = (
     *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
 )
 
-MOST_REPORTED = 64
+MAX_REPORTED = 64
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def main_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """The main figures of a step's line, as far as they are finite."""
     names = [name for pattern in MAIN_METRICS for name in line if fnmatchcase(name, pattern)]
     finite = {name: line[name] for name in names if line[name] is not None and math.isfinite(line[name])}
-    return dict(list(finite.items())[:MOST_REPORTED])
+    return dict(list(finite.items())[:MAX_REPORTED])
 
 
 def published(publication: PublishRecord) -> dict[str, float]:

@@ -22,7 +22,7 @@ from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
 from learner.training.trainer import StepFigures
 
 # Of fewer tokens, one or two strange ones decide the mean.
-FEWEST_TOKENS = 64
+MIN_TOKENS = 64
 
 # A server's usual distance is the median of its last REMEMBERED; with fewer than LEARNT it is not known.
 REMEMBERED, LEARNT = 64, 8
@@ -52,8 +52,7 @@ class ServerWatch:
         distances = {
             name.removeprefix(DISTANCE): distance
             for name, distance in figures.items()
-            if name.startswith(DISTANCE)
-            and figures.get(DISTANCE_TOKENS + name.removeprefix(DISTANCE), 0) >= FEWEST_TOKENS
+            if name.startswith(DISTANCE) and figures.get(DISTANCE_TOKENS + name.removeprefix(DISTANCE), 0) >= MIN_TOKENS
         }
         return [text for name, distance in distances.items() if (text := self._judge(name, distance, distances))]
 
@@ -89,7 +88,7 @@ CAUSES = (
 def suspicious(figures: StepFigures) -> bool:
     """Whether learner and sampler differ by more than arithmetic does."""
     kl = figures.sampler_kl_staleness_0
-    return kl is not None and figures.sampler_tokens_staleness_0 >= FEWEST_TOKENS and abs(kl) > SUSPICIOUS_KL
+    return kl is not None and figures.sampler_tokens_staleness_0 >= MIN_TOKENS and abs(kl) > SUSPICIOUS_KL
 
 
 def sampler_kl_warning(figures: StepFigures) -> str | None:

@@ -35,7 +35,7 @@ from protocol.config import RunConfig
 from protocol.rollouts import RolloutView
 
 # Steps that wait for a tracker that does not answer. What comes when there are so many is lost, and counted.
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 
 Job = Callable[[GeneralTracker], None]
 
@@ -47,7 +47,7 @@ class Background:
     """
 
     def __init__(
-        self, name: str, start: Callable[[], GeneralTracker], warn: Callable[[str], None], most: int = MOST_WAITING
+        self, name: str, start: Callable[[], GeneralTracker], warn: Callable[[str], None], most: int = MAX_WAITING
     ) -> None:
         self.name = name
         self.lost = 0

@@ -101,7 +101,7 @@ class RunConfig(Section):
         return checks.ticket_max_age_s(self.queue, self.worker)
 
     @property
-    def most_open(self) -> int:
+    def max_open(self) -> int:
         """`worker.open_episodes` with its "auto" worked out."""
         opened, slots = self.worker.open_episodes, self.worker.episodes
         if opened != "auto":

@@ -22,7 +22,7 @@ from rollout_queue.ledger.records import Refusal
 from rollout_queue.observe import prometheus
 from rollout_queue.store.base import Store
 
-_MOST_ROLLOUTS = 256
+_MAX_ROLLOUTS = 256
 
 router = APIRouter()
 
@@ -49,10 +49,10 @@ async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     lowest reward, lowest first. With `eval=true` those of evaluations, else those of training."""
     limit = request.query_params.get("limit", "16")
     if not (limit.isdecimal() and len(limit) < 9 and int(limit) >= 1):
-        raise Refusal(reasons.UNDECODABLE, f"limit = {limit[:20]}: ask for 1 to {_MOST_ROLLOUTS} rollouts")
+        raise Refusal(reasons.UNDECODABLE, f"limit = {limit[:20]}: ask for 1 to {_MAX_ROLLOUTS} rollouts")
     worst, evals = (request.query_params.get(name, "") in ("1", "true") for name in ("worst", "eval"))
     seen = broker.observations.recent_evals if evals else broker.observations.recent
-    return Response(seen.json(min(int(limit), _MOST_ROLLOUTS), worst), media_type=JSON)
+    return Response(seen.json(min(int(limit), _MAX_ROLLOUTS), worst), media_type=JSON)
 
 
 @router.get(access.METRICS)

@@ -25,7 +25,7 @@ from protocol import access, codec, reasons
 from protocol.client import JSON
 from protocol.messages import ErrorBody
 
-_MOST_CONNECTIONS = 4096
+_MAX_CONNECTIONS = 4096
 
 _SPARE_CONNECTIONS = 32  # beyond the bound: for the liveness probe
 
@@ -76,13 +76,13 @@ class _Waiting:
 _waiting_of: WeakKeyDictionary[ServerState, _Waiting] = WeakKeyDictionary()
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """How many connections this process may hold: half of its descriptors at most, after it has raised their limit."""
     with contextlib.suppress(ValueError, OSError):  # a kernel may allow fewer than the hard limit says
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, files // 2)
+    return _MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, files // 2)
 
 
 class Connection(HttpToolsProtocol):

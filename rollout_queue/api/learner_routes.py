@@ -34,7 +34,7 @@ from rollout_queue.ledger import evaluations, leases, servers
 from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
 from rollout_queue.observe.observations import FEEDER, LEARNER
 
-_MOST_LEASE_BYTES = 32 * 1024**2  # a larger answer would hold up everybody else's
+_MAX_LEASE_BYTES = 32 * 1024**2  # a larger answer would hold up everybody else's
 
 router = APIRouter()
 
@@ -239,7 +239,7 @@ def _note_ready(broker: Broker) -> None:
 def _fitting(records: Sequence[TicketRecord]) -> Sequence[TicketRecord]:
     """As many of a lease's groups, at least one, as one answer carries; the next one delivers the others."""
     total = list(accumulate(record.group.bytes for record in records))
-    return records[: max(1, bisect_right(total, _MOST_LEASE_BYTES))]
+    return records[: max(1, bisect_right(total, _MAX_LEASE_BYTES))]
 
 
 def _reply(

@@ -110,9 +110,9 @@ def _problem(status: int, problem: ErrorBody, headers: Mapping[str, str] | None 
     return Response(codec.encode_json(problem), status, headers=headers, media_type=JSON)
 
 
-_MOST_BYTES = 64 * 1024
+_MAX_BYTES = 64 * 1024
 
-_MOST_BYTES_OF: Mapping[Any, int] = {
+_MAX_BYTES_OF: Mapping[Any, int] = {
     # They name tickets: a step may take thousands of groups, a worker hold hundreds.
     LeaseAck: 512 * 1024,
     LeaseRequest: 512 * 1024,
@@ -149,7 +149,7 @@ async def read_body(request: Request, limit: int, remedy: str, share: ByteShare 
 
 async def read_json(request: Request, kind: Any) -> Any:
     """The control message in the body; refused if it is TOO_LARGE or UNDECODABLE, or holds TOO_MANY things."""
-    body = await read_body(request, _MOST_BYTES_OF.get(kind, _MOST_BYTES), "no such message needs so many")
+    body = await read_body(request, _MAX_BYTES_OF.get(kind, _MAX_BYTES), "no such message needs so many")
     try:
         message = codec.decode_json(body, kind)
     except codec.DecodeError as error:

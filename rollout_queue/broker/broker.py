@@ -75,7 +75,7 @@ P = ParamSpec("P")
 
 T = TypeVar("T")
 
-_MOST_BYTES_OF_BODIES = 256 * 1024**2
+_MAX_BYTES_OF_BODIES = 256 * 1024**2
 
 _FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
 
@@ -99,7 +99,7 @@ class Broker:
         self.closing = False
         self.failure: str | None = None
         self.lock = asyncio.Lock()
-        self.bodies = ByteBudget(max(_MOST_BYTES_OF_BODIES, config.queue.max_group_bytes))
+        self.bodies = ByteBudget(max(_MAX_BYTES_OF_BODIES, config.queue.max_group_bytes))
         self.judging = asyncio.Lock()  # one group at a time: several threads of Python would keep the loop waiting
         self.groups_came = WakeUp()
         self.room_came = WakeUp()

@@ -44,11 +44,11 @@ def heads(lease: str, ended: Sequence[TicketRecord], run: RunState) -> list[Head
 
 
 class Recorder:
-    """Appends to the record in `folder`, at most `most_bytes` of it. Its calls block; make them from one thread."""
+    """Appends to the record in `folder`, at most `max_bytes` of it. Its calls block; make them from one thread."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
-        self._part_bytes = max(1, most_bytes // _PARTS)
+        self._part_bytes = max(1, max_bytes // _PARTS)
         self._file: BinaryIO | None = None
         self._written = 0
         self._ended = False

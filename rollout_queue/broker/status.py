@@ -9,7 +9,7 @@ import msgspec
 from protocol.messages import Server, ServerState
 from protocol.status import Evaluation, GroupCounts, ServerStatus, Stall, Status, Wait
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.evaluations import MOST_OPEN
+from rollout_queue.ledger.evaluations import MAX_OPEN
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import stall
 from rollout_queue.observe.observations import LEARNER
@@ -25,7 +25,7 @@ _AWAITED = {
 }
 
 # More than can be open, so that the newest result is always among them.
-_MOST_EVALUATIONS = 2 * MOST_OPEN
+_MAX_EVALUATIONS = 2 * MAX_OPEN
 
 
 def assemble(broker: Broker) -> Status:
@@ -60,7 +60,7 @@ def assemble(broker: Broker) -> Status:
         rejections=dict(seen.rejections),
         notices=seen.notices.list(now),
         gave_up=broker.trial.gave_up,
-        evaluations=evaluations[-_MOST_EVALUATIONS:],
+        evaluations=evaluations[-_MAX_EVALUATIONS:],
     )
 
 

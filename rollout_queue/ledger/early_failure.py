@@ -49,7 +49,7 @@ _OF_A_SERVER = frozenset(
     }
 )
 
-_MOST_TROUBLES = 64
+_MAX_TROUBLES = 64
 
 _TEXT = 500
 
@@ -75,7 +75,7 @@ class EarlyFailureCheck:
 
     def trouble(self, kind: str, text: str) -> None:
         """A worker's first failure of a kind: it tells more than a ticket's reason."""
-        if len(self._troubles) < _MOST_TROUBLES:
+        if len(self._troubles) < _MAX_TROUBLES:
             self._troubles.setdefault(kind, text[:_TEXT])
 
     def succeeded(self) -> None:

@@ -341,7 +341,7 @@ def _unproven(row: EvalRow, fleet: ServerRegistry) -> str | None:
 
 
 # What ended stays for the status, and for a learner that was away; its own file has all.
-MOST_ENDED = 256
+MAX_ENDED = 256
 
 
 def finish(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> EvalChange:
@@ -393,16 +393,16 @@ def ended_record(of: OpenEvaluation, how: Ended, wall_time: float, last: Iterabl
 
 def without_oldest(evaluations: Evaluations, change: EvalChange) -> EvalChange:
     """Forget the oldest of those that have ended, where they become too many."""
-    over = len(evaluations.ended) + len(change.records) - MOST_ENDED
+    over = len(evaluations.ended) + len(change.records) - MAX_ENDED
     oldest = [record.number for record in evaluations.ended[: max(0, over)]]
     return msgspec.structs.replace(change, removed=(*change.removed, *oldest))
 
 
 # More than this many would mean that none ever ends before the next two are due.
-MOST_OPEN = 16
+MAX_OPEN = 16
 
 # Of one answer to a worker.
-_MOST_TICKETS = 1024
+_MAX_TICKETS = 1024
 
 _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERPRINT})
 
@@ -423,7 +423,7 @@ def asking(config: RunConfig, run: RunState, worker_id: str, wanted: int, capaci
 
 
 def ask(evaluations: Evaluations, run: RunState, request: EvaluationRequest, wall_time: float) -> Decision:
-    """Open an evaluation; nothing changes if its step has one. Refuses one more than MOST_OPEN (EVALUATIONS_OPEN)."""
+    """Open an evaluation; nothing changes if its step has one. Refuses one more than MAX_OPEN (EVALUATIONS_OPEN)."""
     record = EvalRecord(
         number=run.evaluations,
         step=request.step,
@@ -436,7 +436,7 @@ def ask(evaluations: Evaluations, run: RunState, request: EvaluationRequest, wal
     )
     if any(known.step == record.step for known in evaluations.records):
         return Decision()
-    if len(evaluations.open) >= MOST_OPEN:
+    if len(evaluations.open) >= MAX_OPEN:
         raise Refusal(
             reasons.EVALUATIONS_OPEN,
             f"{len(evaluations.open)} evaluations are open, the oldest of step {evaluations.open[0].record.step}: they "
@@ -463,7 +463,7 @@ def issue(
         size = record.group_size
         for row in chain((of.again[number] for number in sorted(of.again)), _new_rows(record)):
             alone = held == 0 and not issued
-            if (size > left and not alone) or len(issued) == _MOST_TICKETS:
+            if (size > left and not alone) or len(issued) == _MAX_TICKETS:
                 break
             left -= size
             issued.append(

@@ -20,7 +20,7 @@ from protocol.messages import Fingerprint, Group, Server, SessionStart, TicketKi
 from protocol.status import Evaluation
 
 # Of one server in one group, far above any real one; what is beyond is taken to be one range.
-_MOST_RANGES = 32
+_MAX_RANGES = 32
 
 
 class SampledBy(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +64,7 @@ def _ranges(versions: set[int]) -> list[tuple[int, int]]:
     """The runs of consecutive integers, ascending; the newest ones as one where they are too many."""
     ranges: list[tuple[int, int]] = []
     for version in sorted(versions):
-        if ranges and (version == ranges[-1][1] + 1 or len(ranges) == _MOST_RANGES):
+        if ranges and (version == ranges[-1][1] + 1 or len(ranges) == _MAX_RANGES):
             ranges[-1] = (ranges[-1][0], version)
         else:
             ranges.append((version, version))

@@ -18,7 +18,7 @@ from protocol.messages import Fingerprint
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Refusal, RunState, TicketState
 
-_MOST_WORKERS = 4096
+_MAX_WORKERS = 4096
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -130,7 +130,7 @@ class WorkerRegistry:
     def enter(self, worker_id: str, session: int) -> None:
         self._sessions.pop(worker_id, None)
         self._sessions[worker_id] = session
-        if len(self._sessions) > _MOST_WORKERS:
+        if len(self._sessions) > _MAX_WORKERS:
             del self._sessions[next(iter(self._sessions))]
 
     def strike(self, worker_id: str) -> None:

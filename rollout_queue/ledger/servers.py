@@ -29,10 +29,10 @@ from rollout_queue.ledger import tickets
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, Refusal, ServerRecord, TicketState
 
-_MOST_SERVERS = 1024
+_MAX_SERVERS = 1024
 
 # With those that have left, whose groups may still come.
-_MOST_EVER = 16 * 1024
+_MAX_EVER = 16 * 1024
 
 _REASON_CHARACTERS = 1024
 
@@ -217,7 +217,7 @@ class ServerRegistry:
         return record if record is not None and not record.removed else None
 
     def _check_room(self, name: str) -> None:
-        if len(self.records) >= _MOST_SERVERS or (name not in self._records and len(self._records) >= _MOST_EVER):
+        if len(self.records) >= _MAX_SERVERS or (name not in self._records and len(self._records) >= _MAX_EVER):
             raise Refusal(
                 reasons.TOO_MANY,
                 f"{len(self.records)} servers are registered, and {len(self._records)} ever were, which is all that "
@@ -285,7 +285,7 @@ def _proven_at(version: int, serial: int, distrust: Distrust) -> Distrust:
 
 __all__ = ["ALLOWED", "ServerRegistry", "check_unfenced", "distrust_unproven", "drain", "put", "remove"]
 
-_MOST_DISTRUST = 32
+_MAX_DISTRUST = 32
 
 
 def put(fleet: ServerRegistry, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
@@ -350,7 +350,7 @@ def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:
 
 def _tidied(record: ServerRecord, ledger: Ledger) -> ServerRecord:
     """Without the distrust that no ticket of today is old enough for, once there is much of it."""
-    if len(record.distrust) <= _MOST_DISTRUST:
+    if len(record.distrust) <= _MAX_DISTRUST:
         return record
     oldest = ledger.oldest_serial()
     kept = tuple(d for d in record.distrust if d.until_serial is None or d.until_serial > oldest)

@@ -11,22 +11,22 @@ import msgspec
 import numpy as np
 
 from protocol import codec, reasons
-from protocol.messages import LARGEST_FIGURE, SCHEMA_VERSION, Group, Rollout, Segment
+from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, Segment
 from rollout_queue.ledger.records import EvalRow, GroupFacts, Refusal, TicketRecord
 
 # A rollout of 1,024 segments, an answer in each, with all figures and notes that are allowed has some 26,000 values;
 # one of a thousand turns in one segment some 6,000. Twenty of the largest fit into a group. Whatever a body's size, at
 # the bound notes take some 30 MB to decode, and empty lists some 10 MB.
 _ITEMS_OF_A_ROLLOUT = 2**15
-_MOST_ITEMS = 2**19
+_MAX_ITEMS = 2**19
 # In a real group every fourth or fifth value is a list or map. Each empty one costs several times what a number does.
 _ITEMS_OF_A_CONTAINER = 4
 _DEEPEST = 32
-_MOST_SERVERS = 1024
-_MOST_SEGMENTS = 1024
-_MOST_FIGURES = 256
+_MAX_SERVERS = 1024
+_MAX_SEGMENTS = 1024
+_MAX_FIGURES = 256
 _NAME_CHARACTERS = 256
-_MOST_NOTES = 256
+_MAX_NOTES = 256
 _NOTE_CHARACTERS = 4096
 
 
@@ -65,7 +65,7 @@ def decode(body: bytes, group_size: int) -> Group:
 
     What passes here, the learner can decode: how deep a decoder gets depends on who calls it.
     """
-    most = min(_MOST_ITEMS, _ITEMS_OF_A_ROLLOUT * group_size)
+    most = min(_MAX_ITEMS, _ITEMS_OF_A_ROLLOUT * group_size)
     try:
         shape = codec.shape(body, codec.Shape(most, most // _ITEMS_OF_A_CONTAINER, _DEEPEST))
         if shape.depth > _DEEPEST:
@@ -100,9 +100,9 @@ def check(group: Group, ticket: TicketRecord | EvalRow, rules: Rules) -> None:
         raise Refusal(
             reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are {rules.fewest} to {rules.group_size}"
         )
-    _check_count(len(group.server_names), _MOST_SERVERS, "servers", "the group")
+    _check_count(len(group.server_names), _MAX_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
-    _check_count(len(group.reward_weights), _MOST_FIGURES, "reward weights", "the group")
+    _check_count(len(group.reward_weights), _MAX_FIGURES, "reward weights", "the group")
     _check_names(*(("a reward weight's name", name) for name in group.reward_weights))
     for name, weight in group.reward_weights.items():
         if wrong := _wrong_figure(weight):
@@ -113,7 +113,7 @@ def check(group: Group, ticket: TicketRecord | EvalRow, rules: Rules) -> None:
         )
     for number, rollout in enumerate(group.rollouts):
         where = f"rollout {number}"
-        _check_count(len(rollout.segments), _MOST_SEGMENTS, "segments", where)
+        _check_count(len(rollout.segments), _MAX_SEGMENTS, "segments", where)
         _check_figures(rollout, where)
         for position, segment in enumerate(rollout.segments):
             place = f"{where}, segment {position}"
@@ -130,9 +130,9 @@ def _check_figures(rollout: Rollout, where: str) -> None:
         if value is not None and (wrong := _wrong_figure(value)):
             raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: {name} {wrong}")
     for figures in (rollout.reward_components, rollout.metrics, rollout.timings):
-        _check_count(len(figures), _MOST_FIGURES, "figures of one kind", where)
+        _check_count(len(figures), _MAX_FIGURES, "figures of one kind", where)
         _check_names(*((f"{where}: a figure's name", name) for name in figures))
-    _check_count(len(rollout.extra), _MOST_NOTES, "notes", where)
+    _check_count(len(rollout.extra), _MAX_NOTES, "notes", where)
     _check_names(*((f"{where}: a note's name", name) for name in rollout.extra))
     for name, text in rollout.extra.items():
         if len(text) > _NOTE_CHARACTERS:
@@ -148,7 +148,7 @@ def _check_figures(rollout: Rollout, where: str) -> None:
 def _wrong_figure(value: float) -> str | None:
     if not math.isfinite(value):
         return f"is {value}"
-    return f"is {value}, beyond {LARGEST_FIGURE:g}: scale it down" if abs(value) > LARGEST_FIGURE else None
+    return f"is {value}, beyond {MAX_METRIC:g}: scale it down" if abs(value) > MAX_METRIC else None
 
 
 def _check_count(count: int, most: int, what: str, where: str) -> None:

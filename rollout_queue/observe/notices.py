@@ -17,11 +17,11 @@ import msgspec
 
 from protocol.status import Notice
 
-MOST_NOTICES = 64
+MAX_NOTICES = 64
 
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 500
 
-_MOST_KNOWN = 1024
+_MAX_KNOWN = 1024
 
 _NUMBERS = re.compile(r"\d+")
 
@@ -35,11 +35,11 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class Notices:
-    """The newest `MOST_NOTICES`. Two texts that differ in their digits only are the same notice, unless `key` says what
+    """The newest `MAX_NOTICES`. Two texts that differ in their digits only are the same notice, unless `key` says what
     is."""
 
     def __init__(self) -> None:
-        self._said: deque[_Said] = deque(maxlen=MOST_NOTICES)
+        self._said: deque[_Said] = deque(maxlen=MAX_NOTICES)
         self._known: dict[tuple[str, str], None] = {}
         self._count = 0
 
@@ -50,14 +50,14 @@ class Notices:
 
     def say(self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None) -> None:
         # It is printed on terminals, and may quote what was sampled: no escape sequences.
-        kind = kind[:MOST_CHARACTERS]
-        text = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MOST_CHARACTERS])
+        kind = kind[:MAX_CHARACTERS]
+        text = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MAX_CHARACTERS])
         who = who and "".join(c if c.isprintable() else " " for c in who)
         known = (kind, _NUMBERS.sub("0", text) if key is None else key)
         if known in self._known:
             return
         self._known[known] = None
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self._count += 1
         self._said.append(_Said(self._count, kind, text, who, now))
@@ -71,7 +71,7 @@ WINDOW = 400
 
 _SHARE = 0.9
 
-_LEAST_IN_A_ROW = 16
+_MIN_IN_A_ROW = 16
 
 _STEPS_IN_A_ROW = 4
 
@@ -92,7 +92,7 @@ class Variance:
 
     def __init__(self, groups_per_step: int, run_file: Path = Path("run.toml")) -> None:
         self._rollouts = f"slipstream rollouts {shlex.quote(str(run_file))}"
-        self._in_a_row_at_most = max(_LEAST_IN_A_ROW, _STEPS_IN_A_ROW * groups_per_step)
+        self._in_a_row_at_most = max(_MIN_IN_A_ROW, _STEPS_IN_A_ROW * groups_per_step)
         self._in_a_row = 0
         self._newest: deque[bool] = deque(maxlen=WINDOW)
         self._means: deque[float] = deque(maxlen=WINDOW)

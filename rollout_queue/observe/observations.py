@@ -27,12 +27,12 @@ LOADING = "loading"  # what a learner's wait begins with while no step can be ex
 _WORKER_KEPT_S = 3600.0
 # A few heartbeats: what a worker said that it waits for is forgotten if it says no more.
 _WAIT_KEPT_S = 60.0
-_MOST_WORKERS = 1024
-_MOST_FAILURES = 64
+_MAX_WORKERS = 1024
+_MAX_FAILURES = 64
 _FAILURE_CHARACTERS = 80
-_MOST_REWARDS = 16_384
-_MOST_TROUBLES = 16
-_MOST_METRICS = 128
+_MAX_REWARDS = 16_384
+_MAX_TROUBLES = 16
+_MAX_METRICS = 128
 _REPORTED = [name for name in WorkerStatus.__struct_fields__ if name in WorkerReport.__struct_fields__]
 _OPEN = (
     *("episodes_in_flight", "episodes_generating", "episodes_waiting", "episodes_in_tools", "episodes_in_judgement"),
@@ -95,7 +95,7 @@ class Observations:
     def group_came(self, ticket_id: str, tokens: int, rewards: Rewards, now: float) -> None:
         self.rates.add(now, groups=1, tokens_sampled=tokens)
         self._rewards[ticket_id] = rewards
-        if len(self._rewards) > _MOST_REWARDS:
+        if len(self._rewards) > _MAX_REWARDS:
             del self._rewards[next(iter(self._rewards))]
 
     def decided(self, decision: Decision, now: float) -> None:
@@ -125,7 +125,7 @@ class Observations:
         self._over_age += sum(record.reason == reasons.OVERAGE for record in ended)
         if stepped or trained:
             self.staleness.add_step(trained, report.staleness_max if report else None)
-        for trouble in report.troubles[:_MOST_TROUBLES] if report is not None else ():
+        for trouble in report.troubles[:_MAX_TROUBLES] if report is not None else ():
             self.notices.say(trouble.kind, trouble.text, now, LEARNER)
         if not stepped:
             return None
@@ -148,7 +148,7 @@ class Observations:
             self.waits.begin(who, what, now, until=now + _WAIT_KEPT_S)
         else:
             self.waits.end(who)
-        for trouble in report.troubles[:_MOST_TROUBLES]:
+        for trouble in report.troubles[:_MAX_TROUBLES]:
             self.notices.say(trouble.kind, trouble.text, now, report.worker_id)
 
     def worker_seen(self, worker_id: str, now: float) -> None:
@@ -178,7 +178,7 @@ class Observations:
         self._workers.pop(report.worker_id, None)
         self._workers[report.worker_id] = _Heard(report, now)
         oldest = next(iter(self._workers))
-        while now - self._workers[oldest].at >= _WORKER_KEPT_S or len(self._workers) > _MOST_WORKERS:
+        while now - self._workers[oldest].at >= _WORKER_KEPT_S or len(self._workers) > _MAX_WORKERS:
             del self._workers[oldest]
             oldest = next(iter(self._workers))
 
@@ -240,7 +240,7 @@ class Observations:
             step_s=newest.step_s if newest else None,
             wait_share=sum(report.wait_s for report in self._reports) / step_s if step_s else None,
             seen_s_ago=self.learner_seen_s_ago(now),
-            metrics=dict(list(newest.metrics.items())[:_MOST_METRICS]) if newest else {},
+            metrics=dict(list(newest.metrics.items())[:_MAX_METRICS]) if newest else {},
         )
 
     def workers(self, now: float) -> list[WorkerStatus]:
@@ -260,7 +260,7 @@ def _episodes_of(worker_id: str) -> str:
 
 def _what_is_kept(report: WorkerReport) -> WorkerReport:
     """What the status tells of it: the most frequent failures, and none of the tickets and texts."""
-    most = sorted(report.failures.items(), key=lambda item: -item[1])[:_MOST_FAILURES]
+    most = sorted(report.failures.items(), key=lambda item: -item[1])[:_MAX_FAILURES]
     failures = {name[:_FAILURE_CHARACTERS]: count for name, count in most}
     return msgspec.structs.replace(report, ticket_ids=[], fingerprint=None, troubles=[], failures=failures)
 

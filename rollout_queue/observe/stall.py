@@ -144,7 +144,7 @@ _STEPS = 5
 
 _FIRST_STEP = 10
 
-_MOST_REASONS = 64
+_MAX_REASONS = 64
 
 
 class StepProgress:
@@ -201,7 +201,7 @@ class StepProgress:
     def tickets_ended(self, records: Iterable[TicketRecord]) -> None:
         for record in records:
             if record.state in (TicketState.DROPPED, TicketState.REISSUED) and record.reason != reasons.ROLLED_BACK:
-                known = record.reason in self.ended or len(self.ended) < _MOST_REASONS
+                known = record.reason in self.ended or len(self.ended) < _MAX_REASONS
                 self.ended[record.reason if known and record.reason else "other"] += 1
 
     def quiet_s(self, now: float) -> float:

@@ -26,11 +26,11 @@ GROUPS = 64
 
 ROLLOUTS_OF_A_GROUP = 4
 
-MOST_BYTES = 4 * 1024**2
+MAX_BYTES = 4 * 1024**2
 
-_MOST_MESSAGES = 256 * 1024  # decoding empty containers takes a hundred times their length
+_MAX_MESSAGES = 256 * 1024  # decoding empty containers takes a hundred times their length
 
-_MOST_VIEW = 64 * 1024
+_MAX_VIEW = 64 * 1024
 
 _EVERY_S = 0.5
 
@@ -52,7 +52,7 @@ def pick_rollouts(group: Group, evaluation: int | None = None) -> list[Shown]:
 
 
 class RecentRollouts:
-    """Those of up to `GROUPS` groups within `MOST_BYTES`: all groups until it is full, then one in `_EVERY_S` seconds,
+    """Those of up to `GROUPS` groups within `MAX_BYTES`: all groups until it is full, then one in `_EVERY_S` seconds,
     since reading each would cost a busy queue too much."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class RecentRollouts:
         self._taken_at = now
         self._groups.append(shown)
         self._bytes += _size(shown)
-        while len(self._groups) > GROUPS or self._bytes > MOST_BYTES:
+        while len(self._groups) > GROUPS or self._bytes > MAX_BYTES:
             self._bytes -= _size(self._groups.popleft())
 
     def json(self, limit: int, worst: bool) -> bytes:
@@ -82,11 +82,11 @@ class RecentRollouts:
 
 def _shown(group: Group, number: int, evaluation: int | None) -> Shown:
     rollout = group.rollouts[number]
-    readable = rollout.messages is not None and len(rollout.messages) <= _MOST_MESSAGES
+    readable = rollout.messages is not None and len(rollout.messages) <= _MAX_MESSAGES
     if readable:
         try:
             encoded = codec.encode_json(RolloutView.of(group, number, evaluation))
-            if len(encoded) <= _MOST_VIEW:
+            if len(encoded) <= _MAX_VIEW:
                 return Shown(rollout.reward, encoded)
         except (ValueError, OverflowError, RecursionError):
             pass  # nested too deep to be written, or a number too large: shown without its messages

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from protocol.messages import FinishReason
 from rollout_worker.agent.messages import CONTEXT, TURNS, ApiError
 from rollout_worker.episodes.limits import EpisodeLimits, TurnBudget
-from rollout_worker.episodes.runner import MOST_SEGMENTS
+from rollout_worker.episodes.runner import MAX_SEGMENTS
 
 
 class Allowance:
@@ -38,9 +38,9 @@ class Allowance:
                 text = f"the episode has had its {limits.max_turns} answers (rollout.max_turns)"
                 raise ApiError(400, text, TURNS)
             on_their_way = self._turns - recorded + self.in_flight  # each may begin a segment
-            if segments + on_their_way >= MOST_SEGMENTS and (on_their_way or not appends):
+            if segments + on_their_way >= MAX_SEGMENTS and (on_their_way or not appends):
                 self.ended_as = "turn_limit"
-                text = f"the episode has {MOST_SEGMENTS} conversations, the most that are kept; go on from an answer"
+                text = f"the episode has {MAX_SEGMENTS} conversations, the most that are kept; go on from an answer"
                 raise ApiError(400, text, TURNS, ["messages"])
             budget = limits.turn(self._tokens, size)
             if budget.tokens <= 0:

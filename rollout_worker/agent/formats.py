@@ -22,7 +22,7 @@ from rollout_worker.chat.parsers.base import Message
 from rollout_worker.tools.arguments import Parameters
 
 # Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
-MOST_KEPT = 64
+MAX_KEPT = 64
 # Prompts that are kept for each, as ids, and the tokens of one.
 _KEPT_PROMPTS, _KEPT_TOKENS = 64, 16_384
 
@@ -74,7 +74,7 @@ class ChatFormats:
                 found = self._kept.get(key)
                 if found is None:
                     found = self._kept[key] = await user_code.in_thread(self._built, tools=tools)
-            while len(self._kept) > MOST_KEPT:
+            while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         else:
             self._kept.move_to_end(key)

@@ -21,9 +21,9 @@ from rollout_worker.agent.messages import ApiError, ApiErrorKind, refusal
 from rollout_worker.tools.base import NAME
 
 # OpenAI's bound.
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 
-_MOST_BYTES = 256 * 1024
+_MAX_BYTES = 256 * 1024
 
 _STRICT = (
     "the policy's arguments cannot be held to the schema, as it would change what the policy samples; give false, and "
@@ -38,14 +38,14 @@ def read_tools(tools: Any, faults: list[ApiErrorKind]) -> list[dict[str, Any]]:
     if not isinstance(tools, list):
         faults.append(ApiErrorKind("tools", "give a list of tools", "invalid_type"))
         return []
-    if len(tools) > MOST_TOOLS:
-        faults.append(ApiErrorKind("tools", f"{len(tools)} of them; at most {MOST_TOOLS} are shown"))
+    if len(tools) > MAX_TOOLS:
+        faults.append(ApiErrorKind("tools", f"{len(tools)} of them; at most {MAX_TOOLS} are shown"))
         return []
     names: set[str] = set()
     read = [_read(tool, f"tools[{number}]", names, faults) for number, tool in enumerate(tools)]
     schemas = [schema for schema in read if schema is not None]
-    if len(msgspec.json.encode(schemas)) > _MOST_BYTES:
-        faults.append(ApiErrorKind("tools", f"their schemas are more than {_MOST_BYTES} bytes; shorten them"))
+    if len(msgspec.json.encode(schemas)) > _MAX_BYTES:
+        faults.append(ApiErrorKind("tools", f"their schemas are more than {_MAX_BYTES} bytes; shorten them"))
     return schemas
 
 
@@ -78,12 +78,12 @@ def _read(tool: Any, where: str, names: set[str], faults: list[ApiErrorKind]) ->
     return {"type": "function", "function": {"name": name, **function}}
 
 
-MOST_MESSAGES = 4096
+MAX_MESSAGES = 4096
 
 # Answers to one request, and stop texts; OpenAI's bounds are 128 and 4.
-MOST_ANSWERS = 16
+MAX_ANSWERS = 16
 
-MOST_STOPS = 16
+MAX_STOPS = 16
 
 _STOP_CHARACTERS = 1000
 
@@ -169,7 +169,7 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
         tools=[] if choice == "none" else tools,
         max_tokens=reader.max_tokens(),
         stop=reader.stop(),
-        n=reader.number("n", MOST_ANSWERS) or 1,
+        n=reader.number("n", MAX_ANSWERS) or 1,
         logprobs=reader.flag("logprobs"),
         stream=reader.flag("stream"),
         usage=reader.usage(),
@@ -265,17 +265,17 @@ class _Reader:
         if not isinstance(value, list) or not value:
             self._faults.append(ApiErrorKind("messages", "give a list of at least one message", "invalid_type"))
             return []
-        if len(value) > MOST_MESSAGES:
-            self._faults.append(ApiErrorKind("messages", f"{len(value)} of them; at most {MOST_MESSAGES} are read"))
+        if len(value) > MAX_MESSAGES:
+            self._faults.append(ApiErrorKind("messages", f"{len(value)} of them; at most {MAX_MESSAGES} are read"))
         return value
 
     def stop(self) -> tuple[str, ...]:
         value = self._given.get("stop", [])
         texts = [value] if isinstance(value, str) else value
         fits: Callable[[Any], bool] = lambda text: isinstance(text, str) and 0 < len(text) <= _STOP_CHARACTERS  # noqa: E731
-        if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(map(fits, texts)):
+        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(map(fits, texts)):
             text = (
-                f"{_short(value) or 'an empty text'}; give a text, or at most {MOST_STOPS} of them, none of them empty"
+                f"{_short(value) or 'an empty text'}; give a text, or at most {MAX_STOPS} of them, none of them empty"
             )
             self._faults.append(ApiErrorKind("stop", text))
             return ()

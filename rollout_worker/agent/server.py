@@ -36,9 +36,9 @@ _BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 32
 # For the first request of a connection, for a body, and between two requests.
 _HEADER_S, _BODY_S, _IDLE_S = 30.0, 60.0, 60.0
 _LINGER_S, _CLOSE_S = 1.0, 1.0
-_MOST_CONNECTIONS = 8192
+_MAX_CONNECTIONS = 8192
 # Keys of episodes that are over are known for a while: their agents are told so.
-_MOST_REMEMBERED = 8192
+_MAX_REMEMBERED = 8192
 _KEY = "sk-slipstream-"
 # The content coding that is none.
 _PLAIN = "identity"
@@ -124,7 +124,7 @@ class AgentServer:
         name = endpoint.api_key.removeprefix(_KEY).partition("-")[0]
         secret, session = self._keys.pop(name)
         self._over[name] = secret
-        if len(self._over) > _MOST_REMEMBERED:
+        if len(self._over) > _MAX_REMEMBERED:
             self._over.popitem(last=False)
         session.end()
 
@@ -132,7 +132,7 @@ class AgentServer:
         server = self._runner.server if self._runner is not None else None
         assert server is not None, "it listens"
         protocol = server()
-        full = len(server.connections) >= _MOST_CONNECTIONS
+        full = len(server.connections) >= _MAX_CONNECTIONS
         self._new[protocol] = asyncio.get_running_loop().call_later(0 if full else _HEADER_S, self._cut, protocol)
         return protocol
 

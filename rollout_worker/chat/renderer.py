@@ -62,7 +62,7 @@ class RendererTokenizer:
 _Result = TypeVar("_Result")
 
 # What a template may put behind a message's text, in tokens: the ids that close it.
-_MOST_CLOSING = 16
+_MAX_CLOSING = 16
 
 # Renderers of renderers 0.1.12 that leave out the line end after a sampled </assistant>; where the turn's close is left
 # to them, they write both.
@@ -202,9 +202,9 @@ class RendererFormat:
         if not begun.strip():
             return self._render(messages[:-1], True)
         ids = self._render(messages, False)
-        window = len(begun.encode("utf-8", "replace")) + _MOST_CLOSING
+        window = len(begun.encode("utf-8", "replace")) + _MAX_CLOSING
         for said in (begun, begun.rstrip()):  # many templates strip it
-            for end in range(len(ids), max(0, len(ids) - _MOST_CLOSING), -1):
+            for end in range(len(ids), max(0, len(ids) - _MAX_CLOSING), -1):
                 if self._ids.decode(ids[max(0, end - window) : end]).endswith(said):
                     return self._going_on(ids[:end], said)
         raise PromptError(f"{_cannot_continue(begun)} in a way that cannot be cut where the message ends")

@@ -19,7 +19,7 @@ ENVIRONMENTS = "environments"
 
 # Rows that are looked at before a start: of a table at most this many, spread over it, as far as they can be read in
 # this time; of a stream the first few.
-MOST_ROWS = 100_000
+MAX_ROWS = 100_000
 
 FIRST_ROWS = 1000
 
@@ -89,7 +89,7 @@ def check_rows(rows: Rows, clock: Callable[[], float] = time.monotonic) -> Findi
     began = clock()
     found = _look(rows, FIRST_ROWS)
     affordable = int(FIRST_ROWS * BUDGET_S / max(clock() - began, 1e-9))
-    most = min(rows.size, MOST_ROWS, affordable)
+    most = min(rows.size, MAX_ROWS, affordable)
     return _look(rows, most) if most > FIRST_ROWS else found
 
 

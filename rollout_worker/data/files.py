@@ -113,7 +113,7 @@ _OWN = "json"
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w][\w.-]*)?")
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 def load_data_files(name: str, split: str | None, config: str | None, folder: Path | None) -> Any:
@@ -245,8 +245,8 @@ def _refuse_a_path(name: str, places: list[Path]) -> None:
     what = "no file matches it" if glob.has_magic(name) else "there is no such file or folder"
     beside = sorted({file.name for parent in parents if parent.is_dir() for file in parent.iterdir()})
     data = [file for file in beside if _kind(Path(file)) in _LOADERS]
-    near = get_close_matches(Path(name).name, beside, n=_MOST_NAMED, cutoff=0.5) or data
-    there = f"; there is {', '.join(near[:_MOST_NAMED])}" if near else ""
+    near = get_close_matches(Path(name).name, beside, n=_MAX_NAMED, cutoff=0.5) or data
+    there = f"; there is {', '.join(near[:_MAX_NAMED])}" if near else ""
     looked = " and ".join(dict.fromkeys(str(parent.absolute()) for parent in parents))
     raise ConfigError(f"Task(dataset={name!r}): {what} in {looked}{there}")
 
@@ -264,5 +264,5 @@ def _library(name: str) -> ModuleType:
 
 
 def _named(files: list[Path]) -> str:
-    more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
-    return ", ".join(file.name for file in files[:_MOST_NAMED]) + more
+    more = f" and {len(files) - _MAX_NAMED} more" if len(files) > _MAX_NAMED else ""
+    return ", ".join(file.name for file in files[:_MAX_NAMED]) + more

@@ -80,13 +80,13 @@ class _Turn(asyncio.Future[None]):
 
 
 class Capacity:
-    """Slots for `total` episodes that generate, and room for `most_open` in all. `clock`: seconds, monotonic. `open`:
+    """Slots for `total` episodes that generate, and room for `max_open` in all. `clock`: seconds, monotonic. `open`:
     episodes of all tickets at work. `cautious`: open no more than the slots hold, as nothing shows yet, or any longer,
     that what is opened succeeds."""
 
-    def __init__(self, total: int, most_open: int, clock: Callable[[], float]) -> None:
+    def __init__(self, total: int, max_open: int, clock: Callable[[], float]) -> None:
         self.total = total
-        self.most_open = max(total, most_open)
+        self.max_open = max(total, max_open)
         self.free = total
         self.open = 0
         self.cautious = True
@@ -191,7 +191,7 @@ class Capacity:
         """A slot comes back from a turn. Where only what is open keeps the next group from its slots, it may open."""
         self.give(1)
         if self._is_full() and not self.cautious:
-            self._enough_open = min(self.most_open, self.open + self._next_size)
+            self._enough_open = min(self.max_open, self.open + self._next_size)
 
     def give(self, slots: int) -> None:
         self._note()

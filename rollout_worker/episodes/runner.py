@@ -31,7 +31,7 @@ from rollout_worker.inference.sampler import Sampler
 from rollout_worker.tools.base import ToolResult, count_call
 
 # As many as the queue takes.
-MOST_SEGMENTS = 1024
+MAX_SEGMENTS = 1024
 
 # Longer turns are read in a thread.
 _INLINE_TOKENS = 256
@@ -153,8 +153,8 @@ class EpisodeRunner:
         prompt = scene.prompt
         if isinstance(prompt, str):
             why = "its prompt is text, and no messages that could be rendered anew"
-        elif len(episode.drafts) == MOST_SEGMENTS:
-            why = f"it has {MOST_SEGMENTS} segments, the most that a rollout may have"
+        elif len(episode.drafts) == MAX_SEGMENTS:
+            why = f"it has {MAX_SEGMENTS} segments, the most that a rollout may have"
         else:
             try:
                 return _Next(

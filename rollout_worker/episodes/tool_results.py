@@ -64,7 +64,7 @@ def markup_of(tokenizer: Any) -> Markup:
 
 
 # Of one token, in text as tools write it: spaces in long rows are a token for many.
-_MOST_CHARACTERS_PER_TOKEN = 8
+_MAX_CHARACTERS_PER_TOKEN = 8
 
 # A little less than what the last try would have kept, so that the next one fits.
 _MARGIN = 0.97
@@ -79,7 +79,7 @@ async def cut(text: str, max_tokens: int, count: CountTokens) -> str:
     those were. Where so few are allowed that the note alone has more, the beginning as far as it fits."""
     if _is_short(text, max_tokens):
         return text
-    size = min(len(text), max_tokens * _MOST_CHARACTERS_PER_TOKEN)
+    size = min(len(text), max_tokens * _MAX_CHARACTERS_PER_TOKEN)
     for _ in range(_TRIES):
         shorter = without_middle(text, size)
         tokens = await count(shorter)

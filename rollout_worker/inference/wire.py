@@ -22,7 +22,7 @@ _FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "
 # The float32 log-prob of a certain token may come out this far above 0.
 _ROUNDING = 1e-4
 # Segments hold ids as int32.
-_LARGEST_ID = 2**31 - 1
+_MAX_ID = 2**31 - 1
 # Samples show a publication before the registry tells of it, which it does every 10 s or sooner: no run publishes
 # three versions a second.
 _VERSIONS_AHEAD = 32
@@ -248,7 +248,7 @@ def _check_ids(token_ids: list[int], max_tokens: int) -> None:
         raise BadSample(reasons.TOO_MANY, f"{len(token_ids)} tokens, {max_tokens} were asked for")
     if min(token_ids) < 0:
         raise BadSample(reasons.TOKEN_ID_NEGATIVE, f"a token id is {min(token_ids)}")
-    if max(token_ids) > _LARGEST_ID:
+    if max(token_ids) > _MAX_ID:
         raise BadSample(reasons.TOKEN_ID_UNKNOWN, f"a token id is {max(token_ids)}, beyond int32")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
-from protocol.messages import LARGEST_FIGURE
+from protocol.messages import MAX_METRIC
 from protocol.rollouts import is_counted
-from rollout_worker.task.reward_base import MOST_COLUMNS, MOST_METRICS, NAME_CHARACTERS, RESULTS, TEXT_CHARACTERS
+from rollout_worker.task.reward_base import MAX_COLUMNS, MAX_METRICS, NAME_CHARACTERS, RESULTS, TEXT_CHARACTERS
 from rollout_worker.user_code.errors import gives_items, is_async, name_of
 from rollout_worker.user_code.values import encodable, type_name
 
@@ -115,11 +115,11 @@ class Agent:
         return {name: value for name, value in columns.items() if name in self._parameters}
 
 
-def most_open(config: RunConfig, agent: Callable[..., Any] | None, threads: int) -> int:
+def max_open(config: RunConfig, agent: Callable[..., Any] | None, threads: int) -> int:
     """How many episodes a worker may have open: a plain `def` agent has one of `threads` for as long as its episode
     takes, and what is open beyond them would only grow old."""
-    if agent is None or is_async(agent) or config.most_open <= threads:
-        return config.most_open
+    if agent is None or is_async(agent) or config.max_open <= threads:
+        return config.max_open
     if config.worker.open_episodes != "auto":
         logger.warning(
             "worker.open_episodes = %d: %s is a plain def, each call of which has a thread, so only %d episodes are "
@@ -185,10 +185,10 @@ def _read_mapping(value: Mapping[Any, Any]) -> AgentResult:
             raise ValueError(f"the agent returned {name!r}, which is a figure of Slipstream's own; choose another name")
         else:
             given[name] = metrics[name] = _figure(repr(name), number)
-    if len(metrics) > MOST_METRICS or len(extra) > MOST_COLUMNS:
+    if len(metrics) > MAX_METRICS or len(extra) > MAX_COLUMNS:
         raise ValueError(
-            f"the agent returned {len(metrics)} numbers and {len(extra)} texts; at most {MOST_METRICS} and "
-            f"{MOST_COLUMNS} are kept"
+            f"the agent returned {len(metrics)} numbers and {len(extra)} texts; at most {MAX_METRICS} and "
+            f"{MAX_COLUMNS} are kept"
         )
     return AgentResult(given, reward, metrics, extra)
 
@@ -201,8 +201,8 @@ def _number(value: Any) -> float | None:
 
 
 def _figure(what: str, number: float) -> float:
-    if not math.isfinite(number) or abs(number) > LARGEST_FIGURE:
-        raise ValueError(f"the agent returned {what} as {number}; give a finite number below {LARGEST_FIGURE:g}")
+    if not math.isfinite(number) or abs(number) > MAX_METRIC:
+        raise ValueError(f"the agent returned {what} as {number}; give a finite number below {MAX_METRIC:g}")
     return number
 
 

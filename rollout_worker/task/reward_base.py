@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from protocol.messages import LARGEST_FIGURE
+from protocol.messages import MAX_METRIC
 from protocol.rollouts import is_counted
 from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import encodable
@@ -120,11 +120,11 @@ class Reward(Protocol):
 
 
 # Of one reward function and one group. The queue takes 256 figures a rollout, tools' counts among them.
-MOST_METRICS = 32
+MAX_METRICS = 32
 
-MOST_COLUMNS = 16
+MAX_COLUMNS = 16
 
-MOST_REASONS = 4
+MAX_REASONS = 4
 
 NAME_CHARACTERS = 128
 
@@ -184,10 +184,10 @@ class Notes:
                 return
             if is_counted(name):
                 self._leave_out(f"log_metric({name!r}, ...): that name is Slipstream's own; choose another")
-            elif not abs(value) <= LARGEST_FIGURE:
-                self._leave_out(f"log_metric({name!r}, {shown}): give a finite number below {LARGEST_FIGURE:g}")
-            elif name not in self._metrics and len(self._metrics) == MOST_METRICS:
-                self._leave_out(f"log_metric({name!r}, ...): {MOST_METRICS} metrics are the most")
+            elif not abs(value) <= MAX_METRIC:
+                self._leave_out(f"log_metric({name!r}, {shown}): give a finite number below {MAX_METRIC:g}")
+            elif name not in self._metrics and len(self._metrics) == MAX_METRICS:
+                self._leave_out(f"log_metric({name!r}, ...): {MAX_METRICS} metrics are the most")
             else:
                 self._metrics.setdefault(name, []).append(value)
 
@@ -195,14 +195,14 @@ class Notes:
         with self._lock:
             if not self._open:
                 return
-            if column not in self._columns and len(self._columns) == MOST_COLUMNS:
-                self._leave_out(f"log_extra({column!r}, ...): {MOST_COLUMNS} columns are the most")
+            if column not in self._columns and len(self._columns) == MAX_COLUMNS:
+                self._leave_out(f"log_extra({column!r}, ...): {MAX_COLUMNS} columns are the most")
                 return
             found = self._columns.setdefault(column, [])
             found += texts[: self._size + 1 - len(found)]  # one too many is enough to see that it is too many
 
     def _leave_out(self, reason: str) -> None:
-        if len(self._left_out) < MOST_REASONS:
+        if len(self._left_out) < MAX_REASONS:
             self._left_out[reason] = None
 
 

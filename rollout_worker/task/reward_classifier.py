@@ -35,7 +35,7 @@ TEXTS = 32
 
 _MESSAGE_CHARACTERS = 500
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 # Of aiohttp; the reward's own covers all of its requests.
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
@@ -149,7 +149,7 @@ class ClassifierReward:
             served = [model.id for model in msgspec.json.decode(answer, type=_Models).data]
         except (msgspec.DecodeError, RecursionError):
             served = []
-        has = f"it serves {', '.join(map(repr, served[:_MOST_NAMED]))}: " if served else ""
+        has = f"it serves {', '.join(map(repr, served[:_MAX_NAMED]))}: " if served else ""
         return f"{has}name the reward as the server does, or {self._start()}"
 
     def _start(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from protocol import reasons
 from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
-from protocol.messages import LARGEST_FIGURE
+from protocol.messages import MAX_METRIC
 from rollout_worker import user_code
 from rollout_worker.backoff import pause_s
 from rollout_worker.data.columns import ENVIRONMENTS
@@ -193,7 +193,7 @@ class RewardFunctions:
         if len(set(self.names)) < len(self.names):
             raise ConfigError(f"Task(rewards=...): the names {self.names} are not all different; rename one")
         numbers = [1.0] * len(rewards) if weights is None else [float(weight) for weight in weights]
-        if len(numbers) != len(rewards) or not all(abs(weight) <= LARGEST_FIGURE for weight in numbers):
+        if len(numbers) != len(rewards) or not all(abs(weight) <= MAX_METRIC for weight in numbers):
             raise ConfigError(_wrong_weights(weights, len(rewards), own))
         self._own = list(own or ())
         self._has_environments = own is None
@@ -305,7 +305,7 @@ def _wrong_weights(weights: Any, rewards: int, own: Sequence[str] | None) -> str
         return f"Task(reward_weights={weights!r}): there are no reward functions to weigh{fixed}; leave it out"
     return (
         f"Task(reward_weights={weights!r}): give one number for each of the {rewards} rewards=[...], of at most "
-        f"{LARGEST_FIGURE:g}{fixed}"
+        f"{MAX_METRIC:g}{fixed}"
     )
 
 

@@ -21,10 +21,10 @@ from rollout_worker.tools.schema import NAMES
 _FENCE = "```"
 
 # JSON in JSON in JSON: further in, nobody meant it.
-_MOST_QUOTED = 3
+_MAX_QUOTED = 3
 
 # Python's own reader takes far more memory than text.
-_MOST_LITERAL_CHARACTERS = 64 * 1024
+_MAX_LITERAL_CHARACTERS = 64 * 1024
 
 _SHOWN_CHARACTERS = 80
 
@@ -51,7 +51,7 @@ def read_value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         pass
-    if len(text) > _MOST_LITERAL_CHARACTERS:
+    if len(text) > _MAX_LITERAL_CHARACTERS:
         raise ValueError("too long")
     try:
         return ast.literal_eval(text)
@@ -77,7 +77,7 @@ def _without_fence(text: str) -> str:
 
 
 def _read_object(text: str) -> dict[str, Any] | None:
-    for _ in range(_MOST_QUOTED):
+    for _ in range(_MAX_QUOTED):
         try:
             found = read_value(text)
         except ValueError:

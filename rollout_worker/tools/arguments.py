@@ -60,13 +60,13 @@ MOST = Weight(values=100_000, characters=1_000_000)
 
 SMALL = Weight(values=256, characters=2048)
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 
-MOST_BITS = 4096
+MAX_BITS = 4096
 
 # References that one check follows, and values that it tries to make fit, for each value that is there: a schema that
 # refers to itself in two ways would take time exponential in the depth.
-MOST_STEPS_A_VALUE = 20
+MAX_STEPS_A_VALUE = 20
 
 _STEPS_AT_LEAST = 1000
 
@@ -98,7 +98,7 @@ class _Steps(threading.local):
             raise _TooManySteps
 
     def allow(self, value: Any) -> None:
-        self.left = min(_STEPS_AT_MOST, self.left + MOST_STEPS_A_VALUE * weigh(value, MOST).values)
+        self.left = min(_STEPS_AT_MOST, self.left + MAX_STEPS_A_VALUE * weigh(value, MOST).values)
 
 
 _steps = _Steps()
@@ -261,15 +261,15 @@ def _clean(value: Any, where: str, depth: int, repairs: list[str]) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        if value.bit_length() > MOST_BITS:
+        if value.bit_length() > MAX_BITS:
             raise ArgumentsError(f"bad arguments: {where}the number is too long")
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ArgumentsError(f"bad arguments: {where}{value} is not a number that JSON can write")
         return value
-    if depth >= MOST_DEPTH:
-        raise ArgumentsError(f"bad arguments: they are nested deeper than {MOST_DEPTH} levels")
+    if depth >= MAX_DEPTH:
+        raise ArgumentsError(f"bad arguments: they are nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
         return {
             _clean(name if isinstance(name, str) else short(name), where, depth + 1, repairs): _clean(

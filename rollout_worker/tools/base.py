@@ -72,14 +72,14 @@ class ToolResult:
 
 
 # A tool's name is part of a metric's: so many are counted by name, all others together.
-MOST_COUNTED = 24
+MAX_COUNTED = 24
 
 NAME_CHARACTERS = 64
 
 
 def counted_as(name: str, counted: int) -> str:
     """What calls of a tool are counted as, where `counted` others are counted by name."""
-    return name[:NAME_CHARACTERS] if counted < MOST_COUNTED else OTHER
+    return name[:NAME_CHARACTERS] if counted < MAX_COUNTED else OTHER
 
 
 def count_call(metrics: dict[str, float], tool: str, reason: str | None, coerced: bool) -> None:

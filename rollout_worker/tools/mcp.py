@@ -35,10 +35,10 @@ CONNECT_TIMEOUT_S = 60.0
 
 ENDED_WITHIN_S = 5.0
 
-MOST_TOOLS = 512
+MAX_TOOLS = 512
 
 # A server whose list of tools never ends is broken.
-_MOST_PAGES = 1000
+_MAX_PAGES = 1000
 
 
 class McpTool:
@@ -166,7 +166,7 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
 
     async def listed(client: Client) -> list[dict[str, Any]]:
         schemas, cursor = [], None
-        for _ in range(_MOST_PAGES):
+        for _ in range(_MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
                 if not NAME.fullmatch(tool.name):
@@ -179,15 +179,15 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
                     continue
                 described = {"name": tool.name, "description": tool.description or ""}
                 schemas.append({"type": "function", "function": {**described, "parameters": tool.input_schema}})
-            if len(schemas) > MOST_TOOLS:
+            if len(schemas) > MAX_TOOLS:
                 raise McpFailed(
-                    f"{server.shown}: it has more than {MOST_TOOLS} tools, and a prompt has no room for "
+                    f"{server.shown}: it has more than {MAX_TOOLS} tools, and a prompt has no room for "
                     f"them; have it give fewer"
                 )
             cursor = page.next_cursor
             if cursor is None:
                 return schemas
-        raise McpFailed(f"{server.shown}: its list of tools has more than {_MOST_PAGES} pages")
+        raise McpFailed(f"{server.shown}: its list of tools has more than {_MAX_PAGES} pages")
 
     remedy = _remedy(server)
     try:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # Of one answer; the library takes seconds for hundreds of thousands.
-MOST_PARTS = 1000
+MAX_PARTS = 1000
 
 # The id of a message whose inside cannot be read: servers write it first or last.
 _WITHIN = 200
@@ -135,9 +135,9 @@ def _read(line: str, why: str) -> JSONRPCMessage | None:
 
 def _cut(result: dict[str, Any]) -> None:
     parts = result.get("content")
-    if isinstance(parts, list) and len(parts) > MOST_PARTS:
-        note = {"type": "text", "text": f"({len(parts) - MOST_PARTS} more parts left out)"}
-        result["content"] = [*parts[:MOST_PARTS], note]
+    if isinstance(parts, list) and len(parts) > MAX_PARTS:
+        note = {"type": "text", "text": f"({len(parts) - MAX_PARTS} more parts left out)"}
+        result["content"] = [*parts[:MAX_PARTS], note]
 
 
 # After a connection failed, calls fail at once for so long: no storm of processes.

@@ -225,7 +225,7 @@ _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 # A check of these may take for ever, or asks for a document from elsewhere.
 _UNCHECKED = ("pattern", "patternProperties", "uniqueItems", "format", "$dynamicRef", "$schema", "$id", "nullable")
 
-_MOST_HOPS = 16
+_MAX_HOPS = 16
 
 NAMES: dict[type, tuple[str, ...]] = {
     str: ("string",),
@@ -294,7 +294,7 @@ def allows(types: set[str], value: Any) -> bool:
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """What a reference within `root` refers to; anything else as it is."""
-    for _ in range(_MOST_HOPS):
+    for _ in range(_MAX_HOPS):
         ref = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(ref, str) or not ref.startswith("#"):
             return schema

@@ -182,7 +182,7 @@ def _run(job: _Job, executor: DaemonExecutor, jobs: _Jobs, pid: int) -> None:
 LOOKS = 8
 
 # Looks at one step after which it is to blame in any case: it waits in many places (a loop of short sleeps).
-MOST_LOOKS = 16 * LOOKS
+MAX_LOOKS = 16 * LOOKS
 
 # Of the time between looks: the CPU time of a thread that computes is above the one, of one that waits below the other.
 # One that wants to compute and has no CPU is between them.
@@ -238,8 +238,8 @@ def blocks(seen: Sequence[Sighting], look_s: float) -> bool:
         if each.step is not seen[-1].step:
             break
         looks += 1
-    if looks < LOOKS or looks >= MOST_LOOKS:
-        return looks >= MOST_LOOKS
+    if looks < LOOKS or looks >= MAX_LOOKS:
+        return looks >= MAX_LOOKS
     same = seen[-looks:]
     computes = same[-1].cpu_s - same[0].cpu_s >= _COMPUTES * LOOKS * look_s
     return same[-1].step is not None and (computes or _waits(same[-LOOKS:], look_s) == LOOKS - 1)
@@ -275,7 +275,7 @@ def _cpu_s(clock: int | None) -> float:
 
 
 # Items of an async generator that are collected.
-MOST_ITEMS = 100_000
+MAX_ITEMS = 100_000
 
 _CLOSE_S = 1.0
 
@@ -407,7 +407,7 @@ class EventLoop:
             self._soon(self._answer, self._asked)
             return
         self._seen.append(sample_stack(self._thread.ident, self._clock))
-        del self._seen[:-MOST_LOOKS]
+        del self._seen[:-MAX_LOOKS]
         self.blocked = self.blocked or blocks(self._seen, self._look_s)
         self.held_up = self.held_up or holds_up(self._seen, self._look_s)
 
@@ -502,13 +502,13 @@ async def collected(items: Any) -> list[Any]:
     """The items of an async generator. Raises `ValueError` where they do not end."""
     found: list[Any] = []
     async for item in items:
-        if len(found) == MOST_ITEMS:
-            raise ValueError(f"an async generator gave more than {MOST_ITEMS} items; give a list")
+        if len(found) == MAX_ITEMS:
+            raise ValueError(f"an async generator gave more than {MAX_ITEMS} items; give a list")
         found.append(item)
     return found
 
 
-MOST_LOOPS = 4
+MAX_LOOPS = 4
 
 
 @dataclass(eq=False)
@@ -543,13 +543,13 @@ class Loops:
     @property
     def full(self) -> bool:
         """Whether every loop is blocked."""
-        return len(self._loops) == MOST_LOOPS and all(loop.blocked for loop in self._loops)
+        return len(self._loops) == MAX_LOOPS and all(loop.blocked for loop in self._loops)
 
     def hanging(self) -> str:
         """The functions that block the loops, and where."""
         culprits = [culprit for loop in self._loops if (culprit := loop.culprit()) is not None]
         told = dict.fromkeys(f"{culprit.name} ({culprit.where})" for culprit in culprits)
-        return f"all {MOST_LOOPS} event loops of async code are blocked, by {', '.join(told) or 'code that has ended'}"
+        return f"all {MAX_LOOPS} event loops of async code are blocked, by {', '.join(told) or 'code that has ended'}"
 
     async def run(
         self,
@@ -565,9 +565,7 @@ class Loops:
         self.longest_s = max(self.longest_s, told_s or timeout_s)
         home = self._responsive()
         if home is None:
-            text = (
-                f"not called: all {MOST_LOOPS} event loops are blocked; await in async code, or write it as plain def"
-            )
+            text = f"not called: all {MAX_LOOPS} event loops are blocked; await in async code, or write it as plain def"
             raise NotCalled(text, reasons.TIMEOUT, defined_at(function))
         self._caller = loop = asyncio.get_running_loop()
         call = AsyncCall(loop, loop.create_future(), function, start, plain, self._came_back)
@@ -599,7 +597,7 @@ class Loops:
     def _responsive(self) -> EventLoop | None:
         """The first loop that is not blocked; a new one where all are; None where there are enough."""
         found = next((loop for loop in self._loops if not loop.blocked), None)
-        if found is None and len(self._loops) < MOST_LOOPS:
+        if found is None and len(self._loops) < MAX_LOOPS:
             found = EventLoop(self._executor, self.look_s)
             self._loops.append(found)
         return found

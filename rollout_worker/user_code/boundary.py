@@ -103,7 +103,7 @@ class UserCode:
         """Calls that were given up and have not come back."""
         return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
 
-    def most_at_once(self, kind: Kind) -> int:
+    def max_at_once(self, kind: Kind) -> int:
         """Sync calls of one kind that have a thread."""
         return self._threads[kind].limit
 

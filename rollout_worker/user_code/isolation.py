@@ -33,10 +33,10 @@ from rollout_worker.user_code.threads import Threads
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 # A reply is longer than its text by what JSON escapes: up to twelve times.
-_MOST_REPLY_BYTES = 16 * 1024 * 1024
+_MAX_REPLY_BYTES = 16 * 1024 * 1024
 
 # While one reply is awaited, lines that are not it: a few may come from a copy that a tool made of the child.
-MOST_STRAY_LINES = 100
+MAX_STRAY_LINES = 100
 
 DIED = "died"
 
@@ -116,8 +116,8 @@ class ChildProcess:
         """The reply to the request of that number; 0 is what it says when it has started."""
         assert self._process is not None
         assert self._process.stdout is not None
-        for _ in range(1 + MOST_STRAY_LINES):
-            line = self._process.stdout.readline(_MOST_REPLY_BYTES)
+        for _ in range(1 + MAX_STRAY_LINES):
+            line = self._process.stdout.readline(_MAX_REPLY_BYTES)
             if not line.endswith(b"\n"):
                 # Before it is reaped: what it has started is in its group, whose number is free after that.
                 with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ class ChildProcess:
                 return reply
         self.kill()
         raise UserCodeError(
-            f"its process was killed: it wrote {MOST_STRAY_LINES} lines to the pipe of its replies that are not the "
+            f"its process was killed: it wrote {MAX_STRAY_LINES} lines to the pipe of its replies that are not the "
             f"reply; do not write to file descriptors that the tool did not open, nor go on after os.fork",
             DIED,
             where,

@@ -298,7 +298,7 @@ def _serve(jobs: _Jobs) -> None:
 # None has come back for so long: this many times the longest time-out, and seconds at least.
 TIMEOUTS = 4
 
-AT_LEAST_S = 60.0
+AT_MIN_S = 60.0
 
 
 class CallPool(Protocol):
@@ -332,7 +332,7 @@ class ShutOff:
             self._watched.popitem()[1].cancel()
 
     def _wait(self, source: CallPool) -> None:
-        seconds = max(AT_LEAST_S, TIMEOUTS * source.longest_s)
+        seconds = max(AT_MIN_S, TIMEOUTS * source.longest_s)
         loop = asyncio.get_running_loop()
         self._watched[source] = loop.call_later(seconds, self._check, source, source.came_back, seconds)
 

@@ -123,7 +123,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
-from weight_sync.vllm import shadow, torch_packing
+from weight_sync.vllm.engine import shadow, shadow_modules
 
 folder = sys.argv[1]
 torch.manual_seed(0)
@@ -133,7 +133,7 @@ model.save_pretrained(folder)
 llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True,
           max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=8_000_000, block_size=32)
 engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
-torch_packing.install()
+shadow_modules.install_torch_packing()
 prompts = {"begun": list(range(20)), "half": [token % 128 for token in range(100, 250)]}
 ended = {}
 

@@ -72,19 +72,19 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM
-from weight_sync.proof.probe import Probe, probe_token_ids
-from weight_sync.proof.server_proof import ProofFailed, ServerProof
-from weight_sync.server_control import ControlError
-from weight_sync.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, probe_token_ids
+from weight_sync.server.proof import ProofFailed, ServerProof
+from weight_sync.server.control import ControlError
+from weight_sync.weights.snapshot import Snapshot
 from vllm.model_executor.layers import utils
-from weight_sync.vllm import proof_layers, proof_products, reload, shadow, torch_packing
-from weight_sync.vllm.proof_worker import ProofMixin
+from weight_sync.vllm.engine import layer_proof, reload, shadow, shadow_modules
+from weight_sync.vllm.worker import ProofMixin
 
-torch_packing.install()
+shadow_modules.install_torch_packing()
 utils.check_cpu_sgl_kernel = lambda *_: False  # a CPU with AMX would take another kernel for so small a model
 torch.manual_seed(0)
 folder, dtype = sys.argv[1:]
-packs = torch_packing.can_pack(getattr(torch, dtype))
+packs = shadow_modules.can_pack(getattr(torch, dtype))
 held_as = "packed0" if packs else "weight"
 sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.1)
@@ -132,8 +132,8 @@ async def publish(server, proof, version, rate, swaps=True):
 
 
 def found(proven):
-    probed = proof_products.probe(live, proven)
-    return vars(proof_layers.ModelReading(live, proven, probed).difference())
+    probed = layer_proof.probe_products(live, proven)
+    return vars(layer_proof.ModelReading(live, proven, probed).difference())
 
 
 def by_onednn():
@@ -192,7 +192,7 @@ def linear(layer, change):
         return in_place(layer.weight.data, change)
     old, weight = layer.cpu_linear, layer.cpu_linear.dense().clone()
     change(weight)
-    layer.cpu_linear = torch_packing.TorchLinear(weight)
+    layer.cpu_linear = shadow_modules.TorchLinear(weight)
     return lambda: setattr(layer, "cpu_linear", old)
 
 

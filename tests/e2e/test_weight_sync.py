@@ -272,7 +272,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
-from weight_sync.vllm import shadow, torch_packing
+from weight_sync.vllm.engine import shadow, shadow_modules
 
 folder, kind = sys.argv[1:]
 torch.manual_seed(0)
@@ -287,7 +287,7 @@ model.save_pretrained(folder)
 llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
           max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=8_000_000, block_size=32)
 config = llm.llm_engine.vllm_config
-torch_packing.install()
+shadow_modules.install_torch_packing()
 built = []
 
 def swap(served, weights):

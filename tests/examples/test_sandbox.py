@@ -100,7 +100,7 @@ def test_huge_output_is_cut(sandbox: Any, load: Load) -> None:
     ],
 )
 def test_an_endless_program_is_ended(load: Load, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load("sandbox"), "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(load("sandbox"), "MAX_SECONDS", 0.3)
     sandbox = load("sandbox").Sandbox(1)
     try:
         assert sandbox.run(code) == "error: the program takes too long"
@@ -158,7 +158,7 @@ def test_a_helper_that_was_killed_is_replaced(load: Load) -> None:
 
 
 def test_a_long_program_is_not_run(sandbox: Any, load: Load) -> None:
-    most = load("sandbox").MOST_CODE
+    most = load("sandbox").MAX_CODE_CHARACTERS
     assert "at most" in sandbox.run("#" * (most + 1))
 
 

@@ -87,7 +87,7 @@ def test_the_file_is_opened_for_reading_even_without_the_authorizer(load: Load, 
 def test_what_would_not_end_or_not_fit_is_ended(
     load: Load, sql: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load("database"), "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(load("database"), "MAX_SECONDS", 0.05)
     assert told in load("task").query(sql)
 
 

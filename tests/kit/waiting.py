@@ -54,8 +54,8 @@ class Slots(Protocol):
 class NewSlots:
     """As the worker does: see `Capacity`."""
 
-    def __init__(self, total: int, most_open: int, resets: bool) -> None:
-        self.capacity = Capacity(total, most_open, asyncio.get_running_loop().time)
+    def __init__(self, total: int, max_open: int, resets: bool) -> None:
+        self.capacity = Capacity(total, max_open, asyncio.get_running_loop().time)
         self._resets = resets
 
     async def room(self) -> int:
@@ -144,7 +144,7 @@ class Found:
     dropped: int
     depth: float
     by_worker: list[int] = field(default_factory=list)
-    most_open: int = 0
+    max_open: int = 0
 
 
 def tail(rng: random.Random) -> float:
@@ -163,7 +163,7 @@ class _Run:
         self.admission = Admission(
             config(learner={"groups_per_step": GROUPS_PER_STEP}, queue={"max_staleness": scene.max_staleness})
         )
-        self.version = self.outstanding = self.open = self.most_open = self.dropped = 0
+        self.version = self.outstanding = self.open = self.max_open = self.dropped = 0
         self.ready: list[int] = []  # versions that sampled the groups
         self.changed = asyncio.Condition()
         self.sequences = asyncio.Semaphore(scene.sequences)
@@ -186,7 +186,7 @@ class _Run:
             self.dropped,
             self.admission.depth,
             made,
-            self.most_open,
+            self.max_open,
         )
 
     async def step(self, times: list[float]) -> list[int]:
@@ -224,7 +224,7 @@ class _Run:
                 room = await slots.room()
                 for _ in range(await self.tickets(room)):
                     self.open += GROUP_SIZE
-                    self.most_open = max(self.most_open, self.open)
+                    self.max_open = max(self.max_open, self.open)
                     made[place] += 1
                     groups.create_task(self.group(slots))
                     await asyncio.sleep(0)

@@ -150,7 +150,7 @@ def test_weights_are_merged_one_at_a_time(model_path: Path, monkeypatch: pytest.
         return whole
 
     policy = trained(adapted(model_path))
-    monkeypatch.setattr(export, "merged", watched)
+    monkeypatch.setattr(export, "merged_weight", watched)
     probe = Probe([1, 2], np.zeros(1, dtype=np.float32))
     gc.freeze()  # what stands by now needs no look at each matrix
     try:

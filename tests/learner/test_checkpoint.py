@@ -21,7 +21,7 @@ from learner.model.policy import Policy, Scoring
 from learner.model.reference import ReferenceModel
 from learner.training.trainer import DivergedError, Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
-from protocol.messages import LARGEST_FIGURE
+from protocol.messages import MAX_METRIC
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.learner import sample, step_rollouts
 
@@ -162,7 +162,7 @@ def test_a_gradient_that_is_not_finite_touches_no_weight(make_policy: Callable[.
     trainer = Trainer(make_policy(), SECTION.model_copy(update={"advantage": "dr_grpo", "delta": "none"}), 64)
     before = _weights(trainer)
     unlikely = replace(taken := sample(12, 3, 0), behaviour=8 * taken.behaviour)
-    rewards = np.array([-LARGEST_FIGURE, LARGEST_FIGURE])
+    rewards = np.array([-MAX_METRIC, MAX_METRIC])
     huge = StepRollouts.of(rewards, np.zeros(2, dtype=np.int64), np.array([9, 0]))
     with pytest.raises(
         DivergedError, match=r"loss is -?(nan|inf).*log_ratio_max \d.*kl \d.*lower learner.learning_rate"

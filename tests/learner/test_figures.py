@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from learner.algorithm.drift import (
     BIN,
     FINEST,
-    MOST_SERVERS,
-    MOST_STALENESS,
+    MAX_SERVERS,
+    MAX_STALENESS,
     drift_metrics,
     drift_sums,
     server_drift_sums,
@@ -58,17 +58,17 @@ def test_the_sums_of_two_rows_are_those_of_both_in_one() -> None:
 
 def test_the_kl_of_a_staleness_is_the_mean_over_its_tokens() -> None:
     """That of staleness 0 stands elsewhere: over turns that the version began itself."""
-    found = of([-0.5, -0.1, -0.3, 0.25, -9.0], [0, 1, 1, 3, MOST_STALENESS + 5])
+    found = of([-0.5, -0.1, -0.3, 0.25, -9.0], [0, 1, 1, 3, MAX_STALENESS + 5])
     kls = {name: value for name, value in found.items() if "kl" in name}
     assert kls == pytest.approx(
-        {"sampler/kl_staleness_1": 0.2, "sampler/kl_staleness_3": -0.25, f"sampler/kl_staleness_{MOST_STALENESS}": 9.0}
+        {"sampler/kl_staleness_1": 0.2, "sampler/kl_staleness_3": -0.25, f"sampler/kl_staleness_{MAX_STALENESS}": 9.0}
     )
 
 
 def test_the_distance_of_a_server_is_the_mean_over_its_fresh_tokens() -> None:
     log_ratios = torch.tensor([0.1, -0.3, 5.0, 0.2, 7.0])
     fresh = torch.tensor([True, True, False, True, True])
-    server = torch.tensor([0, 0, 0, 1, MOST_SERVERS + 3], dtype=torch.int32)
+    server = torch.tensor([0, 0, 0, 1, MAX_SERVERS + 3], dtype=torch.int32)
     sums = {**zero_sums(torch.device("cpu")), **server_drift_sums(log_ratios, fresh, server)}
     assert drift_metrics(sums, ("vllm-0", "vllm-1", "vllm-2")) == pytest.approx(
         {

@@ -156,7 +156,7 @@ def test_a_server_that_leaves_its_range_is_named_to_the_queue(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in's log-probs are made up, and of the same server in all steps."""
-    for name, value in (("LEARNT", 1), ("IN_A_ROW", 1), ("UNUSUAL", 0.0), ("FEWEST_TOKENS", 1)):
+    for name, value in (("LEARNT", 1), ("IN_A_ROW", 1), ("UNUSUAL", 0.0), ("MIN_TOKENS", 1)):
         monkeypatch.setattr(sampler_checks, name, value)
     told: list[str] = []
     monkeypatch.setattr(PendingNotices, "server", lambda _, text: told.append(text))
@@ -473,7 +473,7 @@ def test_a_signal_while_the_queue_is_away_saves_no_version_that_it_does_not_know
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("learner.ranks.stopping.HOLD_AT_MOST_S", 0.05)
+    monkeypatch.setattr("learner.ranks.stopping.HOLD_AT_MAX_S", 0.05)
 
     async def never(*_: object) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -636,7 +636,7 @@ def test_a_sampler_that_differs_is_told_once_unless_that_was_accepted(
     """The supply's log-probs are not the tiny model's; without prefetch, each step trains on its own version's."""
     warnings: list[str] = []
     monkeypatch.setattr(TerminalProgress, "warn", lambda _, text: warnings.append(text))
-    monkeypatch.setattr(sampler_checks, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(sampler_checks, "MIN_TOKENS", 1)
     plain = config_for(model_path, tmp_path, prefetch_steps=0)
     rollout = plain.rollout.model_copy(update={"accept_sampler_mismatch": accepted})
     train(plain.model_copy(update={"rollout": rollout}), FakeQueue(endless(), version=0))

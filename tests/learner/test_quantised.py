@@ -59,8 +59,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return network
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(precision, "check", lambda model: None)
-    monkeypatch.setattr(precision, "whole", lambda layer: layer.whole())
+    monkeypatch.setattr(precision, "check_quantisation", lambda model: None)
+    monkeypatch.setattr(precision, "dequantised_weight", lambda layer: layer.whole())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     return asked
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from learner.report.journal import Journal
-from learner.report.records import MOST_REPORTED, StepRecord, main_metrics
+from learner.report.records import MAX_REPORTED, StepRecord, main_metrics
 from tests.learner.test_summary import step_record
 
 # Written by the release before TRL's names, objective and all.
@@ -58,7 +58,7 @@ def test_the_report_holds_the_main_metrics_that_are_finite_and_is_bounded() -> N
     parts = {f"rewards/r{i}/mean": 1.0 for i in range(100)}
     line = {**parts, "kl": math.inf, "entropy": None, "rewards/a/std": 1.0, "depth": 1.0, "reward": 0.5, "loss": 0.1}
     report = main_metrics(line)
-    assert len(report) == MOST_REPORTED
+    assert len(report) == MAX_REPORTED
     assert list(report)[:3] == ["reward", "loss", "rewards/r0/mean"], "the most important first"
     assert {"kl", "entropy", "rewards/a/std", "depth"}.isdisjoint(report)
     assert msgspec.json.encode(report)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
-from learner.report.sampler_checks import FEWEST_TOKENS, IN_A_ROW, LEARNT, ServerWatch
+from learner.report.sampler_checks import IN_A_ROW, LEARNT, MIN_TOKENS, ServerWatch
 
 
 def figures(tokens: int = 500, **distances: float) -> dict[str, float]:
@@ -50,7 +50,7 @@ def test_where_all_servers_move_it_is_the_policy() -> None:
 
 def test_steps_of_a_few_tokens_do_not_count() -> None:
     watch = learnt(a=0.01)
-    assert not any(watch.step(figures(a=5.0, tokens=FEWEST_TOKENS - 1)) for _ in range(10))
+    assert not any(watch.step(figures(a=5.0, tokens=MIN_TOKENS - 1)) for _ in range(10))
 
 
 def test_float32_may_differ_by_many_times_nothing() -> None:

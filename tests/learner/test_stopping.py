@@ -19,7 +19,7 @@ from learner.ranks.stopping import Stop, Stopped
 HANGS = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from learner.stopping import Stop
+from learner.ranks.stopping import Stop
 
 mutex = ctypes.create_string_buffer(64)
 lock = ctypes.CDLL(None).pthread_mutex_lock
@@ -71,7 +71,7 @@ def test_a_signal_waits_for_the_end_of_a_change() -> None:
 
 
 def test_a_change_that_does_not_end_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "HOLD_AT_MOST_S", 0.01)
+    monkeypatch.setattr(stopping, "HOLD_AT_MAX_S", 0.01)
     with Stop(20.0) as stop:
         stop.hold()
         signal.raise_signal(signal.SIGINT)

@@ -18,12 +18,12 @@ from tests.kit.tries import Sequences, assert_same, dense, inputs, sequences, vi
 # Settings that choose each kind of part even for tries of a few tokens: what is measured chooses for longer ones.
 KINDS: dict[str, dict[str, float]] = {
     "as measured": {},
-    "nodes and batches": {"LONGEST_MASKED": 0, "LONGEST_COPIED": 0},
-    "nodes and slices": {"LONGEST_MASKED": 0, "LONGEST_COPIED": 0, "LARGE_SPAN": 1},
-    "small masked blocks": {"LONGEST_MASKED": 6, "LONGEST_COPIED": 0, "LARGE_SPAN": 4, "ALIGNED_FROM": 1},
-    "masks wherever they may be": {"SPAN_COST": 1e9, "LONGEST_COPIED": 0},
-    "copies wherever they may be": {"SPAN_COST": 1e9, "LONGEST_MASKED": 0},
-    "some copies, behind others": {"SPAN_COST": 1e9, "LONGEST_MASKED": 6, "LONGEST_COPIED": 5},
+    "nodes and batches": {"MAX_MASKED_TOKENS": 0, "MAX_COPIED_TOKENS": 0},
+    "nodes and slices": {"MAX_MASKED_TOKENS": 0, "MAX_COPIED_TOKENS": 0, "LARGE_SPAN": 1},
+    "small masked blocks": {"MAX_MASKED_TOKENS": 6, "MAX_COPIED_TOKENS": 0, "LARGE_SPAN": 4, "ALIGNED_FROM": 1},
+    "masks wherever they may be": {"SPAN_COST": 1e9, "MAX_COPIED_TOKENS": 0},
+    "copies wherever they may be": {"SPAN_COST": 1e9, "MAX_MASKED_TOKENS": 0},
+    "some copies, behind others": {"SPAN_COST": 1e9, "MAX_MASKED_TOKENS": 6, "MAX_COPIED_TOKENS": 5},
 }
 
 
@@ -109,7 +109,7 @@ def test_spans_within_one_another_are_in_batches_of_their_own() -> None:
     """A chain: what each turn leaves behind branches off, and the next goes on."""
     turns = [np.array([*([1] * 4 * turn), 2, turn], dtype=np.int32) for turn in range(1, 20)]
     with pytest.MonkeyPatch.context() as patch:
-        choose(patch, LONGEST_MASKED=0, LONGEST_COPIED=0)
+        choose(patch, MAX_MASKED_TOKENS=0, MAX_COPIED_TOKENS=0)
         parts = layout(trie.build(turns))
     for batch in parts.batches:
         queries = batch.queries[batch.queries < parts.slots.numel()]
@@ -131,7 +131,7 @@ def test_any_head_width_and_type(width: int, dtype: torch.dtype, tolerance: floa
     ours = inputs(built.tokens, (4, 2), width, dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
     with pytest.MonkeyPatch.context() as patch:
-        choose(patch, LONGEST_MASKED=20, LONGEST_COPIED=4, LARGE_SPAN=60)
+        choose(patch, MAX_MASKED_TOKENS=20, MAX_COPIED_TOKENS=4, LARGE_SPAN=60)
         parts = layout(built)
     assert parts.spans
     assert parts.batches
@@ -148,7 +148,7 @@ def test_merging_rounds_once_in_16_bits() -> None:
     built = trie.build(turns)
     given_ = [tensor.detach() for tensor in inputs(built.tokens, (2, 2), 16, torch.bfloat16)]
     with pytest.MonkeyPatch.context() as patch:
-        choose(patch, LONGEST_MASKED=0, LONGEST_COPIED=0)
+        choose(patch, MAX_MASKED_TOKENS=0, MAX_COPIED_TOKENS=0)
         merged = trie_attention(*given_, layout(built), None)
     error = (merged.double() - dense([tensor.double() for tensor in given_], visible(built))).abs().max()
     assert error < 2 * math.ldexp(1.0, -8) * float(given_[2].abs().max())

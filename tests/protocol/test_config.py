@@ -395,7 +395,7 @@ def test_settings_that_do_not_fit_together_are_told_with_the_symptom(folder: Pat
 )
 def test_how_many_episodes_are_open_at_most(folder: Path, lines: str, most: int) -> None:
     (folder / "run.toml").write_text(f"{lines}\n{MINIMAL}")
-    assert load(folder / "run.toml").most_open == most
+    assert load(folder / "run.toml").max_open == most
 
 
 class _Pair(Section):

@@ -332,7 +332,7 @@ async def test_hole_6_a_large_worker_still_renews_its_tickets() -> None:
 
 async def test_hole_6_a_lease_answer_is_bounded_and_the_next_brings_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _with_groups(5) as (_, client, size):
-        monkeypatch.setattr(learner_routes, "_MOST_LEASE_BYTES", 2 * size)
+        monkeypatch.setattr(learner_routes, "_MAX_LEASE_BYTES", 2 * size)
         have: list[str] = []
         counts = []
         while len(have) < 5:
@@ -341,7 +341,7 @@ async def test_hole_6_a_lease_answer_is_bounded_and_the_next_brings_the_others(m
             counts.append(len(reply.groups))
         assert counts == [2, 2, 1]
         assert len(set(have)) == 5
-        monkeypatch.setattr(learner_routes, "_MOST_LEASE_BYTES", 1)
+        monkeypatch.setattr(learner_routes, "_MAX_LEASE_BYTES", 1)
         assert len((await client.lease(LeaseRequest(1, "l", 0, wait_s=0.0))).groups) == 1
 
 
@@ -363,8 +363,8 @@ async def _with_groups(count: int) -> AsyncIterator[tuple[Served, QueueClient, i
 FEW_DESCRIPTORS = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from rollout_queue.connection import most_connections
-print(most_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+from rollout_queue.api.connection import max_connections
+print(max_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 

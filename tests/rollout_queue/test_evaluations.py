@@ -28,7 +28,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import Evaluation, EvaluationRequest, evaluation_metrics
-from rollout_queue.ledger.evaluations import MOST_ENDED, MOST_OPEN
+from rollout_queue.ledger.evaluations import MAX_ENDED, MAX_OPEN
 from rollout_queue.ledger.records import Decision
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
@@ -339,7 +339,7 @@ async def test_two_that_are_due_both_run_the_older_first() -> None:
 
 async def test_too_many_open_ones_are_refused_with_the_remedy() -> None:
     async with running(eval={"every": 5}) as (_, client):
-        for step in range(MOST_OPEN):
+        for step in range(MAX_OPEN):
             await ask(client, step=step)
         refused = await refusal(ask(client, step=99))
         assert (refused.status, refused.reason) == (409, "evaluations_open")
@@ -456,4 +456,4 @@ async def test_a_worker_that_is_refused_gives_its_rows_back() -> None:
 
 
 def test_ended_ones_are_remembered_within_a_bound() -> None:
-    assert MOST_ENDED > MOST_OPEN
+    assert MAX_ENDED > MAX_OPEN

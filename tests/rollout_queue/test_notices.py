@@ -21,7 +21,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.broker.broker import Broker, Clock
-from rollout_queue.observe.notices import MOST_CHARACTERS, MOST_NOTICES, WINDOW, Notices, Rewards, Variance
+from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW, Notices, Rewards, Variance
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -45,11 +45,11 @@ def test_notices_are_bounded_and_their_ids_grow() -> None:
     for number in range(5000):
         notices.say("tool", "x" * number + "y" * 10_000, 0.0)
     kept = notices.list(0.0)
-    assert len(kept) == MOST_NOTICES
-    assert {len(notice.text) for notice in kept} <= {MOST_CHARACTERS}
+    assert len(kept) == MAX_NOTICES
+    assert {len(notice.text) for notice in kept} <= {MAX_CHARACTERS}
     for letters in range(100):
         notices.say("tool", chr(0x4E00 + letters), 0.0)
-    assert [n.id for n in notices.list(0.0)] == list(range(notices.count - MOST_NOTICES + 1, notices.count + 1))
+    assert [n.id for n in notices.list(0.0)] == list(range(notices.count - MAX_NOTICES + 1, notices.count + 1))
     assert len(notices._known) <= 1024
 
 

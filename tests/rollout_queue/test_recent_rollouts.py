@@ -13,7 +13,7 @@ from protocol import access
 from protocol.client import QueueClient, QueueRefused
 from protocol.messages import BeginSession, TicketRequest
 from protocol.rollouts import RolloutView
-from rollout_queue.observe.windows import GROUPS, MOST_BYTES, RecentRollouts, pick_rollouts
+from rollout_queue.observe.windows import GROUPS, MAX_BYTES, RecentRollouts, pick_rollouts
 from tests.kit import config, group
 from tests.kit.queue import serve_version, serving
 
@@ -71,7 +71,7 @@ def test_the_window_is_bounded_in_groups_and_in_bytes() -> None:
         for rollout in large.rollouts:
             rollout.messages = long
         recent.add(pick_rollouts(large), now=0.0)
-    assert len(recent.json(256, worst=False)) <= MOST_BYTES + 1024
+    assert len(recent.json(256, worst=False)) <= MAX_BYTES + 1024
     assert read(recent)[0].ticket_id == f"{GROUPS - 1}.0"
 
 

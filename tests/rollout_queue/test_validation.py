@@ -176,7 +176,7 @@ def with_field(value: bytes) -> bytes:
 def test_hole_7_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
     reason: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "_MOST_ITEMS", 5000)  # tracing memory is slow
+    monkeypatch.setattr(validation, "_MAX_ITEMS", 5000)  # tracing memory is slow
     tracemalloc.start()
     try:
         with pytest.raises(Refusal) as refusal:
@@ -193,7 +193,7 @@ def test_a_group_may_hold_all_that_its_rollouts_may(size: int) -> None:
     """As many segments, figures and notes in every one as `check` allows: an episode may have opened so many."""
     names = [f"name {number}" for number in range(256)]
     full = Rollout(
-        [segment(PATTERN)] * validation._MOST_SEGMENTS,
+        [segment(PATTERN)] * validation._MAX_SEGMENTS,
         1.0,
         finish_reason="stop",
         reward_components=dict.fromkeys(names, 1.0),

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from rollout_worker.tools import argument_text
 from rollout_worker.tools.argument_text import plain_check
-from rollout_worker.tools.arguments import MOST, MOST_DEPTH, Arguments, Parameters, small
+from rollout_worker.tools.arguments import MAX_DEPTH, MOST, Arguments, Parameters, small
 from rollout_worker.tools.base import ArgumentsError
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
@@ -204,7 +204,7 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     "given",
     [
-        nested(MOST_DEPTH),
+        nested(MAX_DEPTH),
         '{"any": ' * 100_000,
         '{"any": ' + "[" * 900 + "]" * 900 + "}",
         "any: " + "-" * 100_000 + "1",

@@ -18,9 +18,9 @@ class Clock:
         return self.now
 
 
-def capacity_of(total, most_open, clock=None):
+def capacity_of(total, max_open, clock=None):
     """One whose groups succeed."""
-    capacity = Capacity(total, most_open, clock or Clock())
+    capacity = Capacity(total, max_open, clock or Clock())
     capacity.cautious = False
     return capacity
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.config import ConfigError
-from rollout_worker.data.columns import MOST_ROWS, Findings, check_rows, prompt_fault
+from rollout_worker.data.columns import MAX_ROWS, Findings, check_rows, prompt_fault
 from rollout_worker.data.rows import Stream, Table, spread
 
 ASKED = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -115,8 +115,8 @@ def test_of_rows_that_take_long_to_read_a_part_is_looked_at() -> None:
 
 
 def test_of_very_many_rows_those_at_equal_distances_are_looked_at() -> None:
-    numbers = spread(3 * MOST_ROWS, MOST_ROWS)
-    assert (numbers[0], numbers[-1], len(set(numbers))) == (0, 3 * MOST_ROWS - 1, MOST_ROWS)
+    numbers = spread(3 * MAX_ROWS, MAX_ROWS)
+    assert (numbers[0], numbers[-1], len(set(numbers))) == (0, 3 * MAX_ROWS - 1, MAX_ROWS)
     assert spread(3, 64) == [0, 1, 2]
 
 

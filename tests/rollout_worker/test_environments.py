@@ -109,7 +109,7 @@ async def test_instances_are_pooled_reset_and_closed_and_the_environment_rewards
     assert run.rollouts[0].reward_components == {"Counter": 3.0}
     assert run.queue.groups[0].reward_weights == {"Counter": 1.0}
     assert len(log.resets) == 40
-    assert log.made <= run.worker.capacity.most_open < 40, "as many as are open at most"
+    assert log.made <= run.worker.capacity.max_open < 40, "as many as are open at most"
     assert log.closed == log.made
     assert run.queue.failures == {}
     assert run.worker.capacity.free == run.worker.capacity.total

@@ -17,7 +17,7 @@ from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.episodes.capacity import Capacity
 from rollout_worker.episodes.episode import EpisodeSetup, whole_conversation
 from rollout_worker.episodes.limits import EpisodeLimits
-from rollout_worker.episodes.runner import MOST_SEGMENTS, EpisodeRunner
+from rollout_worker.episodes.runner import MAX_SEGMENTS, EpisodeRunner
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import Sampled, SampledSpan
@@ -247,7 +247,7 @@ async def test_an_episode_whose_format_cannot_go_on_ends_with_what_the_policy_sa
 
 
 async def test_an_episode_has_no_more_segments_than_the_queue_takes(monkeypatch):
-    monkeypatch.setattr("rollout_worker.episodes.runner.MOST_SEGMENTS", 3)
+    monkeypatch.setattr("rollout_worker.episodes.runner.MAX_SEGMENTS", 3)
     troubles = FailureNotices()
     episode, _ = await play(CALL, chat=NoSuffix(), prompt=QUESTION, troubles=troubles)
     assert (episode.rollout.finish_reason, len(episode.drafts)) == ("aborted", 3)
@@ -255,7 +255,7 @@ async def test_an_episode_has_no_more_segments_than_the_queue_takes(monkeypatch)
 
 
 def test_the_queue_takes_as_many_segments_as_an_episode_may_have():
-    assert MOST_SEGMENTS <= validation._MOST_SEGMENTS
+    assert MAX_SEGMENTS <= validation._MAX_SEGMENTS
 
 
 def test_a_message_that_the_policy_continued_is_one_with_its_continuation():

@@ -223,7 +223,7 @@ async def test_i9_tools_that_hang_fail_no_row_and_no_reward():
 async def test_i9_a_worker_whose_user_code_is_shut_off_gives_its_tickets_back_and_ends_with_the_reason(monkeypatch):
     """It lived on, and failed ticket after ticket."""
     release = threading.Event()
-    monkeypatch.setattr(threads, "AT_LEAST_S", 0.0)
+    monkeypatch.setattr(threads, "AT_MIN_S", 0.0)
     run_config = config(WORKER, worker={"reward_timeout_s": 0.02, "user_threads": 1, "episodes": 16})
 
     def reward(completions, **columns):

@@ -11,7 +11,7 @@ from mcp.shared.message import SessionMessage
 from mcp.types import JSONRPCError, JSONRPCResponse, jsonrpc_message_adapter
 from pydantic import ValidationError
 
-from rollout_worker.tools.mcp_connection import MOST_PARTS, MendedStream, mended
+from rollout_worker.tools.mcp_connection import MAX_PARTS, MendedStream, mended
 
 
 def come(line: str) -> SessionMessage | Exception:
@@ -55,11 +55,11 @@ def test_what_answers_no_call_stays_an_error(line: str) -> None:
 
 
 def test_f19_an_answer_of_very_many_parts_is_cut_with_a_note() -> None:
-    item = mended(come(answer({"content": [{"type": "text", "text": "x"}] * (MOST_PARTS + 5)})))
+    item = mended(come(answer({"content": [{"type": "text", "text": "x"}] * (MAX_PARTS + 5)})))
     assert isinstance(item, SessionMessage)
     assert isinstance(item.message, JSONRPCResponse)
     *parts, note = item.message.result["content"]
-    assert (len(parts), note["text"]) == (MOST_PARTS, "(5 more parts left out)")
+    assert (len(parts), note["text"]) == (MAX_PARTS, "(5 more parts left out)")
 
 
 async def test_notifications_go_no_further() -> None:

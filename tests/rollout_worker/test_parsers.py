@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protocol.config import ConfigError
 from rollout_worker.chat.parser_choice import same_value
 from rollout_worker.chat.parsers import NAMES, Before, Thought, base, by_name, tagged_calls
-from rollout_worker.chat.parsers.base import MOST_CALLS, UNCLOSED_THOUGHT, CallFinder, MalformedCall, ToolCall
+from rollout_worker.chat.parsers.base import MAX_CALLS, UNCLOSED_THOUGHT, CallFinder, MalformedCall, ToolCall
 from rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 
@@ -245,8 +245,8 @@ def test_a_call_after_a_thought_is_a_call(name):
 
 
 def test_i9_a_turn_with_more_calls_than_anybody_needs_is_cut():
-    turn = parse("hermes", CALLS["hermes"] * (MOST_CALLS + 5))
-    assert len(turn.calls) == MOST_CALLS + 1
+    turn = parse("hermes", CALLS["hermes"] * (MAX_CALLS + 5))
+    assert len(turn.calls) == MAX_CALLS + 1
     assert isinstance(turn.calls[-1], MalformedCall)
 
 
@@ -338,8 +338,8 @@ HOSTILE = [
     ],
 )
 def test_i9_hostile_text_is_searched_once_for_each_pattern(name, begins, ends, monkeypatch):
-    monkeypatch.setattr(base, "Source", CountingSource)
-    monkeypatch.setattr(tagged_calls, "Source", CountingSource)
+    monkeypatch.setattr(base, "CallFinder", CountingSource)
+    monkeypatch.setattr(tagged_calls, "CallFinder", CountingSource)
     for unit in HOSTILE:
         CountingSource.searched = 0
         text = begins + unit * (4_000 // len(unit)) + ends

@@ -51,7 +51,7 @@ def proved(monkeypatch):
         assert schemas == SCHEMAS
         return found["proof"]
 
-    monkeypatch.setattr(chat_package, "prove", prove)
+    monkeypatch.setattr(chat_package, "check_tool_format", prove)
     return found
 
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from protocol.messages import LARGEST_FIGURE
+from protocol.messages import MAX_METRIC
 from rollout_worker.task.reward_base import (
-    MOST_COLUMNS,
-    MOST_METRICS,
+    MAX_COLUMNS,
+    MAX_METRICS,
     NAME_CHARACTERS,
     TEXT_CHARACTERS,
     RewardBatch,
@@ -77,19 +77,19 @@ async def test_notes_go_to_every_rollout_and_metrics_are_averaged(is_async):
 async def test_i9_notes_that_cannot_be_sent_are_left_out_and_told():
     def noting(completions, log_metric, log_extra, **kwargs):
         log_metric("nan", float("nan"))
-        log_metric("huge", 10 * LARGEST_FIGURE)
+        log_metric("huge", 10 * MAX_METRIC)
         log_metric("tools/multiply/calls", 3.0)
         log_extra("one", ["only one"])
-        for number in range(MOST_METRICS + 5):
+        for number in range(MAX_METRICS + 5):
             log_metric(f"m{number}", 1.0)
-        for number in range(MOST_COLUMNS + 5):
+        for number in range(MAX_COLUMNS + 5):
             log_extra(f"c{number}", ["a", "b"])
         return [1.0, 0.0]
 
     (first, _), told = await scored(noting)
-    assert set(first.metrics) == {f"m{number}" for number in range(MOST_METRICS)}
+    assert set(first.metrics) == {f"m{number}" for number in range(MAX_METRICS)}
     assert "one" not in first.extra
-    assert len(first.extra) == MOST_COLUMNS - 1  # "one" took a place
+    assert len(first.extra) == MAX_COLUMNS - 1  # "one" took a place
     assert [text for text in told if "log_metric('nan', nan): give a finite number" in text]
     assert [text for text in told if "that name is Slipstream's own" in text]
     assert [text for text in told if "log_extra('one', ...) had 1 values for 2 completions" in text]
@@ -105,7 +105,7 @@ async def test_i9_a_metric_that_is_no_number_is_left_out_and_told(value):
 
     (first, _), (told,) = await scored(noting)
     assert first.metrics == {"fine": 1.0}
-    assert told == f"noting: log_metric('hits', {repr(value)[:60]}): give a finite number below {LARGEST_FIGURE:g}"
+    assert told == f"noting: log_metric('hits', {repr(value)[:60]}): give a finite number below {MAX_METRIC:g}"
 
 
 async def test_i9_a_lone_surrogate_and_a_long_text_are_made_to_fit():

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_worker.user_code.async_code import (
     LOOKS,
-    MOST_LOOKS,
+    MAX_LOOKS,
     Sighting,
     blocks,
     code_in,
@@ -30,7 +30,7 @@ COMPUTES = seen(*"a" * LOOKS, cpu_s=LOOK_S * 0.9, moves=True)
 STARVED = seen(*"a" * LOOKS, cpu_s=LOOK_S * 0.06, moves=True)
 IN_ONE_C_CALL = seen(*"a" * LOOKS, cpu_s=LOOK_S * 0.06)
 COMPUTES_STARVED = seen(*"a" * (LOOKS * 10), cpu_s=LOOK_S * 0.06, moves=True)
-POLLS = seen(*"a" * MOST_LOOKS, cpu_s=LOOK_S * 0.001, moves=True)
+POLLS = seen(*"a" * MAX_LOOKS, cpu_s=LOOK_S * 0.001, moves=True)
 MANY_WAIT = seen(*"aaabbbcccdddeee")
 MANY_SLOW = seen(*"aaabbbcccdddeee", cpu_s=LOOK_S * 0.06)
 MANY_SHORT = seen(*"abcdefghijklmnopqrstuvwxyz" * 4)

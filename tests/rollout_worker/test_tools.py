@@ -17,7 +17,7 @@ from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from rollout_worker.tools.arguments import Parameters
-from rollout_worker.tools.base import MOST_COUNTED, as_text
+from rollout_worker.tools.base import MAX_COUNTED, as_text
 from rollout_worker.tools.toolbox import ToolBox
 
 
@@ -296,11 +296,11 @@ async def test_tools_beyond_a_number_are_counted_together():
         tool.__name__ = f"tool_{number}_{'x' * 100}"
         return tool
 
-    tools = [named(number) for number in range(MOST_COUNTED + 10)]
+    tools = [named(number) for number in range(MAX_COUNTED + 10)]
     results = await ToolBox(tools).run([ToolCall(tool.__name__, {}) for tool in tools])
-    assert [result.content for result in results] == [str(number) for number in range(MOST_COUNTED + 10)]
+    assert [result.content for result in results] == [str(number) for number in range(MAX_COUNTED + 10)]
     names = {result.counted_as for result in results}
-    assert (len(names), max(map(len, names))) == (MOST_COUNTED + 1, 64)
+    assert (len(names), max(map(len, names))) == (MAX_COUNTED + 1, 64)
 
 
 async def test_f5_a_sync_tool_that_never_returns_is_bounded_and_takes_no_slot():

@@ -507,7 +507,7 @@ class Looks:
                 async_code.sample_stack(thread, clock), **{name: make() for name, make in seen.items()}
             )
 
-        monkeypatch.setattr(async_code, "sighting", sighting)
+        monkeypatch.setattr(async_code, "sample_stack", sighting)
 
     def take(self, more):
         """Hold up the thread for so many."""

@@ -44,7 +44,7 @@ def test_f22_f25_a_tool_of_heavy_tail_costs_no_more_than_with_four_times_the_slo
 
 def test_no_more_is_open_than_keeps_the_slots_busy(plain):
     """Without anything to wait for, more would only grow old."""
-    assert plain.most_open <= 2 * 64
+    assert plain.max_open <= 2 * 64
     deep = simulate(Scene(steps=STEPS), held(256))
     assert plain.step_s < 1.1 * deep.step_s
     assert plain.staleness_mean < deep.staleness_mean - 0.5

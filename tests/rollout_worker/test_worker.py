@@ -273,7 +273,7 @@ async def test_no_more_tickets_are_asked_for_than_there_is_room():
     assert queue.requests[0].max_tickets == 3
     assert most == {"before a group succeeded": 6, "after": 10}
     assert idle(run.worker)
-    assert (run.worker.capacity.open, run.worker.report().most_open) == (0, 11)
+    assert (run.worker.capacity.open, run.worker.report().max_open) == (0, 11)
 
 
 async def test_f22_groups_that_are_judged_leave_their_slots_to_others():

@@ -35,7 +35,7 @@ def guarded(code: str) -> str:
 
 
 PATCHED = """
-import deploy.programs
+import deploy.run.processes
 deploy.run.processes.SLIPSTREAM = ("bash", "stand-in")
 """
 

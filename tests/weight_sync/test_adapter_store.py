@@ -80,7 +80,7 @@ def test_i8_a_name_from_outside_never_becomes_a_path(store: AdapterStore, name: 
 
 
 def test_i8_what_arrives_is_bounded(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.vllm.adapter_store.LARGEST_FILE", 5000)
+    monkeypatch.setattr("weight_sync.vllm.adapter_store.MAX_FILE_BYTES", 5000)
     with pytest.raises(StoreError, match="larger than 5000") as refused:
         send(store)
     assert refused.value.status == 413

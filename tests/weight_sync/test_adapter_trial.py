@@ -74,7 +74,7 @@ def test_auto_falls_back_to_merged_weights_and_says_why_once(
 ) -> None:
     said: list[str] = []
     run = config(lora={"r": 8}, weight_sync={"adapter_only": adapter_only})
-    monkeypatch.setattr(adapter_publication, "refusal", lambda config, snapshot: reason)
+    monkeypatch.setattr(adapter_publication, "adapter_refusal", lambda config, snapshot: reason)
     adapter: Any = Adapter()
     assert loop.adapter_published_alone(run, adapter, probe(), on_gpu, said.append, "run") is alone
     assert says in "".join(said)
@@ -83,7 +83,7 @@ def test_auto_falls_back_to_merged_weights_and_says_why_once(
 
 def test_a_kind_that_vllm_never_serves_is_said_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(adapter_publication, "refusal", lambda config, snapshot: pytest.fail("asked"))
+    monkeypatch.setattr(adapter_publication, "adapter_refusal", lambda config, snapshot: pytest.fail("asked"))
     adapter: Any = Adapter()
     assert not loop.adapter_published_alone(
         config(lora={"r": 8, "use_dora": True}), adapter, probe(), True, said.append, "run"

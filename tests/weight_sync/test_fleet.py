@@ -14,7 +14,7 @@ from protocol.messages import ServerState
 from tests.kit.sync import probe
 from weight_sync.fleet.decisions import Standing, behind, retry_pause_s
 from weight_sync.fleet.publications import Publications, ServerFigures
-from weight_sync.fleet.snapshots import MOST_ON_THEIR_WAY, Snapshots
+from weight_sync.fleet.snapshots import MAX_ON_THEIR_WAY, Snapshots
 
 SE, ST = ServerState.SERVING, ServerState.STALE
 FIGURES = ServerFigures(0.1, 0.01, 0.2, 1e-6)
@@ -93,7 +93,7 @@ def test_at_most_three_snapshots_are_alive_and_what_no_server_took_is_overtaken(
     second = pool.take("b")
     for version in (3, 4, 5):
         pool.fill(version, weights(version), probe(), None)
-        assert pool.alive == MOST_ON_THEIR_WAY + 1
+        assert pool.alive == MAX_ON_THEIR_WAY + 1
         assert pool.take("c") is None  # two are on their way
     assert first is not None
     assert second is not None

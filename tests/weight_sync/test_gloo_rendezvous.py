@@ -113,12 +113,12 @@ def test_i8_what_is_no_greeting_is_cut_off_in_time(sent: bytes, monkeypatch: pyt
 
 def test_i8_a_crowd_of_silent_strangers_keeps_no_worker_out() -> None:
     with listening() as met:
-        crowd = [socket.create_connection((HOST, met.port), 5) for _ in range(3 * rendezvous.MOST_STRANGERS)]
+        crowd = [socket.create_connection((HOST, met.port), 5) for _ in range(3 * rendezvous.MAX_STRANGERS)]
         began = time.monotonic()
         store, line = come(HOST, met.port, SECRET, 1, 5)
         store.set("a", b"b")
         assert time.monotonic() - began < 2
-        assert len(met._strangers) <= rendezvous.MOST_STRANGERS
+        assert len(met._strangers) <= rendezvous.MAX_STRANGERS
         line.close()
         for one in crowd:
             one.close()

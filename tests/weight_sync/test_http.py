@@ -240,7 +240,7 @@ class TestDelta:
 
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
-            monkeypatch.setattr("weight_sync.weights.delta_base.encode", cut)
+            monkeypatch.setattr("weight_sync.weights.delta_base.encode_delta", cut)
             monkeypatch.setattr("weight_sync.weights.delta_base.apply", lambda *arguments: None)
             await r.publish(snapshot(2))
         assert "the delta could not be used" in caplog.text

@@ -229,7 +229,7 @@ def test_a_proxy_that_says_503_for_a_moment_is_asked_again(depot: BlobServer, fl
 def test_f4_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_sync.transports.http.pull.REFUSED_MOST_S", 0.5)
+    monkeypatch.setattr("weight_sync.transports.http.pull.REFUSED_MAX_S", 0.5)
     depot = BlobServer("127.0.0.1", mbytes_per_s=4)
     depot.start()
     url = depot.url_of(depot.put(flat))

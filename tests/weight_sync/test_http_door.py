@@ -110,7 +110,7 @@ def flood(depot: BlobServer) -> Iterator[list[int]]:
 def test_i8_silent_connections_are_bounded_and_a_server_still_pulls(
     depot: BlobServer, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 8)
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(address(depot), 5)) for _ in range(100)]
         assert pull(depot, depot.put(flat), flat)
@@ -121,7 +121,7 @@ def test_i8_many_servers_pull_behind_a_flood_of_strangers(depot: BlobServer, fla
     key = depot.put(flat)
     with flood(depot) as came, ThreadPoolExecutor(24) as pool:
         assert all(pool.map(lambda _: pull(depot, key, flat), range(24)))
-    assert came[0] > listener.MOST_STRANGERS
+    assert came[0] > listener.MAX_STRANGERS
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /slipstream/chunks/0 HTTP/1.1\r\nHost: x\r\n"])
@@ -180,7 +180,7 @@ def test_i8_an_idle_connection_of_a_server_ends_and_a_busy_one_does_not(
 def test_i8_proven_connections_are_bounded_too_and_the_others_come_again(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "MOST_PROVEN", 3)
+    monkeypatch.setattr(listener, "MAX_PROVEN", 3)
     with BlobServer("127.0.0.1", mbytes_per_s=20) as depot, ThreadPoolExecutor(3) as pool:
         key = depot.put(flat)
         assert all(pool.map(lambda _: pull(depot, key, flat), range(3)))

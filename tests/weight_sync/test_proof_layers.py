@@ -170,7 +170,7 @@ def test_a_packed_weight_is_read_where_it_lies() -> None:
 
 WITHOUT_BFLOAT16 = """
 import torch
-from weight_sync.vllm.torch_packing import TorchLinear, can_pack
+from weight_sync.vllm.engine.shadow_modules import TorchLinear, can_pack
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     try:

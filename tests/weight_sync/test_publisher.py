@@ -241,7 +241,7 @@ def test_i7_a_server_whose_publication_took_too_long_does_not_hold_admission_unt
             publishing.publish(version, weights(), probe())
             publishing.wait()
         until(server_in(world, "vllm-1", ServerState.STALE))
-        time.sleep(decisions.LEAST_GRACE_S)
+        time.sleep(decisions.MIN_GRACE_S)
         world.changes.clear()
         world.fakes[1].faults.clear()
         until(lambda: world.states() == [(ServerState.SERVING, 8)] * 2)
@@ -604,7 +604,7 @@ def test_hole_8_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
 
 
 def test_hole_8_a_watch_that_only_fails_ends_the_learner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "MOST_BUGS", 3)
+    monkeypatch.setattr(fleet, "MAX_BUGS", 3)
     ended: list[BaseException] = []
     with world.publisher() as publishing:
         publishing.on_failure = ended.append

@@ -66,8 +66,8 @@ async def rig(name: str, timeout_s: float = 20) -> AsyncIterator[Rig]:
     section = WeightSyncSection(transport=name, bucket_bytes=1024, timeout_s=timeout_s)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "own_gpu", receiver.gpu)
-        patch.setattr(ipc, "export", receiver.memory.export)
-        patch.setattr(ipc, "opened", receiver.memory.opened)
+        patch.setattr(ipc, "export_storage", receiver.memory.export)
+        patch.setattr(ipc, "open_storage", receiver.memory.opened)
         async with serving(fake) as url, ServerControl(url, timeout_s) as control:
             yield Rig(fake, control, receiver, section)
             receiver.close()

@@ -60,8 +60,8 @@ def test_the_learners_end_loads_no_vllm(name: str) -> None:
     code = (
         "import sys\n"
         "from protocol.config import WeightSyncSection\n"
-        "from weight_sync.transports.registry import build\n"
-        f"build(WeightSyncSection(transport={name!r}))\n"
+        "from weight_sync.transports.base import build_transport\n"
+        f"build_transport(WeightSyncSection(transport={name!r}))\n"
         "sys.exit('vllm is loaded' if 'vllm' in sys.modules else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)

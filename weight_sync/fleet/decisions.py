@@ -20,10 +20,10 @@ from weight_sync.server.answers import EngineState
 
 RETRY_PAUSE_S = 2.0
 
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 
 # A server that is a version behind is not stale while it may only be a moment slower than the one that is ahead.
-LEAST_GRACE_S = 0.2
+MIN_GRACE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ def behind(server: Standing, others: Iterable[Standing], newest: int, max_stalen
     if ahead is None or ahead.version is None or ahead.version <= server.version:
         return None
     versions = max(newest, ahead.version) - server.version
-    grace_s = max(LEAST_GRACE_S, 2 * ahead.took_s)
+    grace_s = max(MIN_GRACE_S, 2 * ahead.took_s)
     return Behind(versions, ahead.name, grace_s, versions >= max(1, max_staleness))
 
 
 def retry_pause_s(failures: int) -> float:
     """The pause after so many failures in a row; it doubles with each, up to a minute."""
-    return min(LONGEST_PAUSE_S, RETRY_PAUSE_S * 2.0 ** max(0, min(failures, 30) - 1))
+    return min(MAX_PAUSE_S, RETRY_PAUSE_S * 2.0 ** max(0, min(failures, 30) - 1))
 
 
 logger = logging.getLogger(__name__)

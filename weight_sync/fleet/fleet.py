@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 QUEUE_PAUSE_S = 1.0
 
 # Failures in a row that nobody foresaw, of one server's task, after which it is a bug that ends the learner.
-MOST_BUGS = 6
+MAX_BUGS = 6
 
 BUG_PAUSE_S = 2.0
 
@@ -60,7 +60,7 @@ async def run_forever(
         except Exception as error:
             bugs = bugs + 1 if time.monotonic() - began < 60 else 1
             logger.exception("%s cannot be brought up to date (failure %d)", member.name, bugs)
-            if bugs == MOST_BUGS:
+            if bugs == MAX_BUGS:
                 failure = FleetBroken(
                     f"{member.name} could not be brought up to date {bugs} times in a row; the last time: "
                     f"{type(error).__name__}: {error}"

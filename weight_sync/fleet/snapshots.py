@@ -17,7 +17,7 @@ import torch
 
 from weight_sync.weights.snapshot import Probe, Snapshot
 
-MOST_ON_THEIR_WAY = 2
+MAX_ON_THEIR_WAY = 2
 
 
 class Snapshots:
@@ -54,7 +54,7 @@ class Snapshots:
     ) -> Snapshot:
         """Copy the weights; the result is the newest from now on."""
         with self._lock:
-            if len(self._held) >= MOST_ON_THEIR_WAY and self._newest is not None and self._waits():
+            if len(self._held) >= MAX_ON_THEIR_WAY and self._newest is not None and self._waits():
                 self._keep(self._newest)
                 self._newest = None
             buffer = self._free.pop() if self._free else None
@@ -71,7 +71,7 @@ class Snapshots:
             snapshot = self._newest
             if snapshot is None:
                 return None
-            if snapshot.version not in self._held and len(self._held) >= MOST_ON_THEIR_WAY:
+            if snapshot.version not in self._held and len(self._held) >= MAX_ON_THEIR_WAY:
                 self._blocked_at = time.monotonic() if self._blocked_at is None else self._blocked_at
                 return None
             self._held[snapshot.version] = snapshot
@@ -124,5 +124,5 @@ class Snapshots:
         """Its buffer is to be filled again, unless it may still be read."""
         if snapshot.version in self._read:
             self._read.discard(snapshot.version)
-        elif len(self._free) < MOST_ON_THEIR_WAY:
+        elif len(self._free) < MAX_ON_THEIR_WAY:
             self._free.append(snapshot.flat)

@@ -35,7 +35,7 @@ REMEMBERED = 16
 LEARNT = 3
 
 # Sampled words of the weights (`Snapshot.words`) that must differ before a log-prob is expected to move.
-LEAST_CHANGED = 16
+MIN_CHANGED = 16
 
 
 # Nats, median over a probe: two correct implementations may differ by so much, by the type that a server computes in,
@@ -108,7 +108,7 @@ def judge(evidence: Evidence, tolerance: float, usual: Baseline) -> Judgement:
     if before is not None and before.shape == learner.shape and np.isfinite(before).all():
         moved = float(np.median(np.abs(learner - before)))
         apart = moved > APART * usual.difference
-        must_move = evidence.changed is not None and evidence.changed >= LEAST_CHANGED
+        must_move = evidence.changed is not None and evidence.changed >= MIN_CHANGED
         still = float(np.median(np.abs(served - before)))
         same = np.array_equal(served, before)
     fault = None

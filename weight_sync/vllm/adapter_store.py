@@ -22,10 +22,10 @@ from protocol.versions import version_of
 
 # Before the number of the process that it belongs to.
 PREFIX = "slipstream-adapters-"
-LARGEST_FILE = 8 << 30
-LARGEST_CONFIG = 1 << 20
+MAX_FILE_BYTES = 8 << 30
+MAX_CONFIG_BYTES = 1 << 20
 # Arriving at the same time; more are a learner that gave up, and the oldest goes.
-MOST_ARRIVING = 2
+MAX_ARRIVING = 2
 
 
 class StoreError(Exception):
@@ -65,7 +65,7 @@ class AdapterStore:
         _checked(name)
         if start == 0:
             self._drop(name)
-            while len(self._arriving) >= MOST_ARRIVING:
+            while len(self._arriving) >= MAX_ARRIVING:
                 self._drop(next(iter(self._arriving)))
             self._arriving[name] = _Arriving(self.folder / f"{name}.part")
             self._arriving[name].path.write_bytes(b"")
@@ -73,8 +73,8 @@ class AdapterStore:
         size = arriving.size if arriving else 0
         if arriving is None or start != size:
             raise StoreError(409, f"{name}: the chunk begins at byte {start}, and {size} bytes are there")
-        if size + len(chunk) > LARGEST_FILE:
-            raise StoreError(413, f"{name}: larger than {LARGEST_FILE} bytes")
+        if size + len(chunk) > MAX_FILE_BYTES:
+            raise StoreError(413, f"{name}: larger than {MAX_FILE_BYTES} bytes")
         if blake3(chunk).hexdigest() != digest:
             raise StoreError(400, f"{name}: the chunk at byte {start} was damaged on its way: its digest is another")
         with arriving.path.open("ab") as file:
@@ -93,8 +93,8 @@ class AdapterStore:
         arriving = self._arriving.get(name)
         if arriving is None:
             raise StoreError(409, f"{name}: nothing of it has arrived")
-        if len(config) > LARGEST_CONFIG:
-            raise StoreError(413, f"{name}: its configuration is larger than {LARGEST_CONFIG} bytes")
+        if len(config) > MAX_CONFIG_BYTES:
+            raise StoreError(413, f"{name}: its configuration is larger than {MAX_CONFIG_BYTES} bytes")
         found = blake3(max_threads=1).update_mmap(arriving.path) if arriving.size else blake3()
         if found.update(config.encode()).hexdigest() != digest or digest[:16] != name.rpartition(".")[2]:
             self._drop(name)

@@ -24,7 +24,7 @@ OWNER_HEADER = b"slipstream-owner"
 # From `/pause` to the first renewal.
 FIRST_LEASE_S = 15.0
 
-LONGEST_LEASE_S = 600.0
+MAX_LEASE_S = 600.0
 
 RESUME_TIMEOUT_S = 10.0
 
@@ -32,8 +32,8 @@ RESUME_TIMEOUT_S = 10.0
 async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     """`{"owner", "seconds"}`: the pause that `owner` holds ends in `seconds` at the earliest."""
     owner, seconds = body.get("owner"), body.get("seconds")
-    if not isinstance(owner, str) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_LEASE_S:
-        raise RouteError(400, f'a lease wants {{"owner": text, "seconds": above 0, at most {LONGEST_LEASE_S:g}}}')
+    if not isinstance(owner, str) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_LEASE_S:
+        raise RouteError(400, f'a lease wants {{"owner": text, "seconds": above 0, at most {MAX_LEASE_S:g}}}')
     condition = condition_of(engine)
     if condition.lease_owner != owner:
         raise RouteError(409, f"{owner!r} holds no pause here: it ended, or {condition.lease_owner!r} holds it")

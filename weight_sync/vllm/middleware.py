@@ -24,7 +24,7 @@ from weight_sync.vllm.routes import ROUTES, engine_says
 logger = logging.getLogger(__name__)
 
 PREFIX = "/slipstream/"
-LONGEST_BODY = 16 << 20
+MAX_BODY_BYTES = 16 << 20
 
 
 class Slipstream:
@@ -129,15 +129,15 @@ async def _answer(engine: Any, scope: Scope, receive: Receive, send: Send) -> No
 
 
 async def bytes_of(receive: Receive) -> bytes:
-    """The whole body. Raises `RouteError` for one that is larger than `LONGEST_BODY`."""
+    """The whole body. Raises `RouteError` for one that is larger than `MAX_BODY_BYTES`."""
     whole = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise RouteError(400, "the client went away before its request was whole")
         whole += message.get("body", b"")
-        if len(whole) > LONGEST_BODY:
-            raise RouteError(413, f"the body is larger than {LONGEST_BODY} bytes")
+        if len(whole) > MAX_BODY_BYTES:
+            raise RouteError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         if not message.get("more_body"):
             return bytes(whole)
 

@@ -17,7 +17,7 @@ from weight_sync.vllm import control_rules
 from weight_sync.vllm.engine_state import Handler, RouteError, condition_of
 
 # Far more than a probe has.
-MOST_SEQUENCES = 64
+MAX_SEQUENCES = 64
 
 # How often to look whether the layers are read: 38 M parameters take 10 ms.
 PROOF_POLL_S = 0.02
@@ -86,8 +86,8 @@ def _refuse_if_impossible(replies: list[dict[str, Any]]) -> None:
 
 def _token_ids(given: Any, vocabulary: int, longest: int) -> list[list[int]]:
     """Ids as the model can take them: one that it does not have would end the engine."""
-    if not isinstance(given, list) or not 0 < len(given) <= MOST_SEQUENCES:
-        raise RouteError(400, f"token_ids: must be a list of 1 to {MOST_SEQUENCES} lists of token ids")
+    if not isinstance(given, list) or not 0 < len(given) <= MAX_SEQUENCES:
+        raise RouteError(400, f"token_ids: must be a list of 1 to {MAX_SEQUENCES} lists of token ids")
     for ids in given:
         if not isinstance(ids, list) or not 2 <= len(ids) <= longest:
             raise RouteError(400, f"token_ids: each list must hold 2 to {longest} ids")
@@ -108,7 +108,7 @@ LOOK_TIMEOUT_S = 4.0
 # How often the workers are asked how far they are, at first and at last.
 SERVER_POLL_S = (0.01, 0.1)
 
-LONGEST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 
 
 async def engine_says(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
@@ -175,7 +175,7 @@ async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     """How far the slowest worker is; an answer comes when none works any more, at the latest after `wait_s`."""
-    ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), LONGEST_WAIT_S)
+    ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), MAX_WAIT_S)
     pause_s, longest_s = SERVER_POLL_S
     while True:
         report = _slowest(await engine.collective_rpc("slipstream_staging"))

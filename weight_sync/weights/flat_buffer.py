@@ -27,7 +27,7 @@ HUGE = 2 * 2**20
 PAGE = 4096
 
 # The pages of a model that fills a machine are taken in less.
-LONGEST_WAIT_S = 30.0
+MAX_WAIT_S = 30.0
 
 
 def fresh(size: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Reserve:
     def take(self, size: int) -> torch.Tensor:
         """uint8 [size], as `fresh`. Waits for one that is on its way: it is there sooner than a new one is filled."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._making, LONGEST_WAIT_S)
+            self._changed.wait_for(lambda: not self._making, MAX_WAIT_S)
             if self._ready and size == self._size:
                 return self._ready.pop()
         return fresh(size)

@@ -108,7 +108,7 @@ class RolloutSection(Section):
 
 
 # vLLM takes what is between for this.
-_LEAST_TEMPERATURE = 0.01
+_MIN_TEMPERATURE = 0.01
 
 
 class EvalSection(Section):
@@ -183,10 +183,10 @@ class EvalSection(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         temperature = self.temperature
-        if temperature is not None and 0 < temperature < _LEAST_TEMPERATURE:
+        if temperature is not None and 0 < temperature < _MIN_TEMPERATURE:
             raise ValueError(
-                f"eval.temperature = {temperature:g}: vLLM would take {_LEAST_TEMPERATURE:g} for it; set it to 0, or "
-                f"to at least {_LEAST_TEMPERATURE:g}"
+                f"eval.temperature = {temperature:g}: vLLM would take {_MIN_TEMPERATURE:g} for it; set it to 0, or "
+                f"to at least {_MIN_TEMPERATURE:g}"
             )
         if temperature == 0 and self.group_size > 1:
             raise ValueError(

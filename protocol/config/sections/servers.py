@@ -26,7 +26,7 @@ from protocol.config.sections.base import (
 )
 
 # As many as a run's registry takes.
-MOST_SERVERS = 1024
+MAX_SERVERS = 1024
 
 
 class WeightSyncSection(Section):
@@ -50,7 +50,7 @@ class WeightSyncSection(Section):
     quorum: int = setting(
         1,
         ge=1,
-        le=MOST_SERVERS,
+        le=MAX_SERVERS,
         description="servers that must have a version, proven, for its publication to count",
         why="the others follow in the background, and none of them can hold the run",
     )

@@ -73,7 +73,7 @@ class ParsedTurn:
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 # A turn with more of them is no use to anybody: no more are read.
-MOST_CALLS = 256
+MAX_CALLS = 256
 
 Call = ToolCall | MalformedCall
 
@@ -128,9 +128,9 @@ class Notation(Protocol):
 
 def no_more(calls: Calls) -> Calls:
     """The calls, cut to those that are run, with what the policy is told of the others."""
-    if len(calls) <= MOST_CALLS:
+    if len(calls) <= MAX_CALLS:
         return calls
-    return [*calls[:MOST_CALLS], MalformedCall(f"a turn may make {MOST_CALLS} tool calls; the others were not run")]
+    return [*calls[:MAX_CALLS], MalformedCall(f"a turn may make {MAX_CALLS} tool calls; the others were not run")]
 
 
 class Unreadable(ValueError):
@@ -252,8 +252,8 @@ class Scan:
             if opened["slipstream_thought"] is not None:
                 at = think(opened.start(), opened.end())
                 continue
-            if reads >= MOST_CALLS:
-                calls.append(MalformedCall(f"more than {MOST_CALLS} tool calls were begun; the others are not read"))
+            if reads >= MAX_CALLS:
+                calls.append(MalformedCall(f"more than {MAX_CALLS} tool calls were begun; the others are not read"))
                 at = opened.start()
                 break
             reads += 1
@@ -270,7 +270,7 @@ class Scan:
     def _unclosed(self, source: CallFinder, at: int) -> Calls:
         """What becomes of the calls in a thought that begins at `at` and is never closed."""
         calls: Calls = []
-        for _ in range(MOST_CALLS):
+        for _ in range(MAX_CALLS):
             opened = self.notation.opening.search(source.text, at)
             if opened is None:
                 break

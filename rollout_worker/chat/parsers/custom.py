@@ -20,7 +20,7 @@ from typing import Any
 
 from protocol.config import ConfigError
 from rollout_worker.chat.parsers.base import (
-    MOST_CALLS,
+    MAX_CALLS,
     REASONING_FIELDS,
     Before,
     Call,
@@ -76,7 +76,7 @@ def plain_turn(turn: ParsedTurn) -> ParsedTurn:
     """The same of plain data: what a function of the user's returns may hold objects of any kind. Raises whatever they
     do."""
     calls: list[ToolCall | MalformedCall] = []
-    for call in turn.calls[:MOST_CALLS]:
+    for call in turn.calls[:MAX_CALLS]:
         if isinstance(call, MalformedCall):
             calls.append(MalformedCall(_text(call.reason)))
             continue

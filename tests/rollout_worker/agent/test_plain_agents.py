@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rollout_worker.task.agent import most_open
+from rollout_worker.task.agent import max_open
 from tests import kit
 from tests.kit.agent import agent_task, client_of
 from tests.kit.fake_vllm.policies import scripted
@@ -53,11 +53,11 @@ async def test_no_more_are_open_than_there_are_threads():
         return 1.0
 
     config = kit.config(kit.WORKER, worker={"episodes": 2, "user_threads": 2})
-    assert config.most_open == 16
+    assert config.max_open == 16
     run = await roll(agent_task(agent), fake(TALKATIVE), tickets=5, config=config, stop_when=look)
     assert run.queue.failures == {}
     assert len(run.queue.groups) == 5
-    assert max(seen) == run.worker.report().most_open == 2
+    assert max(seen) == run.worker.report().max_open == 2
 
 
 async def coroutine(endpoint):
@@ -77,13 +77,13 @@ async def coroutine(endpoint):
 )
 def test_how_many_are_open_at_most(agent, opened, threads, most):
     config = kit.config(worker={"episodes": 4, "open_episodes": opened})
-    assert most_open(config, agent, threads) == most
+    assert max_open(config, agent, threads) == most
 
 
 def test_a_setting_that_they_cannot_use_is_told_with_the_remedy(caplog):
     with caplog.at_level(logging.WARNING):
-        most_open(kit.config(worker={"episodes": 4, "open_episodes": "auto"}), plain, 8)
+        max_open(kit.config(worker={"episodes": 4, "open_episodes": "auto"}), plain, 8)
         assert caplog.text == ""
-        most_open(kit.config(worker={"episodes": 4, "open_episodes": 50}), plain, 8)
+        max_open(kit.config(worker={"episodes": 4, "open_episodes": 50}), plain, 8)
     assert "worker.open_episodes = 50: " in caplog.text
     assert "so only 8 episodes are open; raise worker.user_threads, or write it as async def" in caplog.text

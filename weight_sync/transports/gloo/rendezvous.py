@@ -4,7 +4,7 @@ The secret is random, made for one group, and handed to the workers over the ser
 token. torch's TCPStore answers whoever connects, so gloo's addresses are exchanged here: both ends prove that they hold
 the secret, each by an HMAC over both ends' nonces, and every message after that carries an HMAC with its number.
 
-A stranger's connection costs a thread for `GREETING_S` at most, and `MOST_STRANGERS` such connections are held at a
+A stranger's connection costs a thread for `GREETING_S` at most, and `MAX_STRANGERS` such connections are held at a
 time, the oldest being cut for a new one; none of them delays a rank that has the secret.
 """
 
@@ -29,7 +29,7 @@ import torch.distributed
 dist: Any = torch.distributed
 
 GREETING_S = 5.0
-MOST_STRANGERS = 32
+MAX_STRANGERS = 32
 _AGAIN_S = 0.2
 
 _MAGIC = b"slipgloo"
@@ -37,7 +37,7 @@ _HELLO = struct.Struct("!8sI32s")  # magic, rank, the worker's nonce
 _LENGTH = struct.Struct("!I")
 _MAC_BYTES = 32
 # gloo's addresses of one rank towards all others.
-_MOST_BYTES = 4 * 1024 * 1024
+_MAX_BYTES = 4 * 1024 * 1024
 
 
 class NotProven(RuntimeError):
@@ -62,8 +62,8 @@ class Line:
         """Raises OSError where nothing whole comes in time, `NotProven` for a frame that is not the other end's."""
         deadline = time.monotonic() + timeout_s
         (size,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
-        if size > _MOST_BYTES:
-            raise NotProven(f"a message of {size} bytes: more than {_MOST_BYTES}")
+        if size > _MAX_BYTES:
+            raise NotProven(f"a message of {size} bytes: more than {_MAX_BYTES}")
         payload = _read(self._connection, size, deadline)
         mac = _read(self._connection, _MAC_BYTES, deadline)
         if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, payload)):
@@ -129,7 +129,7 @@ class Rendezvous:
                 if self._closed:
                     _cut(connection)
                     return
-                if len(self._strangers) >= MOST_STRANGERS:
+                if len(self._strangers) >= MAX_STRANGERS:
                     oldest, _ = self._strangers.popitem(last=False)
                     _cut(oldest)
                 self._strangers[connection] = None

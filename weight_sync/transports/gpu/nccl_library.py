@@ -16,7 +16,7 @@ from typing import Any, Protocol
 UNIQUE_ID_BYTES = 128
 
 # What may be broadcast by our own streams of generation: few blocks, so that the sampler's kernels find room beside.
-MOST_BLOCKS = 4
+MAX_BLOCKS = 4
 
 _UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
@@ -121,7 +121,7 @@ class Nccl:
 
     def begin(self, unique_id: bytes, size: int, rank: int) -> ctypes.c_void_p:
         named = _UniqueId.from_buffer_copy(unique_id)
-        config = _Config(ctypes.sizeof(_Config), _MAGIC, _LAYOUT, 0, _UNSET, _UNSET, MOST_BLOCKS, None, _UNSET)
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, _LAYOUT, 0, _UNSET, _UNSET, MAX_BLOCKS, None, _UNSET)
         group = ctypes.c_void_p()
         code = self._calls.ncclCommInitRankConfig(ctypes.byref(group), size, named, rank, ctypes.byref(config))
         self._check("ncclCommInitRankConfig", code)

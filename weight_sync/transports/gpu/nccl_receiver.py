@@ -117,10 +117,10 @@ class NcclReceiver:
             self._error = str(error)
 
 
-def buckets(flat: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+def buckets(flat: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
     """Views of uint8 [n], in order."""
-    for start in range(0, len(flat), most_bytes):
-        yield flat[start : start + most_bytes]
+    for start in range(0, len(flat), max_bytes):
+        yield flat[start : start + max_bytes]
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,14 @@ def wire_order(manifest: Manifest) -> Manifest:
     )
 
 
-def chunks(manifest: Manifest, most_bytes: int) -> Iterator[Chunk]:
-    """As vLLM cuts: a chunk is closed by the tensor with which it passes `most_bytes`."""
+def chunks(manifest: Manifest, max_bytes: int) -> Iterator[Chunk]:
+    """As vLLM cuts: a chunk is closed by the tensor with which it passes `max_bytes`."""
     names: list[str] = []
     size = 0
     for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
         names.append(name)
         size += getattr(torch, dtype).itemsize * math.prod(shape)
-        if size > most_bytes:
+        if size > max_bytes:
             yield Chunk(names, size)
             names, size = [], 0
     if names:

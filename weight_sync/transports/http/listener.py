@@ -23,10 +23,10 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 # Connections that have not brought the secret.
-MOST_STRANGERS = 128
+MAX_STRANGERS = 128
 
 # Connections that have: a server has four, so far more servers than one learner trains with.
-MOST_PROVEN = 2048
+MAX_PROVEN = 2048
 
 # Without a request that is served.
 IDLE_S = 5.0
@@ -48,11 +48,11 @@ class Listener(web.Server):
         self._idle: dict[asyncio.Transport, asyncio.TimerHandle] = {}
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The learner's own files (checkpoints, queue, logs) need the rest.
-        self._most_proven = MOST_PROVEN if files == resource.RLIM_INFINITY else min(MOST_PROVEN, files // 2)
+        self._most_proven = MAX_PROVEN if files == resource.RLIM_INFINITY else min(MAX_PROVEN, files // 2)
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        if len(self._strangers) >= MOST_STRANGERS:
+        if len(self._strangers) >= MAX_STRANGERS:
             self._end(next(iter(self._strangers)))
         self._strangers[transport] = None
         self._time(transport)

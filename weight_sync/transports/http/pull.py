@@ -18,7 +18,7 @@ from weight_sync.transports.http.chunks import ChunkList, digest_of
 from weight_sync.transports.http.pull_sources import (
     CONNECT_TIMEOUT_S,
     FAILURES,
-    REFUSED_MOST_S,
+    REFUSED_MAX_S,
     Attempt,
     GoneError,
     PullSource,
@@ -243,7 +243,7 @@ class Pull:
                 return pause_s
             if isinstance(error, GoneError):
                 self._stop(str(error))
-            elif (gone_s := self._sources.gone_s(now)) >= REFUSED_MOST_S:
+            elif (gone_s := self._sources.gone_s(now)) >= REFUSED_MAX_S:
                 self._stop(
                     f"the connection was refused for {gone_s:.0f} s: the learner is gone, or weight_sync.host and "
                     f"weight_sync.http_port do not lead to it; this server keeps the weights that it serves"

@@ -31,13 +31,13 @@ SLACK_MOST = 5
 
 RETRY_PAUSE_S = 0.2
 
-RETRY_PAUSE_MOST_S = 5.0
+RETRY_PAUSE_MAX_S = 5.0
 
 # An attempt that brought so much was worth it: the next one need not wait.
 WORTH_BYTES = 64 * 1024
 
 # The learner's port is closed: its process is gone, and its secret with it.
-REFUSED_MOST_S = 20.0
+REFUSED_MAX_S = 20.0
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class Sources:
             self._slack = min(self._slack + 1, SLACK_MOST)
         barren = min(other.barren for other in {*self._usable(), source})
         # Every source has failed in vain: no hurry.
-        return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), RETRY_PAUSE_MOST_S) if barren else 0.0
+        return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), RETRY_PAUSE_MAX_S) if barren else 0.0
 
     def gone_s(self, now: float) -> float:
         """For how long the learner has refused connections, and nobody else has brought anything."""

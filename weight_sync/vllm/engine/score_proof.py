@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 # Attention holds scores of this many tokens squared for each head.
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 
 
 def reason_not_to(runner: Any, tokens: int) -> str | None:
@@ -32,8 +32,8 @@ def reason_not_to(runner: Any, tokens: int) -> str | None:
         return "its layers are spread over a pipeline"
     if parallel.data_parallel_size > 1:
         return "its engines step together (data parallel)"
-    if tokens > MOST_TOKENS:
-        return f"{tokens} tokens are more than {MOST_TOKENS}"
+    if tokens > MAX_TOKENS:
+        return f"{tokens} tokens are more than {MAX_TOKENS}"
     if runner.model_config.is_encoder_decoder or getattr(runner, "uses_xdrope_dim", 0):
         return "its inputs are not tokens alone"
     for name, layer in config.compilation_config.static_forward_context.items():

@@ -107,7 +107,7 @@ def _converting(function: Callable[..., Any], converters: Mapping[str, TypeAdapt
 
 
 def converted(arguments: Mapping[str, Any], converters: Mapping[str, TypeAdapter[Any]]) -> dict[str, Any]:
-    """Arguments as the function takes them. Raises `ArgumentsRefused`."""
+    """Arguments as the function takes them. Raises `InvalidArguments`."""
     return {
         name: _converted(name, value, converters[name]) if name in converters else value
         for name, value in arguments.items()

@@ -201,9 +201,14 @@ async def test_rewards_of_ones_own_are_weighted_one_beside_the_functions():
 
 async def test_the_pool_closes_idle_ones_of_other_names_for_new_ones():
     closed = []
+    may_close = threading.Event()
+
+    def close(name: str) -> None:
+        may_close.wait(4.0)
+        closed.append(name)
 
     def kind(name: str) -> type:
-        return type(name, (Bare,), {"close": lambda self: closed.append(name)})
+        return type(name, (Bare,), {"close": lambda self: close(name)})
 
     async with UserCode() as code:
         pool = Pool({"a": kind("a"), "b": kind("b")}, code, 5.0)
@@ -214,7 +219,8 @@ async def test_the_pool_closes_idle_ones_of_other_names_for_new_ones():
         again = await pool.take("a")
         assert again in (first, second)
         other = await pool.take("b")
-        assert (pool.alive, pool.idle) == (3, 0)
+        assert (pool.alive, pool.idle) == (3, 0), "one of them is being closed"
+        may_close.set()
         pool.give_back(again)
         pool.give_back(other)
         await pool.close()

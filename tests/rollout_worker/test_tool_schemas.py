@@ -380,7 +380,7 @@ def test_a_child_finds_the_functions_by_name_and_they_take_json() -> None:
 
 
 async def test_arguments_that_the_child_refuses_are_bad_arguments() -> None:
-    code = Isolating(UserCodeError("ArgumentsRefused: item: no", "ArgumentsRefused", None))
+    code = Isolating(UserCodeError("InvalidArguments: item: no", "InvalidArguments", None))
     result = await call(rich, {"item": {"name": "pen"}}, code=code, isolated=True)
     assert (result.reason, json.loads(result.content)["error"]) == (reasons.TOOL_ARGUMENTS, "bad arguments: item: no")
 

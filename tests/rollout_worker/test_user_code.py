@@ -498,16 +498,15 @@ class Looks:
     def __init__(self, monkeypatch, **seen):
         self.count = 0
         self._more = threading.Condition()
+        sample_stack = async_code.sample_stack
 
-        def sighting(thread, clock):
+        def counted(thread, clock):
             with self._more:
                 self.count += 1
                 self._more.notify_all()
-            return dataclasses.replace(
-                async_code.sample_stack(thread, clock), **{name: make() for name, make in seen.items()}
-            )
+            return dataclasses.replace(sample_stack(thread, clock), **{name: make() for name, make in seen.items()})
 
-        monkeypatch.setattr(async_code, "sample_stack", sighting)
+        monkeypatch.setattr(async_code, "sample_stack", counted)
 
     def take(self, more):
         """Hold up the thread for so many."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.report.journal import Journal
 from learner.report.progress import TerminalProgress
-from learner.report.records import FILE_NAME, EvaluationRecord, describe_evaluation
+from learner.report.records import FILE_NAME, EvaluationRecord
 from protocol import reasons
 from protocol.client import QueueRefused
 from protocol.config import RunConfig
-from protocol.status import Evaluation, EvaluationRequest, evaluation_metrics
+from protocol.status import Evaluation, EvaluationRequest, describe_evaluation, evaluation_metrics
 
 _POLL_S = 10.0
 

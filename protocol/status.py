@@ -273,3 +273,30 @@ def episodes_at(status: Status) -> dict[str, int]:
         for place in ("generating", "waiting", "in_tools", "in_judgement")
     }
     return {**at, "over": max(0, sum(worker.episodes_in_flight for worker in status.workers) - sum(at.values()))}
+
+
+def describe_evaluation(evaluation: Evaluation) -> str:
+    """An evaluation in one line."""
+    rows = evaluation.rows
+    if rows is None:
+        return f"evaluation of step {evaluation.step}: it ended ({evaluation.ended}) before any row was handed out"
+    parts = [f"{evaluation.done} of {rows} rows" if evaluation.failed else f"{rows} rows"]
+    if evaluation.group_size > 1:
+        parts[0] += f" x {evaluation.group_size}"
+    if evaluation.best is not None:
+        parts.append(f"{evaluation.best_name} {evaluation.best:.3f}")
+    if evaluation.mean_length is not None:
+        parts.append(f"{evaluation.mean_length:.0f} tokens")
+    if evaluation.clipped:
+        parts.append(f"{evaluation.clipped:.0%} cut off")
+    if evaluation.versions is not None:
+        oldest, newest = evaluation.versions
+        parts.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
+    parts.append(f"{evaluation.seconds:.1f} s")
+    reward = "no reward" if evaluation.reward is None else f"reward {evaluation.reward:.3f}"
+    text = f"evaluation of step {evaluation.step}: {reward} ({', '.join(parts)})"
+    if evaluation.failed:
+        counts = sorted(evaluation.failures.items())
+        why = ", ".join(f"{reason.removeprefix('failed:')} {count}" for reason, count in counts)
+        text += f"; failed: {why}"
+    return text

@@ -33,13 +33,13 @@ __all__ = [
 _MODULES = {
     "ConfigError": "protocol.config",
     "Endpoint": "rollout_worker.task.agent",
-    "MalformedCall": "rollout_worker.chat.base",
-    "ParsedTurn": "rollout_worker.chat.base",
+    "MalformedCall": "rollout_worker.chat.parsers.base",
+    "ParsedTurn": "rollout_worker.chat.parsers.base",
     "QueueClient": "protocol.client",
     "RunFailed": "deploy.run.process_keeper",
     "Task": "rollout_worker.task.task",
     "Tool": "rollout_worker.tools.base",
-    "ToolCall": "rollout_worker.chat.base",
+    "ToolCall": "rollout_worker.chat.parsers.base",
     "train": "slipstream.script",
 }
 

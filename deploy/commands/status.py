@@ -10,10 +10,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from learner.report.records import describe_evaluation
 from learner.report.rollouts import printable
 from protocol.client import QueueClient
-from protocol.status import ServerStatus, Status, episodes_at
+from protocol.status import ServerStatus, Status, describe_evaluation, episodes_at
 
 _NOTICES_SHOWN = 8
 

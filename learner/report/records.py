@@ -57,33 +57,6 @@ def beside(line: Mapping[str, Any], ended: Sequence[Mapping[str, float]]) -> dic
     return {**other, **newest, **({EARLIER: earlier} if earlier else {})}
 
 
-def describe_evaluation(evaluation: Evaluation) -> str:
-    """An evaluation in one line."""
-    rows = evaluation.rows
-    if rows is None:
-        return f"evaluation of step {evaluation.step}: it ended ({evaluation.ended}) before any row was handed out"
-    parts = [f"{evaluation.done} of {rows} rows" if evaluation.failed else f"{rows} rows"]
-    if evaluation.group_size > 1:
-        parts[0] += f" x {evaluation.group_size}"
-    if evaluation.best is not None:
-        parts.append(f"{evaluation.best_name} {evaluation.best:.3f}")
-    if evaluation.mean_length is not None:
-        parts.append(f"{evaluation.mean_length:.0f} tokens")
-    if evaluation.clipped:
-        parts.append(f"{evaluation.clipped:.0%} cut off")
-    if evaluation.versions is not None:
-        oldest, newest = evaluation.versions
-        parts.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
-    parts.append(f"{evaluation.seconds:.1f} s")
-    reward = "no reward" if evaluation.reward is None else f"reward {evaluation.reward:.3f}"
-    text = f"evaluation of step {evaluation.step}: {reward} ({', '.join(parts)})"
-    if evaluation.failed:
-        counts = sorted(evaluation.failures.items())
-        why = ", ".join(f"{reason.removeprefix('failed:')} {count}" for reason, count in counts)
-        text += f"; failed: {why}"
-    return text
-
-
 @dataclass(frozen=True)
 class StepTimes:
     """step_s: seconds from one acknowledgement to the next, of which `wait_s` for groups and `publish_blocked_ms` for

@@ -16,11 +16,11 @@ from learner.feed.blocking_client import BlockingQueueClient
 from learner.report import summary
 from learner.report.journal import Journal
 from learner.report.progress import TerminalProgress, line
-from learner.report.records import EARLIER, EvaluationRecord, StepRecord, beside, describe_evaluation
+from learner.report.records import EARLIER, EvaluationRecord, StepRecord, beside
 from protocol.client import QueueClient, QueueRefused
 from protocol.config import RunConfig
 from protocol.messages import ErrorBody
-from protocol.status import Evaluation, EvaluationRequest
+from protocol.status import Evaluation, EvaluationRequest, describe_evaluation
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless, status
 from tests.learner.test_learner_loop import config_for, lines, train

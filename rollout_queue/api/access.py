@@ -16,35 +16,21 @@ from rollout_queue.ledger.records import Refusal
 _READS = ("GET", "HEAD")
 
 
-# What workers ask for, and what everyone may read. All else, a route that there is not too, is the learner's.
-_WORKERS = tuple(route.partition("{")[0] for route in (access.TICKET_FAIL_OF, access.WORKER_OF, access.GROUP_OF))
-
-_EVERYONES = (access.STATUS, access.METRICS, access.ROLLOUTS, access.READY, access.POLICY, access.SERVERS)
-
-
-def roles_for(method: str, path: str) -> tuple[access.Role, ...]:
-    """Whose token opens the route."""
-    if method in _READS and path in _EVERYONES:
-        return access.ROLES
-    if path == access.TICKETS or path.startswith(_WORKERS):
-        return ("worker",)
-    return ("learner",)
-
-
 class RoleTokens:
-    """ASGI middleware: every route but the liveness probe wants the token of a role that may ask for it, or the run's
-    secret. Nothing of a request but its first line and headers is read before. Raises `TokenError` where `secret` is a
-    role's token."""
+    """ASGI middleware: refuses requests without the token of a role that its route allows, or the run's secret.
+
+    It decides from `access.Route` and the headers, before any body is read. Raises `TokenError` if `secret` is a
+    role's token.
+    """
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
         self._app = app
         self._ring = access.AccessTokens(secret)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != access.HEALTH:
+        if scope["type"] == "http" and (roles := access.roles_of(scope["method"], scope["path"])) is not None:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            method, path = scope["method"], scope["path"]
-            denied = self._ring.denied(given, roles_for(method, path), f"{method} {path[:200]}", "queue")
+            denied = self._ring.denied(given, roles, f"{scope['method']} {scope['path'][:200]}", "queue")
             if denied is not None:
                 if denied.status == 403:
                     refusal = Refusal(reasons.WRONG_ROLE, denied.message)

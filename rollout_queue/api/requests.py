@@ -1,26 +1,176 @@
-"""Refusals on the wire: the HTTP status of each reason, and one body, `Problem`, for all of them.
+"""What all routes share: registration, bounded request bodies, the broker, and one body for every refusal.
 
-Bodies in, bounded before they are decoded and after; bodies out.
-
-What a route asks FastAPI for.
+A body is bounded before it is decoded (its own bytes, and those of all bodies being read) and after (I8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from protocol import codec, reasons
+from protocol import access, codec, reasons
 from protocol.client import JSON
 from protocol.messages import ErrorBody, LeaseAck, LeaseRequest, TicketRequest, WorkerReport
 from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.byte_budget import ByteShare
 from rollout_queue.ledger.records import Refusal
+
+_MAX_BYTES = 64 * 1024
+
+_MAX_BYTES_OF: Mapping[Any, int] = {
+    # They name tickets: a step may take thousands of groups, a worker hold hundreds.
+    LeaseAck: 512 * 1024,
+    LeaseRequest: 512 * 1024,
+    TicketRequest: 256 * 1024,
+    WorkerReport: 256 * 1024,
+}
+
+_NAME_CHARACTERS = 256
+
+_TEXT_CHARACTERS = 16 * 1024
+
+_URL_CHARACTERS = 1024
+
+_FIGURES = 1000
+
+_TEXTS = {"detail", "reason", "rollout", "text", "what"}  # fields for people to read, or of unknown length
+
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def handles(router: APIRouter, route: access.Route) -> Callable[[H], H]:
+    """Register the decorated handler for a declared route."""
+    return router.api_route(route.path, methods=[route.method])
+
+
+async def _ready_broker(request: Request) -> Broker:
+    broker: Broker = request.app.state.broker
+    broker.check_ready()
+    return broker
+
+
+# The broker that the app serves. Refused (STORE_FAILED, NOT_READY) while it cannot answer.
+ReadyBroker = Annotated[Broker, Depends(_ready_broker)]
+
+
+class ByteBudget:
+    """Bounds the bytes of all group bodies that are being read at one time.
+
+    Args:
+        max_bytes: Maximum sum of all shares.
+
+    Attributes:
+        taken: Sum of all shares, bytes.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.taken = 0
+
+    def share(self) -> ByteShare:
+        return ByteShare(self)
+
+    def take(self, count: int) -> None:
+        """Take `count` more bytes. Refused (FULL) if there is no room."""
+        if self.taken + count > self._max_bytes:
+            raise Refusal(
+                reasons.FULL,
+                f"bodies of {self.taken} bytes are being read, allowed are {self._max_bytes}: try again in a moment",
+                retry_after_s=1.0,
+            )
+        self.taken += count
+
+    def give_back(self, count: int) -> None:
+        self.taken -= count
+
+
+class ByteShare:
+    """One body's share of a `ByteBudget`, given back at the end of the `with`."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._taken = 0
+
+    def grow(self, count: int) -> None:
+        """Take `count` more bytes. Refused (FULL) if there is no room."""
+        self._budget.take(count)
+        self._taken += count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.give_back(self._taken)
+
+
+async def _byte_budget(request: Request) -> ByteBudget:
+    budget: ByteBudget = request.app.state.bodies
+    return budget
+
+
+Bodies = Annotated[ByteBudget, Depends(_byte_budget)]
+
+
+async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
+    """The body, of at most `limit` bytes; else refused (TOO_LARGE), where its length is declared before it is read.
+    `share`: the room that it takes while it is held, if that is counted; refused (FULL) where there is none."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise Refusal(reasons.TOO_LARGE, f"the body has {declared} bytes, allowed are {limit}: {remedy}")
+    body = bytearray()
+    async for chunk in request.stream():
+        if share is not None:
+            share.grow(len(chunk))
+        body += chunk
+        if len(body) > limit:
+            raise Refusal(reasons.TOO_LARGE, f"the body has more than the {limit} bytes that are allowed: {remedy}")
+    return bytes(body)
+
+
+async def read_json(request: Request, kind: Any) -> Any:
+    """The control message in the body; refused if it is TOO_LARGE or UNDECODABLE, or holds TOO_MANY things."""
+    body = await read_body(request, _MAX_BYTES_OF.get(kind, _MAX_BYTES), "no such message needs so many")
+    try:
+        message = codec.decode_json(body, kind)
+    except codec.DecodeError as error:
+        raise Refusal(reasons.UNDECODABLE, str(error)) from error
+    _check(message, type(message).__name__)
+    return message
+
+
+def reply_json(message: Any) -> Response:
+    return Response(codec.encode_json(message), media_type=JSON)
+
+
+def _check(value: Any, name: str) -> None:
+    """Refuse what would be kept without bound: `name` is the field's."""
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            _check(getattr(value, field), field)
+    elif isinstance(value, dict):
+        if len(value) > _FIGURES and name != "dropped":  # tickets, bounded by the body's size
+            raise Refusal(reasons.TOO_MANY, f"{name} has {len(value)} entries, allowed are {_FIGURES}")
+        for key, item in value.items():
+            _check(key, f"a name in {name}")
+            _check(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check(item, name)
+    elif isinstance(value, str):
+        most = _TEXT_CHARACTERS if name in _TEXTS else _URL_CHARACTERS if name == "url" else _NAME_CHARACTERS
+        if len(value) > most:
+            raise Refusal(reasons.TOO_LARGE, f"{name} has {len(value)} characters, allowed are {most}: shorten it")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise Refusal(reasons.UNDECODABLE, f"{name} is beyond 64 bits")
+
 
 # 409: the request does not fit the state of the run. 410: the ticket is over. 422: the message breaks a rule. 503:
 # clients try again.
@@ -108,88 +258,3 @@ def install_error_bodies(app: FastAPI) -> None:
 
 def _problem(status: int, problem: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
     return Response(codec.encode_json(problem), status, headers=headers, media_type=JSON)
-
-
-_MAX_BYTES = 64 * 1024
-
-_MAX_BYTES_OF: Mapping[Any, int] = {
-    # They name tickets: a step may take thousands of groups, a worker hold hundreds.
-    LeaseAck: 512 * 1024,
-    LeaseRequest: 512 * 1024,
-    TicketRequest: 256 * 1024,
-    WorkerReport: 256 * 1024,
-}
-
-_NAME_CHARACTERS = 256
-
-_TEXT_CHARACTERS = 16 * 1024
-
-_URL_CHARACTERS = 1024
-
-_FIGURES = 1000
-
-_TEXTS = {"detail", "reason", "rollout", "text", "what"}  # fields for people to read, or of unknown length
-
-
-async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
-    """The body, of at most `limit` bytes; else refused (TOO_LARGE), where its length is declared before it is read.
-    `share`: the room that it takes while it is held, if that is counted; refused (FULL) where there is none."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise Refusal(reasons.TOO_LARGE, f"the body has {declared} bytes, allowed are {limit}: {remedy}")
-    body = bytearray()
-    async for chunk in request.stream():
-        if share is not None:
-            share.grow(len(chunk))
-        body += chunk
-        if len(body) > limit:
-            raise Refusal(reasons.TOO_LARGE, f"the body has more than the {limit} bytes that are allowed: {remedy}")
-    return bytes(body)
-
-
-async def read_json(request: Request, kind: Any) -> Any:
-    """The control message in the body; refused if it is TOO_LARGE or UNDECODABLE, or holds TOO_MANY things."""
-    body = await read_body(request, _MAX_BYTES_OF.get(kind, _MAX_BYTES), "no such message needs so many")
-    try:
-        message = codec.decode_json(body, kind)
-    except codec.DecodeError as error:
-        raise Refusal(reasons.UNDECODABLE, str(error)) from error
-    _check(message, type(message).__name__)
-    return message
-
-
-def reply_json(message: Any) -> Response:
-    return Response(codec.encode_json(message), media_type=JSON)
-
-
-def _check(value: Any, name: str) -> None:
-    """Refuse what would be kept without bound: `name` is the field's."""
-    if isinstance(value, msgspec.Struct):
-        for field in value.__struct_fields__:
-            _check(getattr(value, field), field)
-    elif isinstance(value, dict):
-        if len(value) > _FIGURES and name != "dropped":  # tickets, bounded by the body's size
-            raise Refusal(reasons.TOO_MANY, f"{name} has {len(value)} entries, allowed are {_FIGURES}")
-        for key, item in value.items():
-            _check(key, f"a name in {name}")
-            _check(item, name)
-    elif isinstance(value, list):
-        for item in value:
-            _check(item, name)
-    elif isinstance(value, str):
-        most = _TEXT_CHARACTERS if name in _TEXTS else _URL_CHARACTERS if name == "url" else _NAME_CHARACTERS
-        if len(value) > most:
-            raise Refusal(reasons.TOO_LARGE, f"{name} has {len(value)} characters, allowed are {most}: shorten it")
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise Refusal(reasons.UNDECODABLE, f"{name} is beyond 64 bits")
-
-
-async def _ready_broker(request: Request) -> Broker:
-    broker: Broker = request.app.state.broker
-    broker.check_ready()
-    return broker
-
-
-ReadyBroker = Annotated[Broker, Depends(_ready_broker)]
-
-"""The broker that the app serves; refused (STORE_FAILED, NOT_READY) while it cannot answer."""

@@ -28,7 +28,6 @@ from protocol.messages import RunPosition, Server, ServerState
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from protocol.versions import new_run_id
-from rollout_queue.broker.byte_budget import ByteBudget
 from rollout_queue.broker.recorder import Recorder, heads
 from rollout_queue.ledger import evaluations, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
@@ -75,8 +74,6 @@ P = ParamSpec("P")
 
 T = TypeVar("T")
 
-_MAX_BYTES_OF_BODIES = 256 * 1024**2
-
 _FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
 
 
@@ -99,7 +96,6 @@ class Broker:
         self.closing = False
         self.failure: str | None = None
         self.lock = asyncio.Lock()
-        self.bodies = ByteBudget(max(_MAX_BYTES_OF_BODIES, config.queue.max_group_bytes))
         self.judging = asyncio.Lock()  # one group at a time: several threads of Python would keep the loop waiting
         self.groups_came = WakeUp()
         self.room_came = WakeUp()

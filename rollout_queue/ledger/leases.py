@@ -7,7 +7,9 @@ holds. Versions go up by one a step and never go back, over resumes too.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -61,6 +63,12 @@ def undelivered(ledger: Ledger, lease_id: str, have: Sequence[str]) -> list[Tick
     """The lease's groups that the learner does not have: the answer was lost."""
     held = set(have)
     return [record for record in ledger.leased(lease_id) if record.id not in held]
+
+
+def within_bytes(records: Sequence[TicketRecord], max_bytes: int) -> Sequence[TicketRecord]:
+    """Return the first groups, at least one, whose bodies have at most `max_bytes` together."""
+    totals = list(accumulate(record.group.bytes for record in records))
+    return records[: max(1, bisect_right(totals, max_bytes))]
 
 
 def revoked(ledger: Ledger, fleet: ServerRegistry, lease_id: str, have: Sequence[str]) -> dict[str, str]:

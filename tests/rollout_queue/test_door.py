@@ -21,15 +21,17 @@ import uvicorn
 
 from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient
-from protocol.messages import BeginSession, ErrorBody, LeaseRequest, TicketRequest, WorkerReport
-from rollout_queue.api import learner_routes
+from protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, TicketRequest, WorkerReport
 from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import Connection, ConnectionLimits
+from rollout_queue.api.requests import ByteBudget
+from rollout_queue.broker import learner
 from rollout_queue.ledger import validation
 from rollout_queue.service import listen
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
-from tests.kit.queue import Served, serve_version, serving
+from tests.kit.messages import SERVER
+from tests.kit.queue import Served, listening, serve_version, serving
 
 MIB = 1024**2
 PATIENCE_S = 5.0
@@ -332,7 +334,7 @@ async def test_hole_6_a_large_worker_still_renews_its_tickets() -> None:
 
 async def test_hole_6_a_lease_answer_is_bounded_and_the_next_brings_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _with_groups(5) as (_, client, size):
-        monkeypatch.setattr(learner_routes, "_MAX_LEASE_BYTES", 2 * size)
+        monkeypatch.setattr(learner, "MAX_LEASE_BYTES", 2 * size)
         have: list[str] = []
         counts = []
         while len(have) < 5:
@@ -341,7 +343,7 @@ async def test_hole_6_a_lease_answer_is_bounded_and_the_next_brings_the_others(m
             counts.append(len(reply.groups))
         assert counts == [2, 2, 1]
         assert len(set(have)) == 5
-        monkeypatch.setattr(learner_routes, "_MAX_LEASE_BYTES", 1)
+        monkeypatch.setattr(learner, "MAX_LEASE_BYTES", 1)
         assert len((await client.lease(LeaseRequest(1, "l", 0, wait_s=0.0))).groups) == 1
 
 
@@ -385,23 +387,26 @@ async def test_a_body_for_a_ticket_that_is_not_out_is_refused_before_it_is_read(
 
 
 async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
-    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+    app = create_app(config(), SqliteStore(MEMORY))
+    bodies: ByteBudget = app.state.bodies
+    async with listening(app) as url, QueueClient(url, patience_s=5.0) as client:
+        await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)
         tickets = (await client.tickets(TicketRequest("w", 2, wait_s=0.0))).tickets
         body = codec.encode(group(tickets[0]))
-        with queue.broker.bodies.share() as others:
+        with bodies.share() as others:
             others.grow(256 * MIB - len(body) + 1)
             async with (
                 aiohttp.ClientSession(headers={"Content-Type": JSON}) as session,
-                session.put(f"{queue.url}/v1/groups/{tickets[0].id}", data=body) as response,
+                session.put(f"{url}/v1/groups/{tickets[0].id}", data=body) as response,
             ):
                 assert response.status == 429
                 assert codec.decode_json(await response.read(), ErrorBody).reason == reasons.FULL
-        assert queue.broker.bodies.taken == 0
+        assert bodies.taken == 0
         assert await client.submit(group(tickets[0])) is True
         assert await client.submit(group(tickets[0])) is False
-        assert queue.broker.bodies.taken == 0
+        assert bodies.taken == 0
 
 
 async def test_a_body_that_flows_for_ever_is_refused() -> None:

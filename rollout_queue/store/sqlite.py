@@ -31,7 +31,7 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.store.base import StoreError, hold_lock_file
-from rollout_queue.store.migrations import LAYOUT, layout_of, migrate
+from rollout_queue.store.migrations import FIRST_LAYOUT, layout_of, migrate, newest_layout
 
 T = TypeVar("T")
 
@@ -220,9 +220,9 @@ class SqliteStore:
 
 
 def read_ledger(path: Path | str) -> list[LedgerRow]:
-    """Every ticket of a run, from its store of this or any older layout, in the order of issue.
+    """Read every ticket of a run from its store, in the order of issue.
 
-    Old ones that are kept as sums alone are left out. Changes nothing, and works beside a running queue. Raises
+    Tickets that are kept as sums alone are left out. Changes nothing, and works beside a running queue. Raises
     `ConfigError`.
     """
     try:
@@ -244,7 +244,7 @@ def steps_made(path: Path | str) -> int:
 
 
 def run_of(path: Path | str) -> RunState:
-    """How far a run is, from its store of this or any older layout.
+    """Read from a run's store how far it is.
 
     Changes nothing, and works beside a running queue. Raises `ConfigError`.
     """
@@ -273,10 +273,17 @@ def _only_queue(path: Path) -> Iterator[None]:
 
 
 def _check_layout(db: sqlite3.Connection, path: Path | str) -> None:
-    if (layout := layout_of(db)) > LAYOUT:
+    """Refuse a file that this release cannot read; raises `ConfigError`."""
+    layout, newest = layout_of(db), newest_layout()
+    if layout > newest:
         raise ConfigError(
-            f"{path}: written by a newer release of Slipstream (layout {layout}, this one knows {LAYOUT}): upgrade, or "
+            f"{path}: written by a newer release of Slipstream (layout {layout}, this one knows {newest}): upgrade, or "
             f"move it away"
+        )
+    if 0 < layout < FIRST_LAYOUT:
+        raise ConfigError(
+            f"{path}: written by an older checkout of Slipstream (layout {layout}, the oldest known here is "
+            f"{FIRST_LAYOUT}): finish the run with that checkout, or choose a new run.name"
         )
 
 

@@ -1,4 +1,4 @@
-"""Who may speak to the queue: holders of the token, or where there is none, programs on this machine, not web pages."""
+"""Decides who may use the queue: holders of a token; without one, programs on this machine but no web pages."""
 
 from __future__ import annotations
 
@@ -42,11 +42,14 @@ class RoleTokens:
 
 
 class NoWebPages:
-    """ASGI middleware: a page in a browser can change nothing here (ORIGIN).
+    """ASGI middleware: refuses requests that a page in a browser could send (ORIGIN).
 
-    A page may send to loopback what a form can send: the types of body that ours are not, and an `Origin` that is not
-    the queue's. `hosts`: the names that the queue goes by; another one in `Host` is a page's that had its name resolved
-    to this machine. Any name goes where it is None: a token is needed then, which no page has.
+    A page can send to loopback what a form can send: another content type than ours, and an `Origin` that is not the
+    queue's.
+
+    Args:
+        hosts: Names of the queue. Another name in `Host` is that of a page whose name was resolved to this machine.
+            None allows every name: then a token is needed, which no page has.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
@@ -74,7 +77,7 @@ class NoWebPages:
 
 
 def names_of_this_machine(host: str) -> frozenset[str]:
-    """What a queue that listens on `host` may be called by in `Host`; other addresses of loopback besides."""
+    """Return the names in `Host` of a queue that listens on `host`. All addresses of loopback are allowed besides."""
     return frozenset({host.lower(), "localhost", "127.0.0.1", "::1", socket.gethostname().lower()})
 
 
@@ -95,7 +98,7 @@ def _wrong_type(headers: dict[bytes, str]) -> str | None:
 
 
 def _name(host: str) -> str:
-    """The name or address in a `Host` header, without its port; empty if there is none."""
+    """Return the name or address in a `Host` header without its port; empty if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -65,7 +65,7 @@ async def _begin_session(broker: Broker, message: BeginSession) -> None:
         version = decision.run.version if decision.run is not None else broker.ledger.run.version
         unproven = servers.distrust_unproven(broker.fleet, version)
         await broker.commit(msgspec.structs.replace(decision, evals=gone, servers=unproven))
-        broker.trial.begin(broker.ledger.ever_accepted)
+        broker.early_failures.begin(broker.ledger.ever_accepted)
     broker.observations.session_began(broker.now)
 
 
@@ -111,7 +111,7 @@ async def lease(broker: Broker, request: LeaseRequest, has_left: Callable[[], Aw
         groups_came = broker.groups_came.listen()
         async with broker.lock:
             _check_session(broker, request.session)
-            broker.trial.check()
+            broker.early_failures.check_not_given_up()
             ledger.renew_lease(request.lease_id, broker.now)
             lost = leases.undelivered(ledger, request.lease_id, request.have)
             more = ledger.count(TicketState.READY) > 0 and not broker.closing
@@ -235,7 +235,7 @@ def _expect_steps(broker: Broker) -> None:
     """Let the stall alarm expect a step once there are a learner and a serving server, even if no worker ever comes."""
     seen = broker.observations
     if seen.learner_seen_s_ago(broker.now) is not None and broker.fleet.served_version is not None:
-        seen.progress.all_there(broker.now)
+        seen.progress.expect_steps(broker.now)
 
 
 def _lease_reply(

@@ -97,8 +97,8 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
     broker.observations.worker_reports(report, broker.now)
     if report.draining:
         await broker.remove_drained()
-    for trouble in report.troubles:
-        broker.trial.trouble(trouble.kind, trouble.text)
+    for notice in report.troubles:
+        broker.early_failures.add_text(notice.kind, notice.text)
     lost = []
     for ticket_id in report.ticket_ids:
         row = broker.evaluations.ticket(ticket_id)
@@ -119,7 +119,7 @@ async def sign_off(broker: Broker, worker_id: str) -> None:
 
     A worker that is not known may have signed off before: nothing happens.
     """
-    broker.register.strike(worker_id)
+    broker.registry.remove(worker_id)
     broker.observations.worker_left(worker_id)
     await broker.remove_drained()
 
@@ -161,7 +161,7 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     step, recent_ones = None, seen.recent
     if isinstance(record, EvalRow):
         step, recent_ones = broker.evaluations.of(record.evaluation).record.step, seen.recent_evals
-    broker.register.check(broker.ledger.run, record.worker_id)
+    broker.registry.check_registered(broker.ledger.run, record.worker_id)
     async with broker.judging:
         # Both take a while for a large group.
         arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker, record))
@@ -174,7 +174,7 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     async with broker.lock:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
-        broker.fleet.check(arrival.facts, record.serial)
+        broker.fleet.check_group(arrival.facts, record.serial)
         if isinstance(record, EvalRow):
             result = evaluations.row_result(arrival.group, arrival.facts)
             done = evaluations.submit(broker.evaluations, broker.fleet, record, result, broker.clock.wall())
@@ -185,7 +185,7 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
                 await broker.commit(taken)
                 tickets.check_accepted(broker.ledger, ticket_id, taken.tickets[0])
             await broker.commit(taken, {ticket_id: body})
-            broker.trial.succeeded()
+            broker.early_failures.succeeded()
             seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
         if shown is not None:
             recent_ones.add(shown, broker.now)
@@ -212,11 +212,11 @@ def _issue(broker: Broker, worker_id: str, wanted: int) -> Decision:
 
 def _rules(broker: Broker, ticket: TicketRecord | EvalRow) -> validation.Rules:
     config, run = broker.config, broker.ledger.run
-    longest = min(config.vllm.max_model_len, config.learner.token_budget)
+    max_tokens = min(config.vllm.max_model_len, config.learner.token_budget)
     if isinstance(ticket, EvalRow):
         size = broker.evaluations.of(ticket.evaluation).record.group_size
-        return validation.Rules(size, run.version, run.vocabulary, longest, fewest=1)
-    return validation.Rules(config.rollout.group_size, run.version, run.vocabulary, longest)
+        return validation.Rules(size, run.version, run.vocabulary, max_tokens, min_rollouts=1)
+    return validation.Rules(config.rollout.group_size, run.version, run.vocabulary, max_tokens)
 
 
 async def _fail_row(broker: Broker, row: EvalRow, reason: str, retryable: bool) -> None:
@@ -257,7 +257,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
         try:
             admitted = registration.admit(run, worker_id, given, broker.learner_lives)
         except Refusal as refusal:
-            broker.register.strike(worker_id)
+            broker.registry.remove(worker_id)
             if refusal.reason == reasons.SESSION_AWAITED:
                 seen.worker_awaits_session(worker_id, broker.now)
             else:
@@ -268,7 +268,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             await broker.commit(msgspec.structs.replace(held, evals=rows))
             raise
         await broker.commit(admitted.decision)
-        broker.register.enter(worker_id, run.session)
+        broker.registry.add(worker_id, run.session)
     seen.session_came(worker_id)
     if admitted.data_changed is not None:
         notices.say(reasons.FINGERPRINT, admitted.data_changed, broker.now, worker_id)
@@ -280,13 +280,13 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
 def _check_may_draw(broker: Broker, worker_id: str) -> None:
     """Refuse tickets once the run is given up (GAVE_UP), and to a worker that is not registered (UNREGISTERED)."""
     if not broker.ledger.run.finished:
-        broker.trial.check()
-        broker.register.check(broker.ledger.run, worker_id)
+        broker.early_failures.check_not_given_up()
+        broker.registry.check_registered(broker.ledger.run, worker_id)
 
 
 def _observe_failure(broker: Broker, ended: TicketRecord, reason: str, detail: str) -> None:
     """Count a ticket that yielded no group, and wake everyone who waits if the run is given up by it."""
-    if broker.trial.failed(ended, reason, detail, broker.ledger.tickets(TicketState.ISSUED)):
+    if broker.early_failures.failed(ended, reason, detail, broker.ledger.tickets(TicketState.ISSUED)):
         broker.room_came.notify()
         broker.groups_came.notify()
 

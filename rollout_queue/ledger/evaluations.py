@@ -170,7 +170,7 @@ class EvalTally:
 
 
 # Tickets that were accepted and of which nothing else is known any more: a repeat is still answered as one.
-_REMEMBERED = 4096
+_MAX_ACCEPTED = 4096
 
 
 class OpenEvaluation:
@@ -291,7 +291,7 @@ class Evaluations:
         found = self._open.get(row.evaluation)
         if row.state is EvalRowState.DONE:
             self._accepted[row.id] = None
-            while len(self._accepted) > _REMEMBERED:
+            while len(self._accepted) > _MAX_ACCEPTED:
                 del self._accepted[next(iter(self._accepted))]
         if found is None:  # its evaluation ended with it
             return

@@ -1,4 +1,4 @@
-"""The store in one SQLite file in WAL mode: a commit survives `kill -9`, payloads stay out of memory.
+"""Stores everything in one SQLite file in WAL mode: a commit survives `kill -9`, payloads stay out of memory.
 
 `synchronous=NORMAL`: a power cut may lose the newest commits, but never leaves half of one.
 """
@@ -38,7 +38,7 @@ T = TypeVar("T")
 MEMORY = ":memory:"
 FILE_NAME = "queue.db"
 
-# Faults of the moment, which say nothing against the file.
+# Errors that pass: the file itself is sound.
 _PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 # A group's facts lie flat in its ticket's row.
@@ -53,7 +53,7 @@ _UPSERT = (
     + ", ".join("?" * (len(_COLUMNS) + 1))
     + ")"
 )
-# Tickets as sums: by state, and dropped ones by reason.
+# Sums of tickets: by state, and of dropped ones by reason.
 _SUMMED = """SELECT state, IIF(state = 'dropped', COALESCE(reason, 'unknown'), '') AS label, COUNT(*), SUM(tokens)
     FROM tickets WHERE "index" < ? GROUP BY state, label"""
 _PRUNE = (
@@ -69,8 +69,10 @@ _TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
-    """One ticket, for audits: `step` and `version` are those of the optimiser step that trained it, if one did. A
-    trained ticket is `trained`, whether or not its payload was let go."""
+    """One ticket, for audits. `step` and `version` are of the optimiser step that trained it, None without one.
+
+    A trained ticket is TRAINED here whether or not its payload is still kept.
+    """
 
     ticket_id: str
     index: int
@@ -85,10 +87,15 @@ class LedgerRow(msgspec.Struct, frozen=True):
 
 
 class SqliteStore:
-    """One writer per file, kept by a lock that a dead process lets go of; `:memory:` keeps nothing."""
+    """A `Store` in one SQLite file. A lock file allows one writer; `:memory:` keeps nothing on disk."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open, create or migrate the file; raises `ConfigError` if it cannot be used, `StoreError` if not now."""
+        """Open, create or migrate the file.
+
+        Raises:
+            ConfigError: The file cannot be used.
+            StoreError: It cannot be used now, as while another program has it locked.
+        """
         self._path = str(path)
         with contextlib.ExitStack() as opened:
             if self._path != MEMORY:
@@ -186,7 +193,7 @@ class SqliteStore:
         self._opened.close()
 
     def _put_evaluations(self, change: EvalChange) -> None:
-        """An evaluation that has ended lets go of its rows."""
+        """Store changes of evaluations. The rows of one that has ended are deleted."""
         ended = [(record.number,) for record in change.records if record.result is not None]
         gone = [(number,) for number in change.removed]
         self._db.executemany(
@@ -238,8 +245,8 @@ def read_ledger(path: Path | str) -> list[LedgerRow]:
 
 
 def steps_made(path: Path | str) -> int:
-    """Optimiser steps that a run has made over all its starts. As `run_of`."""
-    # The version: it goes on where a resume lets the steps begin again.
+    """Read how many optimiser steps a run has made over all its starts; see `run_of`."""
+    # The version counts on where a resume sets the step back.
     return run_of(path).version
 
 
@@ -258,7 +265,7 @@ def run_of(path: Path | str) -> RunState:
 
 
 def _state_for_people(state: str) -> TicketState:
-    """Whether the payload of a trained group was let go is nothing to an audit."""
+    """Show a trained ticket as TRAINED whether or not its payload is still kept."""
     return TicketState.TRAINED if state == TicketState.FORGOTTEN else TicketState(state)
 
 

@@ -21,7 +21,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.broker.broker import Broker, Clock
-from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW, Notices, Rewards, Variance
+from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW_GROUPS, Notices, Rewards, Variance
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -98,11 +98,11 @@ def test_large_steps_have_four_steps_patience() -> None:
 
 def test_a_few_groups_with_variance_do_not_hide_the_others() -> None:
     judged = Variance(groups_per_step=2)
-    for number in range(WINDOW):
+    for number in range(WINDOW_GROUPS):
         judged.ended(number % 12 > 0, None)
     assert (judged.notice() or "").startswith("366 of the last 400 groups")
     healthy = Variance(groups_per_step=2)
-    for number in range(WINDOW):
+    for number in range(WINDOW_GROUPS):
         healthy.ended(number % 2 > 0, None)
     assert healthy.notice() is None
 

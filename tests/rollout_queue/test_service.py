@@ -985,7 +985,7 @@ async def test_a_server_that_leaves_is_gone_only_once_the_version_on_its_way_is_
         await says(client, "w", draining={SERVER: 0})
         assert [server.state for server in await client.servers()] == [ServerState.DRAINING]
         (waits,) = [wait.what for wait in (await client.status()).waits if wait.who == f"server {SERVER}"]
-        assert waits.startswith("the learner's verdict on the version that is on its way to it")
+        assert waits.startswith("the learner to verify the version that is on its way to it")
         told = await client.put_server(Server(SERVER, "http://127.0.0.1:8100", ServerState.SERVING, 1), 1)
         assert told.state is ServerState.DRAINING
         await queue.broker.remove_drained()

@@ -108,8 +108,8 @@ def test_hole_2_a_long_step_raises_no_alarm_before_five_median_steps() -> None:
 def test_hole_2_nothing_counts_before_everything_is_there() -> None:
     progress = StepProgress(0.0, start_s=600.0)
     assert progress.quiet_s(600.0) == 0.0
-    progress.all_there(1000.0)
-    progress.all_there(1050.0)
+    progress.expect_steps(1000.0)
+    progress.expect_steps(1050.0)
     assert progress.quiet_s(1100.0) == 100.0
     progress.session_began(1400.0)
     assert progress.quiet_s(2000.0) == 0.0
@@ -132,7 +132,7 @@ def test_attack_6_a_learner_that_is_not_heard_from_does_not_load() -> None:
     assert progress.quiet_s(1100.0) == 0.0
     assert progress.quiet_s(1220.0) == 120.0
     progress.loaded(2000.0)
-    progress.all_there(2000.0)
+    progress.expect_steps(2000.0)
     progress.loads(2100.0)
     assert progress.quiet_s(2820.0) == 220.0
 
@@ -143,7 +143,7 @@ def test_attack_6_the_first_step_may_take_longer_than_nothing_at_all() -> None:
 
 def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
     progress = StepProgress(0.0, start_s=600.0)
-    progress.all_there(0.0)
+    progress.expect_steps(0.0)
     progress.loads(10.0)
     progress.loads(20.0)
     assert progress.quiet_s(500.0) == 10.0

@@ -23,7 +23,7 @@ from tests.kit.messages import VOCABULARY
 RECORD = TicketRecord(index=3, attempt=1, serial=9, worker_id="w", version=4)
 TICKET = Ticket("3.1", 3, 2, 0, 4, 60.0)
 LEARNER_VERSION = 5
-RULES = validation.Rules(2, LEARNER_VERSION, VOCABULARY, longest=12)
+RULES = validation.Rules(2, LEARNER_VERSION, VOCABULARY, max_tokens=12)
 PATTERN = (None, None, 4, 4, 4)
 
 
@@ -124,7 +124,7 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
     broken = group(TICKET)
     change(broken)
     with pytest.raises(Refusal) as refusal:
-        validation.check(validation.decode(codec.encode(broken), 2), RECORD, RULES)
+        validation.check_group(validation.decode(codec.encode(broken), 2), RECORD, RULES)
     assert refusal.value.reason == reason
 
 
@@ -144,13 +144,13 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
 def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:
     sound = group(TICKET, versions=(None, None, 4, 5, 5))
     change(sound)
-    validation.check(validation.decode(codec.encode(sound), 2), RECORD, RULES)
+    validation.check_group(validation.decode(codec.encode(sound), 2), RECORD, RULES)
 
 
 def test_hole_7_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
     sound = group(TICKET)
     in_segment(token_ids=ids(1, 2, 3, 2**31 - 1, 5))(sound)
-    validation.check(sound, RECORD, validation.Rules(2, LEARNER_VERSION))
+    validation.check_group(sound, RECORD, validation.Rules(2, LEARNER_VERSION))
 
 
 def with_field(value: bytes) -> bytes:
@@ -204,7 +204,7 @@ def test_a_group_may_hold_all_that_its_rollouts_may(size: int) -> None:
     sound = group(TICKET)
     in_group(rollouts=[full] * size, reward_weights=dict.fromkeys(names, 1.0), server_names=names)(sound)
     body = codec.encode(sound)
-    validation.check(validation.decode(body, size), RECORD, msgspec.structs.replace(RULES, group_size=size))
+    validation.check_group(validation.decode(body, size), RECORD, msgspec.structs.replace(RULES, group_size=size))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
         return [codec.decode(bytes(raw), Group) for raw in codec.decode(reply, LeaseReply).groups]
 
     for received in learner(500):
-        validation.check(received, RECORD, RULES)
+        validation.check_group(received, RECORD, RULES)
 
 
 def test_another_schema_version_is_named_before_anything_else() -> None:
@@ -298,8 +298,8 @@ def test_i4_spans_are_valid_only_if_they_give_each_sampled_token_one_version(
         in_order and bounded and cover == [int(m) for m in mask] and all(v <= LEARNER_VERSION for v, _, _ in triples)
     )
     if sound:
-        validation.check(candidate, RECORD, RULES)
+        validation.check_group(candidate, RECORD, RULES)
         assert (made.token_versions() >= 0).tolist() == mask
     else:
         with pytest.raises(Refusal):
-            validation.check(candidate, RECORD, RULES)
+            validation.check_group(candidate, RECORD, RULES)

@@ -277,7 +277,7 @@ def test_a_model_folder_without_a_config_is_told(folder: Path) -> None:
         (("task", "tokenizer"), ["model.path", "task.path"]),
     ],
 )
-def test_hole_8_only_the_files_that_a_process_needs_are_checked(
+def test_only_the_files_that_a_process_needs_are_checked(
     folder: Path, needs: tuple[Need, ...], missing: list[str]
 ) -> None:
     """All that are missing are told at once."""
@@ -292,7 +292,7 @@ def test_hole_8_only_the_files_that_a_process_needs_are_checked(
     assert [line.split(" = ")[0] for line in told.splitlines()] == missing
 
 
-def test_hole_8_a_worker_needs_no_more_of_the_model_than_its_folder(folder: Path) -> None:
+def test_a_worker_needs_no_more_of_the_model_than_its_folder(folder: Path) -> None:
     (folder / "model" / "config.json").unlink()
     load(folder / "run.toml", needs=("task", "tokenizer"))
 
@@ -535,7 +535,7 @@ def test_paths_on_the_command_line_are_taken_from_the_working_directory(
 CHAT_FILES = '[chat]\ntemplate = "chat/t.jinja"\nparser = "chat/p.py:calls"\n'
 
 
-def test_hole_8_files_of_the_chat_format_are_taken_from_the_run_files_folder(
+def test_files_of_the_chat_format_are_taken_from_the_run_files_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
@@ -554,7 +554,7 @@ def test_hole_8_files_of_the_chat_format_are_taken_from_the_run_files_folder(
     assert load_text(folder, MINIMAL, ["--chat.parser", "hermes"]).chat.parser == "hermes"
 
 
-def test_hole_8_a_missing_file_of_the_chat_format_is_told_before_anything_starts(folder: Path) -> None:
+def test_a_missing_file_of_the_chat_format_is_told_before_anything_starts(folder: Path) -> None:
     """The learner ended with a FileNotFoundError from its fingerprint."""
     (folder / "run.toml").write_text(MINIMAL + CHAT_FILES)
     with pytest.raises(ConfigError) as error:

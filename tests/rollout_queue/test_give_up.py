@@ -55,7 +55,7 @@ def test_a_workers_trouble_tells_more_than_the_tickets_reason() -> None:
         (reasons.INTERNAL, "in the run file"),
     ],
 )
-def test_f19_the_task_is_blamed_only_for_what_is_its_own(reason: str, where: str) -> None:
+def test_the_task_is_blamed_only_for_what_is_its_own(reason: str, where: str) -> None:
     judged = trial(1)
     judged.failed(ticket(0), reasons.failed(reason), "why", [])
     assert f"Fix it {where}" in (judged.gave_up or "")

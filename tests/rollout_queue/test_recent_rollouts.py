@@ -96,11 +96,11 @@ def test_a_full_window_takes_few_groups_a_second() -> None:
         json.dumps([{"role": "assistant", "content": "x" * 3000}] * 60).encode(),
     ],
 )
-def test_hole_6_hostile_messages_are_left_out_or_shown_and_never_fail_the_group(hostile: bytes) -> None:
+def test_hostile_messages_are_left_out_or_shown_and_never_fail_the_group(hostile: bytes) -> None:
     assert with_messages(hostile).reward == 0.5
 
 
-def test_hole_6_eight_megabytes_of_empty_containers_take_no_memory() -> None:
+def test_eight_megabytes_of_empty_containers_take_no_memory() -> None:
     made = group()
     made.rollouts[0].messages = b"[" + b"{}," * (8 * 1024**2 // 3) + b"{}]"
     tracemalloc.start()

@@ -112,7 +112,7 @@ def test_a_proof_needs_a_version(state: ServerState) -> None:
         move(fleet, state)
 
 
-def test_i5_f16_a_restarted_server_is_unverified() -> None:
+def test_i5_a_restarted_server_is_unverified() -> None:
     fleet = fleet_in(SE)
     assert fleet.served_version == 3
     move(fleet, J)
@@ -177,7 +177,7 @@ def test_i5_a_failed_proof_drops_the_ready_groups_that_it_taints_and_no_others()
     assert not put(fleet_in(Q), ledger, Server("a", "http://a", Q, 3), wall_time=9.0), "a repeat changes nothing"
 
 
-def test_hole_4_taint_goes_by_the_spans_of_the_server_that_failed() -> None:
+def test_taint_goes_by_the_spans_of_the_server_that_failed() -> None:
     """The group is of versions 3 to 5, but `a` sampled version 3 of it alone, before its weights went wrong."""
     fleet = fleet_in(SE)
     move(fleet, Q, 4, serial=10)
@@ -185,7 +185,7 @@ def test_hole_4_taint_goes_by_the_spans_of_the_server_that_failed() -> None:
     assert fleet.distrusted(sampled(a=(3, 4), b=(5, 5)), serial=9) == "a"
 
 
-def test_hole_4_what_a_server_samples_after_it_is_proven_again_is_good_for_old_tickets_too() -> None:
+def test_what_a_server_samples_after_it_is_proven_again_is_good_for_old_tickets_too() -> None:
     fleet = fleet_in(SE)
     move(fleet, Q, 4, serial=10)
     move(fleet, SY, serial=12)
@@ -194,7 +194,7 @@ def test_hole_4_what_a_server_samples_after_it_is_proven_again_is_good_for_old_t
     assert fleet.distrusted(sampled(a=(5, 6)), serial=9) == "a"
 
 
-def test_hole_4_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_next_one() -> None:
+def test_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_next_one() -> None:
     fleet = fleet_in(SE)
     move(fleet, Q, 4, serial=10)
     move(fleet, SY)
@@ -207,7 +207,7 @@ def test_hole_4_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_
 
 
 @pytest.mark.parametrize("gone", [J, D])
-def test_hole_4_an_episode_that_left_a_crashed_server_for_a_good_one_is_taken(gone: ServerState) -> None:
+def test_an_episode_that_left_a_crashed_server_for_a_good_one_is_taken(gone: ServerState) -> None:
     """Unreachable is not unproven."""
     fleet = fleet_in(SE)
     move(fleet, gone, serial=1)
@@ -238,7 +238,7 @@ def test_attack_7_a_server_that_joined_again_samples_for_no_later_ticket_until_i
         ("new", Q, "unverified_server"),
     ],
 )
-def test_hole_4_the_door_takes_nothing_from_a_server_that_never_served(
+def test_the_door_takes_nothing_from_a_server_that_never_served(
     name: str, state: ServerState | None, reason: str
 ) -> None:
     fleet = fleet_in(SE)
@@ -250,7 +250,7 @@ def test_hole_4_the_door_takes_nothing_from_a_server_that_never_served(
     assert refusal.value.reason == reason
 
 
-def test_hole_4_facts_of_a_group_say_which_server_sampled_which_versions() -> None:
+def test_facts_of_a_group_say_which_server_sampled_which_versions() -> None:
     versions = (None, 3, 4, 5)
     rollouts = [
         Rollout([segment(versions, server=0)], 0.0, "stop"),

@@ -120,7 +120,7 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
     ],
 )
-def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Callable[[Group], None]) -> None:
+def test_a_broken_group_is_rejected_with_its_reason(reason: str, change: Callable[[Group], None]) -> None:
     broken = group(TICKET)
     change(broken)
     with pytest.raises(Refusal) as refusal:
@@ -147,7 +147,7 @@ def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:
     validation.check_group(validation.decode(codec.encode(sound), 2), RECORD, RULES)
 
 
-def test_hole_7_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
+def test_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
     sound = group(TICKET)
     in_segment(token_ids=ids(1, 2, 3, 2**31 - 1, 5))(sound)
     validation.check_group(sound, RECORD, validation.Rules(2, LEARNER_VERSION))
@@ -173,7 +173,7 @@ def with_field(value: bytes) -> bytes:
         ("decode", with_field(b"\xc6\xff\xff\xff\xff")),
     ],
 )
-def test_hole_7_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
+def test_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
     reason: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "_MAX_ITEMS", 5000)  # tracing memory is slow
@@ -217,7 +217,7 @@ def test_a_group_may_hold_all_that_its_rollouts_may(size: int) -> None:
         (1024, {f"{number:x}": "" for number in range(2**19)}),
     ],
 )
-def test_hole_7_the_widest_group_is_refused_before_it_is_decoded(
+def test_the_widest_group_is_refused_before_it_is_decoded(
     size: int, values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its group size."""
@@ -244,7 +244,7 @@ nested = st.builds(lambda value, deep: b"\x91" * deep + msgspec.msgpack.encode(v
 
 @settings(max_examples=200, deadline=None)
 @given(nested | st.binary(max_size=30))
-def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
+def test_what_passes_the_door_passes_the_learner(value: bytes) -> None:
     """The learner decodes it as it came, inside a lease, with most of Python's stack in use already."""
     body = with_field(value)
     try:

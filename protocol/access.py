@@ -8,7 +8,7 @@ itself crosses no network, and who holds a role's token can derive neither the s
 worker: draws tickets, hands in groups, samples from the servers. learner: everything that changes the run's weights,
 its registry of servers and its position. viewer: reads status, metrics and rollouts, as every role may.
 
-Paths of the queue service. A name ending in `_OF` is a format string.
+Each route of the queue is declared here, once, with the roles that may ask for it.
 """
 
 from __future__ import annotations
@@ -166,38 +166,110 @@ class AccessTokens:
         )
 
 
+# Paths of the queue service. A name that ends in `_OF` is a format string.
 TICKETS = "/v1/tickets"
-
 TICKET_FAIL_OF = "/v1/tickets/{id}/fail"
-
 WORKER_OF = "/v1/workers/{id}"
-
 GROUP_OF = "/v1/groups/{id}"
-
 LEASES = "/v1/leases"
-
 LEASE_ACK_OF = "/v1/leases/{id}/ack"
-
 LEASE_RENEW_OF = "/v1/leases/{id}/renew"
-
 LEASE_RELEASE_OF = "/v1/leases/{id}/release"
-
 POLICY = "/v1/policy"
-
 EVALUATIONS = "/v1/evaluations"
-
 SERVERS = "/v1/servers"
-
 SERVER_OF = "/v1/servers/{name}"
-
 ROLLOUTS = "/v1/rollouts"
-
 STATUS = "/v1/status"
-
 FINISH = "/v1/run/finish"
-
 METRICS = "/metrics"
-
 HEALTH = "/healthz"
-
 READY = "/readyz"
+
+
+@dataclass(frozen=True)
+class Route:
+    """Declares one route of the queue: the service registers its handler from it, and the token check reads its roles.
+
+    Attributes:
+        method: HTTP method.
+        path: Path, in which `{name}` stands for one segment that is not empty.
+        roles: Roles whose tokens open the route. None: it is open without a token.
+    """
+
+    method: str
+    path: str
+    roles: tuple[Role, ...] | None
+
+    def matches(self, method: str, path: str) -> bool:
+        """Tell whether a request for `path` with `method` is one for this route."""
+        if method != self.method:
+            return False
+        parts, given = self.path.split("/"), path.split("/")
+        return len(parts) == len(given) and all(
+            bool(found) if part.startswith("{") else part == found for part, found in zip(parts, given, strict=True)
+        )
+
+
+_WORKER: tuple[Role, ...] = ("worker",)
+_LEARNER: tuple[Role, ...] = ("learner",)
+
+DRAW_TICKETS = Route("POST", TICKETS, _WORKER)
+FAIL_TICKET = Route("POST", TICKET_FAIL_OF, _WORKER)
+HEARTBEAT = Route("POST", WORKER_OF, _WORKER)
+SIGN_OFF = Route("DELETE", WORKER_OF, _WORKER)
+SUBMIT_GROUP = Route("PUT", GROUP_OF, _WORKER)
+
+READ_POSITION = Route("GET", POLICY, ROLES)
+COMMAND = Route("POST", POLICY, _LEARNER)
+READ_EVALUATIONS = Route("GET", EVALUATIONS, _LEARNER)
+ASK_FOR_EVALUATION = Route("POST", EVALUATIONS, _LEARNER)
+LEASE = Route("POST", LEASES, _LEARNER)
+ACKNOWLEDGE = Route("POST", LEASE_ACK_OF, _LEARNER)
+RENEW_LEASE = Route("POST", LEASE_RENEW_OF, _LEARNER)
+RELEASE_LEASE = Route("POST", LEASE_RELEASE_OF, _LEARNER)
+READ_SERVERS = Route("GET", SERVERS, ROLES)
+PUT_SERVER = Route("PUT", SERVER_OF, _LEARNER)
+REMOVE_SERVER = Route("DELETE", SERVER_OF, _LEARNER)
+FINISH_RUN = Route("POST", FINISH, _LEARNER)
+
+READ_HEALTH = Route("GET", HEALTH, None)
+READ_READY = Route("GET", READY, ROLES)
+READ_STATUS = Route("GET", STATUS, ROLES)
+READ_METRICS = Route("GET", METRICS, ROLES)
+READ_ROLLOUTS = Route("GET", ROLLOUTS, ROLES)
+
+ROUTES = (
+    DRAW_TICKETS,
+    FAIL_TICKET,
+    HEARTBEAT,
+    SIGN_OFF,
+    SUBMIT_GROUP,
+    READ_POSITION,
+    COMMAND,
+    READ_EVALUATIONS,
+    ASK_FOR_EVALUATION,
+    LEASE,
+    ACKNOWLEDGE,
+    RENEW_LEASE,
+    RELEASE_LEASE,
+    READ_SERVERS,
+    PUT_SERVER,
+    REMOVE_SERVER,
+    FINISH_RUN,
+    READ_HEALTH,
+    READ_READY,
+    READ_STATUS,
+    READ_METRICS,
+    READ_ROLLOUTS,
+)
+
+
+def roles_of(method: str, path: str) -> tuple[Role, ...] | None:
+    """Return the roles whose tokens open a route of the queue; None where it needs no token.
+
+    A route that is not declared changes the run, for all that is known: it is the learner's.
+    """
+    # HEAD reads what GET does.
+    asked = "GET" if method == "HEAD" else method
+    return next((route.roles for route in ROUTES if route.matches(asked, path)), _LEARNER)

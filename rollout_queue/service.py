@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 def serve(config: RunConfig) -> None:
     """Run the queue until SIGTERM or SIGINT.
 
-    Raises `ConfigError` if the address, the store or the token cannot be used, `StoreError` if the store fails later.
+    Raises:
+        ConfigError: The address, the store or the token cannot be used.
+        StoreError: The store failed later.
     """
     try:
         access.secret_of(config.token or "")
@@ -51,7 +53,7 @@ def serve(config: RunConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that a signal also ends the long-polls, and that the process then exits with code 0."""
+    """uvicorn's server. A signal also ends the long-polls, and the process then exits with code 0."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
@@ -81,8 +83,8 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises `ConfigError`."""
-    # asyncio switches Nagle's algorithm off only where the protocol is named; it would cost 40 ms an answer.
+    """Return a listening socket. Raises `ConfigError` if the address cannot be used."""
+    # asyncio turns Nagle's algorithm off only if the protocol is named. It would cost 40 ms an answer.
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

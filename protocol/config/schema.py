@@ -32,14 +32,9 @@ from protocol.config.sections import (
     servers,
 )
 
-# Settings of earlier releases that a run file may still hold, and what to write instead.
-REMOVED: dict[tuple[str, str], str] = {
-    ("learner", "logprob_chunk_tokens"): "write learner.logits_mib, in MiB, or leave it out",
-}
-# Values of earlier releases, likewise.
-REMOVED_VALUES = {
-    ("learner", "objective", "grpo"): 'write advantage = "grpo" and objective = "ppo_clip", or leave it out',
-}
+# Settings of earlier releases that a run file may still hold, and what to write instead. (There is no release yet.)
+REMOVED: dict[tuple[str, str], str] = {}
+
 # "auto" of worker.open_episodes: so many for each slot, as far as they fit in so many bytes.
 _OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80
 _TOO_FEW_OPEN = {

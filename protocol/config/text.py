@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from protocol.config.schema import REMOVED, REMOVED_VALUES, TRL_NAMES
+from protocol.config.schema import REMOVED, TRL_NAMES
 from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.base import toml_value  # re-exported
 
@@ -186,8 +186,6 @@ def _explain_one(
         return f"{source}: {section}.{key} is not a setting; {hint}"
     if kind == "missing" and not inner:
         return f"{source}: {name} is missing ({field.description})"
-    if former := _former(section, key, fault["input"]):
-        return f"{source}: {name} = {_shown(key, fault['input'])} is no longer accepted: {former}"
     meant = _meant(fault, field)
     return f"{source}: {name} = {_shown(key, fault['input'])}: {_meaning(fault)}{meant} ({field.description})"
 
@@ -207,11 +205,6 @@ def _names_any(meaning: str, settings: Collection[tuple[str, str]], section: str
     what = meaning.partition(": ")[0]
     names = [rf"{of}\.{key}" if of != section else rf"({of}\.)?{key}" for of, key in settings]
     return any(re.search(rf"(?<![\w.]){name}\b", what) for name in names)
-
-
-def _former(section: str, key: str, value: Any) -> str | None:
-    """The remedy for a value that an earlier release took."""
-    return REMOVED_VALUES.get((section, key, value)) if isinstance(value, str) else None
 
 
 def _section(schema: type[BaseModel], section: str) -> type[BaseModel] | None:

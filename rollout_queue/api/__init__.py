@@ -1,1 +1,1 @@
-"""The queue over HTTP: one file of routes for each side, and what they share."""
+"""The queue over HTTP: handlers for each side, access checks, and bounds on connections and bodies."""

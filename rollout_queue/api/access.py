@@ -1,4 +1,4 @@
-"""Who may speak to the queue: holders of the token, or where there is none, programs on this machine, not web pages."""
+"""Decides who may use the queue: holders of a token; without one, programs on this machine but no web pages."""
 
 from __future__ import annotations
 
@@ -16,35 +16,21 @@ from rollout_queue.ledger.records import Refusal
 _READS = ("GET", "HEAD")
 
 
-# What workers ask for, and what everyone may read. All else, a route that there is not too, is the learner's.
-_WORKERS = tuple(route.partition("{")[0] for route in (access.TICKET_FAIL_OF, access.WORKER_OF, access.GROUP_OF))
-
-_EVERYONES = (access.STATUS, access.METRICS, access.ROLLOUTS, access.READY, access.POLICY, access.SERVERS)
-
-
-def roles_for(method: str, path: str) -> tuple[access.Role, ...]:
-    """Whose token opens the route."""
-    if method in _READS and path in _EVERYONES:
-        return access.ROLES
-    if path == access.TICKETS or path.startswith(_WORKERS):
-        return ("worker",)
-    return ("learner",)
-
-
 class RoleTokens:
-    """ASGI middleware: every route but the liveness probe wants the token of a role that may ask for it, or the run's
-    secret. Nothing of a request but its first line and headers is read before. Raises `TokenError` where `secret` is a
-    role's token."""
+    """ASGI middleware: refuses requests without the token of a role that its route allows, or the run's secret.
+
+    It decides from `access.Route` and the headers, before any body is read. Raises `TokenError` if `secret` is a
+    role's token.
+    """
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
         self._app = app
         self._ring = access.AccessTokens(secret)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != access.HEALTH:
+        if scope["type"] == "http" and (roles := access.roles_of(scope["method"], scope["path"])) is not None:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            method, path = scope["method"], scope["path"]
-            denied = self._ring.denied(given, roles_for(method, path), f"{method} {path[:200]}", "queue")
+            denied = self._ring.denied(given, roles, f"{scope['method']} {scope['path'][:200]}", "queue")
             if denied is not None:
                 if denied.status == 403:
                     refusal = Refusal(reasons.WRONG_ROLE, denied.message)
@@ -56,11 +42,14 @@ class RoleTokens:
 
 
 class NoWebPages:
-    """ASGI middleware: a page in a browser can change nothing here (ORIGIN).
+    """ASGI middleware: refuses requests that a page in a browser could send (ORIGIN).
 
-    A page may send to loopback what a form can send: the types of body that ours are not, and an `Origin` that is not
-    the queue's. `hosts`: the names that the queue goes by; another one in `Host` is a page's that had its name resolved
-    to this machine. Any name goes where it is None: a token is needed then, which no page has.
+    A page can send to loopback what a form can send: another content type than ours, and an `Origin` that is not the
+    queue's.
+
+    Args:
+        hosts: Names of the queue. Another name in `Host` is that of a page whose name was resolved to this machine.
+            None allows every name: then a token is needed, which no page has.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
@@ -88,7 +77,7 @@ class NoWebPages:
 
 
 def names_of_this_machine(host: str) -> frozenset[str]:
-    """What a queue that listens on `host` may be called by in `Host`; other addresses of loopback besides."""
+    """Return the names in `Host` of a queue that listens on `host`. All addresses of loopback are allowed besides."""
     return frozenset({host.lower(), "localhost", "127.0.0.1", "::1", socket.gethostname().lower()})
 
 
@@ -109,7 +98,7 @@ def _wrong_type(headers: dict[bytes, str]) -> str | None:
 
 
 def _name(host: str) -> str:
-    """The name or address in a `Host` header, without its port; empty if there is none."""
+    """Return the name or address in a `Host` header without its port; empty if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,6 +1,6 @@
-"""The queue's HTTP application: routes, guards, and refusals as problems.
+"""The queue's HTTP application: its routes, the checks before them, and the bound on bodies that are being read.
 
-Health, status and metrics: for people, monitors and the command line.
+Status, metrics, rollouts and health are answered here, for people, monitors and the command line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protocol.client import JSON
 from protocol.config import RunConfig
 from rollout_queue.api import learner_routes, requests, worker_routes
 from rollout_queue.api.access import NoWebPages, RoleTokens, names_of_this_machine
-from rollout_queue.api.requests import ReadyBroker, reply_json
+from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
 from rollout_queue.broker import status
 from rollout_queue.broker.broker import Broker, Clock
 from rollout_queue.ledger.records import Refusal
@@ -24,29 +24,34 @@ from rollout_queue.store.base import Store
 
 _MAX_ROLLOUTS = 256
 
+_MAX_BYTES_OF_BODIES = 256 * 1024**2
+
 router = APIRouter()
 
 
-@router.get(access.HEALTH)
+@handles(router, access.READ_HEALTH)
 async def health() -> Response:
-    """The process is alive, even if its store has failed."""
+    """Answer while the process is alive, even if its store has failed."""
     return Response("ok")
 
 
-@router.get(access.READY)
+@handles(router, access.READ_READY)
 async def ready(broker: ReadyBroker) -> Response:
     return Response("ok")
 
 
-@router.get(access.STATUS)
+@handles(router, access.READ_STATUS)
 async def read_status(broker: ReadyBroker) -> Response:
     return reply_json(status.assemble(broker))
 
 
-@router.get(access.ROLLOUTS)
+@handles(router, access.READ_ROLLOUTS)
 async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
-    """Recent rollouts as a list of `RolloutView`: the newest `limit`, newest first, or with `worst=true` those of the
-    lowest reward, lowest first. With `eval=true` those of evaluations, else those of training."""
+    """Answer recent rollouts as a list of `RolloutView`.
+
+    Query: `limit`, how many; `worst=true`, lowest reward first instead of newest first; `eval=true`, those of
+    evaluations instead of training.
+    """
     limit = request.query_params.get("limit", "16")
     if not (limit.isdecimal() and len(limit) < 9 and int(limit) >= 1):
         raise Refusal(reasons.UNDECODABLE, f"limit = {limit[:20]}: ask for 1 to {_MAX_ROLLOUTS} rollouts")
@@ -55,13 +60,13 @@ async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     return Response(seen.json(min(int(limit), _MAX_ROLLOUTS), worst), media_type=JSON)
 
 
-@router.get(access.METRICS)
+@handles(router, access.READ_METRICS)
 async def read_metrics(broker: ReadyBroker) -> Response:
     return Response(prometheus.render(status.assemble(broker)), media_type=prometheus.CONTENT_TYPE)
 
 
 def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> FastAPI:
-    """The service over `store`, which it closes when it ends. `app.state.broker` is what it serves."""
+    """Build the service over `store`, which it closes when it ends. `app.state.broker` is what it serves."""
     broker = Broker(config, store, clock or Clock())
 
     @contextlib.asynccontextmanager
@@ -71,6 +76,7 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
 
     app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None)
     app.state.broker = broker
+    app.state.bodies = ByteBudget(max(_MAX_BYTES_OF_BODIES, config.queue.max_group_bytes))
     requests.install_error_bodies(app)
     for routes in (worker_routes.router, learner_routes.router, router):
         app.include_router(routes)

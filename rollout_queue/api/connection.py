@@ -1,9 +1,8 @@
-"""The queue's side of one connection: all that a client can do before the application hears of it, bounded (I8).
+"""Bounds what a client can do on a connection before the application hears of it (I8).
 
-A head has a size and a time, a body a least speed and a time, a connection one request at a time; what is still being
-sent when the answer is out is thrown away for a moment, and then the connection ends. Where there are too many
-connections, the one that has waited longest without a request makes room, and the liveness probe is answered in any
-case.
+A request's head is bounded in size and time, its body in speed and time, and a connection carries one request at a
+time. What is still being sent after the answer is read and discarded for a moment, then the connection is closed. With
+too many connections the one that has been idle longest is closed; the liveness probe is always answered.
 """
 
 from __future__ import annotations
@@ -33,9 +32,16 @@ _TOO_MANY_PIECES = "the body is framed in too many pieces: send larger chunks, a
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """`head_s`: time-out of a request's head; `body_bytes` must come in every `body_s`, and all of
-    a body in `whole_body_s`; `linger_s`: how long the rest
-    of an answered request is read and thrown away, so that the client sees the answer before the end."""
+    """Limits of one connection. Times in seconds.
+
+    Attributes:
+        head_bytes, headers: Maximum size of a request's head, and number of its headers.
+        head_s: Time-out of the head.
+        body_bytes, body_s: At least so many bytes of a body must come in each interval of `body_s`.
+        whole_body_s: Time-out of the whole body.
+        linger_s: How long the rest of an answered request is read and discarded, so that the client gets to read the
+            answer before the connection is closed.
+    """
 
     head_bytes: int = 64 * 1024
     headers: int = 100
@@ -55,7 +61,7 @@ class _Phase(Enum):
 
 
 class _Waiting:
-    """One server's connections without a request, those that never made one apart, each kind the oldest first."""
+    """One server's idle connections, oldest first; those that never made a request come before the others."""
 
     def __init__(self) -> None:
         self._fresh: dict[Connection, None] = {}
@@ -77,7 +83,10 @@ _waiting_of: WeakKeyDictionary[ServerState, _Waiting] = WeakKeyDictionary()
 
 
 def max_connections() -> int:
-    """How many connections this process may hold: half of its descriptors at most, after it has raised their limit."""
+    """Return how many connections this process may hold: at most half of its file descriptors.
+
+    Raises the process's limit of descriptors to the hard limit first.
+    """
     with contextlib.suppress(ValueError, OSError):  # a kernel may allow fewer than the hard limit says
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -86,7 +95,7 @@ def max_connections() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol within `limits`; `limit_concurrency` of its configuration is the number of connections."""
+    """uvicorn's HTTP protocol within `limits`. uvicorn's `limit_concurrency` is the maximum number of connections."""
 
     limits = ConnectionLimits()
 
@@ -124,7 +133,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # answered as if it had not been asked for
+            pass  # the request is answered as if it had not asked for an upgrade
         except httptools.HttpParserError as error:
             status, text = self._refusal or (400, f"this is not an HTTP request: {error}")
             self._refuse(status, text)
@@ -181,16 +190,16 @@ class Connection(HttpToolsProtocol):
             self._enter(_Phase.IDLE)
 
     def timeout_keep_alive_handler(self) -> None:
-        """End it, even if the client has not read the whole of its answer by now."""
+        """Close the connection even if the client has not read its whole answer by now."""
         self.transport.abort()
 
     def _enter(self, phase: _Phase) -> None:
-        """One in which no request is being answered."""
+        """Enter a phase in which no request is being answered."""
         self._phase = phase
         self._waiting.add(self, self._served > 0)
 
     def _time(self) -> None:
-        """Start the time-out of what is still to come, unless it runs already."""
+        """Start the time-out of the current phase, unless it runs already."""
         if self._timed is self._phase:
             return
         self._cancel_timer()
@@ -225,7 +234,7 @@ class Connection(HttpToolsProtocol):
             )
 
     def _count_head(self, size: int) -> None:
-        """Count the bytes of a head that comes whole, in one piece that may hold several times the bound."""
+        """Count bytes of the head while it is parsed: one piece of data may hold several times the limit."""
         self._head += size
         if self._head > self.limits.head_bytes or len(self.headers) >= self.limits.headers:
             self._fail(
@@ -235,18 +244,18 @@ class Connection(HttpToolsProtocol):
             )
 
     def _count_piece(self) -> None:
-        """Of a body or a trailer. Each costs the loop some microseconds, and 64 KiB may hold ten thousand."""
+        """Count pieces of a body or trailer: each costs microseconds, and 64 KiB may hold ten thousand."""
         self._pieces += 1
         if self._pieces > 256 + self._body // 64:
             self._fail(400, _TOO_MANY_PIECES)
 
     def _fail(self, status: int, text: str) -> None:
-        """Out of the parser, whose caller refuses."""
+        """Leave the parser with an error; `data_received` then refuses the request."""
         self._refusal = status, text
         raise ValueError(text)
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answer what the application will not, or break off where it has begun to answer."""
+        """Answer in place of the application, or break off if it has begun to answer."""
         if (running := self.cycle) is not None and not running.response_complete:
             begun = running.response_started or self._phase is _Phase.ANSWER
             running.disconnected = True
@@ -269,12 +278,12 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
-    def _make_room(self, most: int) -> None:
-        """End the connection that has waited longest without a request: one that never made any before one that did."""
+    def _make_room(self, max_connections: int) -> None:
+        """Close the connection that has been idle longest, or this one if none is idle."""
         if (oldest := self._waiting.oldest_but(self)) is not None:
             self._waiting.discard(oldest)
             self.connections.discard(oldest)
             oldest.transport.abort()
-        elif len(self.connections) > most + _SPARE_CONNECTIONS:
+        elif len(self.connections) > max_connections + _SPARE_CONNECTIONS:
             self.connections.discard(self)
             self.transport.abort()

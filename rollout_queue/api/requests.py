@@ -1,29 +1,195 @@
-"""Refusals on the wire: the HTTP status of each reason, and one body, `Problem`, for all of them.
+"""What all routes share: registration, bounded request bodies, the broker, and one body for every refusal.
 
-Bodies in, bounded before they are decoded and after; bodies out.
-
-What a route asks FastAPI for.
+A body is bounded before it is decoded (its own bytes, and those of all bodies being read) and after (I8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from protocol import codec, reasons
+from protocol import access, codec, reasons
 from protocol.client import JSON
 from protocol.messages import ErrorBody, LeaseAck, LeaseRequest, TicketRequest, WorkerReport
 from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.byte_budget import ByteShare
 from rollout_queue.ledger.records import Refusal
 
-# 409: the request does not fit the state of the run. 410: the ticket is over. 422: the message breaks a rule. 503:
-# clients try again.
+_MAX_BYTES = 64 * 1024
+
+_MAX_BYTES_OF: Mapping[Any, int] = {
+    # They name tickets: a step may take thousands of groups, a worker hold hundreds.
+    LeaseAck: 512 * 1024,
+    LeaseRequest: 512 * 1024,
+    TicketRequest: 256 * 1024,
+    WorkerReport: 256 * 1024,
+}
+
+_MAX_NAME_CHARACTERS = 256
+
+_MAX_TEXT_CHARACTERS = 16 * 1024
+
+_MAX_URL_CHARACTERS = 1024
+
+_MAX_ENTRIES = 1000
+
+_TEXT_FIELDS = {"detail", "reason", "rollout", "text", "what"}  # for people to read
+
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def handles(router: APIRouter, route: access.Route) -> Callable[[H], H]:
+    """Register the decorated handler for a declared route."""
+    return router.api_route(route.path, methods=[route.method])
+
+
+async def _ready_broker(request: Request) -> Broker:
+    broker: Broker = request.app.state.broker
+    broker.check_ready()
+    return broker
+
+
+# The broker that the app serves. Refused (STORE_FAILED, NOT_READY) while it cannot answer.
+ReadyBroker = Annotated[Broker, Depends(_ready_broker)]
+
+
+class ByteBudget:
+    """Bounds the bytes of all group bodies that are being read at one time.
+
+    Args:
+        max_bytes: Maximum sum of all shares.
+
+    Attributes:
+        taken: Sum of all shares, bytes.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.taken = 0
+
+    def share(self) -> ByteShare:
+        return ByteShare(self)
+
+    def take(self, count: int) -> None:
+        """Take `count` more bytes. Refused (FULL) if there is no room."""
+        if self.taken + count > self._max_bytes:
+            raise Refusal(
+                reasons.FULL,
+                f"bodies of {self.taken} bytes are being read, allowed are {self._max_bytes}: try again in a moment",
+                retry_after_s=1.0,
+            )
+        self.taken += count
+
+    def give_back(self, count: int) -> None:
+        self.taken -= count
+
+
+class ByteShare:
+    """One body's share of a `ByteBudget`, given back at the end of the `with`."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._taken = 0
+
+    def grow(self, count: int) -> None:
+        """Take `count` more bytes. Refused (FULL) if there is no room."""
+        self._budget.take(count)
+        self._taken += count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.give_back(self._taken)
+
+
+async def _byte_budget(request: Request) -> ByteBudget:
+    budget: ByteBudget = request.app.state.bodies
+    return budget
+
+
+Bodies = Annotated[ByteBudget, Depends(_byte_budget)]
+
+
+async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
+    """Read a request's body.
+
+    Args:
+        limit: Maximum size, bytes.
+        remedy: What to do about a larger one, for the error.
+        share: Counts the bytes while they are held.
+
+    Raises:
+        Refusal: TOO_LARGE, before anything is read if the length is declared; FULL if `share` has no room.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise Refusal(reasons.TOO_LARGE, f"the body has {declared} bytes, allowed are {limit}: {remedy}")
+    body = bytearray()
+    async for chunk in request.stream():
+        if share is not None:
+            share.grow(len(chunk))
+        body += chunk
+        if len(body) > limit:
+            raise Refusal(reasons.TOO_LARGE, f"the body has more than the {limit} bytes that are allowed: {remedy}")
+    return bytes(body)
+
+
+async def read_json(request: Request, kind: Any) -> Any:
+    """Read and decode a control message. Refused if TOO_LARGE, UNDECODABLE, or with TOO_MANY entries."""
+    body = await read_body(request, _MAX_BYTES_OF.get(kind, _MAX_BYTES), "no such message needs so many")
+    try:
+        message = codec.decode_json(body, kind)
+    except codec.DecodeError as error:
+        raise Refusal(reasons.UNDECODABLE, str(error)) from error
+    _check_bounds(message, type(message).__name__)
+    return message
+
+
+def reply_json(message: Any) -> Response:
+    return Response(codec.encode_json(message), media_type=JSON)
+
+
+def _check_bounds(value: Any, name: str) -> None:
+    """Refuse values that the queue would keep without bound. `name` is the field's."""
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            _check_bounds(getattr(value, field), field)
+    elif isinstance(value, dict):
+        if len(value) > _MAX_ENTRIES and name != "dropped":  # tickets, bounded by the body's size
+            raise Refusal(reasons.TOO_MANY, f"{name} has {len(value)} entries, allowed are {_MAX_ENTRIES}")
+        for key, item in value.items():
+            _check_bounds(key, f"a name in {name}")
+            _check_bounds(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check_bounds(item, name)
+    elif isinstance(value, str):
+        max_characters = (
+            _MAX_TEXT_CHARACTERS
+            if name in _TEXT_FIELDS
+            else _MAX_URL_CHARACTERS
+            if name == "url"
+            else _MAX_NAME_CHARACTERS
+        )
+        if len(value) > max_characters:
+            raise Refusal(
+                reasons.TOO_LARGE, f"{name} has {len(value)} characters, allowed are {max_characters}: shorten it"
+            )
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise Refusal(reasons.UNDECODABLE, f"{name} is beyond 64 bits")
+
+
+# 409: the request does not fit the state of the run. 410: the ticket has ended. 422: the message breaks a rule.
+# 503: the client tries again.
 HTTP_STATUS: Mapping[str, int] = {
     reasons.UNAUTHORIZED: 401,
     reasons.WRONG_ROLE: 403,
@@ -80,17 +246,17 @@ HTTP_STATUS: Mapping[str, int] = {
 
 
 def error_response(refusal: Refusal) -> Response:
-    """The HTTP answer to a refused request."""
+    """Return the HTTP answer to a refused request."""
     headers = {}
     if refusal.retry_after_s is not None:
         headers["Retry-After"] = f"{refusal.retry_after_s:g}"
     if refusal.reason == reasons.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return _problem(HTTP_STATUS[refusal.reason], ErrorBody(refusal.reason, refusal.message), headers)
+    return _error(HTTP_STATUS[refusal.reason], ErrorBody(refusal.reason, refusal.message), headers)
 
 
 def install_error_bodies(app: FastAPI) -> None:
-    """Give every refusal of `app` a `Problem` body, those of HTTP itself too, such as an unknown route."""
+    """Answer every refusal of `app` with an `ErrorBody`, those of HTTP itself too, such as an unknown route."""
 
     @app.exception_handler(Refusal)
     async def refused(_: Request, error: Refusal) -> Response:
@@ -99,97 +265,12 @@ def install_error_bodies(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _problem(error.status_code, ErrorBody(reasons.http(error.status_code), message))
+        return _error(error.status_code, ErrorBody(reasons.http(error.status_code), message))
 
     @app.exception_handler(ClientDisconnect)
     async def hung_up(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # which nobody hears
+        return Response(status_code=400)  # nobody is there to read it
 
 
-def _problem(status: int, problem: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(codec.encode_json(problem), status, headers=headers, media_type=JSON)
-
-
-_MAX_BYTES = 64 * 1024
-
-_MAX_BYTES_OF: Mapping[Any, int] = {
-    # They name tickets: a step may take thousands of groups, a worker hold hundreds.
-    LeaseAck: 512 * 1024,
-    LeaseRequest: 512 * 1024,
-    TicketRequest: 256 * 1024,
-    WorkerReport: 256 * 1024,
-}
-
-_NAME_CHARACTERS = 256
-
-_TEXT_CHARACTERS = 16 * 1024
-
-_URL_CHARACTERS = 1024
-
-_FIGURES = 1000
-
-_TEXTS = {"detail", "reason", "rollout", "text", "what"}  # fields for people to read, or of unknown length
-
-
-async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
-    """The body, of at most `limit` bytes; else refused (TOO_LARGE), where its length is declared before it is read.
-    `share`: the room that it takes while it is held, if that is counted; refused (FULL) where there is none."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise Refusal(reasons.TOO_LARGE, f"the body has {declared} bytes, allowed are {limit}: {remedy}")
-    body = bytearray()
-    async for chunk in request.stream():
-        if share is not None:
-            share.grow(len(chunk))
-        body += chunk
-        if len(body) > limit:
-            raise Refusal(reasons.TOO_LARGE, f"the body has more than the {limit} bytes that are allowed: {remedy}")
-    return bytes(body)
-
-
-async def read_json(request: Request, kind: Any) -> Any:
-    """The control message in the body; refused if it is TOO_LARGE or UNDECODABLE, or holds TOO_MANY things."""
-    body = await read_body(request, _MAX_BYTES_OF.get(kind, _MAX_BYTES), "no such message needs so many")
-    try:
-        message = codec.decode_json(body, kind)
-    except codec.DecodeError as error:
-        raise Refusal(reasons.UNDECODABLE, str(error)) from error
-    _check(message, type(message).__name__)
-    return message
-
-
-def reply_json(message: Any) -> Response:
-    return Response(codec.encode_json(message), media_type=JSON)
-
-
-def _check(value: Any, name: str) -> None:
-    """Refuse what would be kept without bound: `name` is the field's."""
-    if isinstance(value, msgspec.Struct):
-        for field in value.__struct_fields__:
-            _check(getattr(value, field), field)
-    elif isinstance(value, dict):
-        if len(value) > _FIGURES and name != "dropped":  # tickets, bounded by the body's size
-            raise Refusal(reasons.TOO_MANY, f"{name} has {len(value)} entries, allowed are {_FIGURES}")
-        for key, item in value.items():
-            _check(key, f"a name in {name}")
-            _check(item, name)
-    elif isinstance(value, list):
-        for item in value:
-            _check(item, name)
-    elif isinstance(value, str):
-        most = _TEXT_CHARACTERS if name in _TEXTS else _URL_CHARACTERS if name == "url" else _NAME_CHARACTERS
-        if len(value) > most:
-            raise Refusal(reasons.TOO_LARGE, f"{name} has {len(value)} characters, allowed are {most}: shorten it")
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise Refusal(reasons.UNDECODABLE, f"{name} is beyond 64 bits")
-
-
-async def _ready_broker(request: Request) -> Broker:
-    broker: Broker = request.app.state.broker
-    broker.check_ready()
-    return broker
-
-
-ReadyBroker = Annotated[Broker, Depends(_ready_broker)]
-
-"""The broker that the app serves; refused (STORE_FAILED, NOT_READY) while it cannot answer."""
+def _error(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(codec.encode_json(body), status, headers=headers, media_type=JSON)

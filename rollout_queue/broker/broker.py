@@ -1,9 +1,7 @@
-"""The queue itself, without HTTP: ledger, fleet and admission in memory, kept in step with the store.
+"""The queue without HTTP: ledger, servers and admission in memory, kept in step with the store.
 
-Every change goes one way, one at a time: take the lock, decide, commit, apply. Once a commit fails the broker answers
-nothing more (fail-stop), so that memory and store never differ.
-
-A wake-up that cannot be lost.
+Every change goes one way, one at a time: take the lock, decide, commit to the store, apply to memory. Once a commit
+fails the broker answers nothing more, so that memory and store never differ.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from protocol.messages import RunPosition, Server, ServerState
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from protocol.versions import new_run_id
-from rollout_queue.broker.byte_budget import ByteBudget
 from rollout_queue.broker.recorder import Recorder, heads
 from rollout_queue.ledger import evaluations, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
@@ -41,12 +38,21 @@ from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
 
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_WAIT_S = 60.0  # longest wait of one long-poll
+_FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
 
 
 class WakeUp:
-    """Wakes everyone who listens. Call `listen()` before looking at the state, then `wait` for its event: a change
-    between the look and the wait has set that event already (F8)."""
+    """Wakes everyone who listens, and loses no wake-up.
+
+    Call `listen` before looking at the state, then `wait` for its event: a change between the look and the wait has
+    set that event already.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -60,7 +66,7 @@ class WakeUp:
 
 
 async def wait(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether the event came within `timeout_s` seconds."""
+    """Wait for an event. Returns whether it came within `timeout_s` seconds."""
     try:
         async with asyncio.timeout(max(0.0, timeout_s)):
             await event.wait()
@@ -69,27 +75,25 @@ async def wait(event: asyncio.Event, timeout_s: float) -> bool:
     return True
 
 
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-
-T = TypeVar("T")
-
-_MAX_BYTES_OF_BODIES = 256 * 1024**2
-
-_FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
-
-
 @dataclass(frozen=True)
 class Clock:
-    """`monotonic` is for deadlines, `wall` for what people read; both in seconds."""
+    """The queue's clocks, seconds: `monotonic` for deadlines, `wall` for times that people read."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
 
 
 class Broker:
-    """Use `running` around it. `on_failure` is called once if the store fails."""
+    """Holds the queue's state and commits its changes. Use it within `running`.
+
+    Attributes:
+        lock: Held from a decision until it is applied.
+        judging: Held while a group is validated: one at a time, since several threads of Python would keep the loop
+            waiting.
+        failure: Why the store failed; None while it works.
+        on_failure: Called once if the store fails.
+        closing: Whether long-polls are answered at once, since the service ends.
+    """
 
     def __init__(self, config: RunConfig, store: Store, clock: Clock) -> None:
         self.config = config
@@ -99,8 +103,7 @@ class Broker:
         self.closing = False
         self.failure: str | None = None
         self.lock = asyncio.Lock()
-        self.bodies = ByteBudget(max(_MAX_BYTES_OF_BODIES, config.queue.max_group_bytes))
-        self.judging = asyncio.Lock()  # one group at a time: several threads of Python would keep the loop waiting
+        self.judging = asyncio.Lock()
         self.groups_came = WakeUp()
         self.room_came = WakeUp()
         self.evaluations_ended = WakeUp()
@@ -108,9 +111,10 @@ class Broker:
         self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
         self.evaluations = Evaluations(config, StoreContents(), self.now)
-        self.register = WorkerRegistry()
-        self.trial = EarlyFailureCheck(config)
-        run_file = config.run_file if config.run_file.is_file() else Path("run.toml")  # else of the user's own name
+        self.registry = WorkerRegistry()
+        self.early_failures = EarlyFailureCheck(config)
+        # Notices name it in commands. Without `slipstream up` only the user knows its real name.
+        run_file = config.run_file if config.run_file.is_file() else Path("run.toml")
         self.observations = Observations(
             self.now, config.learner.groups_per_step, config.vllm.start_timeout_s, run_file
         )
@@ -125,7 +129,7 @@ class Broker:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Load the store, watch over deadlines, and close the store at the end."""
+        """Load the store, watch the deadlines, and close the store at the end."""
         try:
             contents = await self.call(self.store.load)
             if not contents.run.id:
@@ -133,13 +137,13 @@ class Broker:
                 await self.call(self.store.commit, Decision((), contents.run), {})
             learner = self.config.learner
             if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
-                # It may be resumed with more steps (how many, epochs do not say without the data set): a worker that
-                # is up before the learner must not end.
+                # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is
+                # up before the learner must not end.
                 contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
             self.evaluations = Evaluations(self.config, contents, self.now)
             self.fleet = ServerRegistry(contents.servers)
-            self.trial.begin(self.ledger.ever_accepted)
+            self.early_failures.begin(self.ledger.ever_accepted)
             self.ready = True
             for name, given in self.config.server_names.items():
                 url = normal_url(given)
@@ -158,14 +162,14 @@ class Broker:
             self._thread.shutdown()
 
     def close_waits(self) -> None:
-        """Answer all long-polls with nothing: the service is about to stop."""
+        """Answer all long-polls with nothing, since the service is about to stop."""
         self.closing = True
         self.groups_came.notify()
         self.room_came.notify()
         self.evaluations_ended.notify()
 
     def check_ready(self) -> None:
-        """Refuses (STORE_FAILED, NOT_READY) while the store has failed or is not loaded."""
+        """Refuse all requests while the store has failed (STORE_FAILED) or is not loaded (NOT_READY)."""
         if self.failure is not None:
             raise Refusal(reasons.STORE_FAILED, self.failure)
         if not self.ready:
@@ -181,7 +185,7 @@ class Broker:
             raise Refusal(reasons.STORE_FAILED, str(error)) from error
 
     async def record(self, lease: str, decision: Decision) -> None:
-        """Before an acknowledgement is committed: write what it trains into the record, if there is one."""
+        """Write the groups that an acknowledgement trains into the run's record. Call it before the commit."""
         recorder = self.recorder
         found = heads(lease, decision.tickets, self.ledger.run) if recorder is not None else []
         if recorder is None or not found:
@@ -195,7 +199,16 @@ class Broker:
             self.observations.notices.say("record", failure, self.now)
 
     async def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
-        """Put a decision into the store, then into memory. The caller has held `lock` since before it decided."""
+        """Put a decision into the store, then into memory.
+
+        The caller has held `lock` since before it decided.
+
+        Args:
+            payloads: Bodies of new groups, by ticket id.
+
+        Raises:
+            Refusal: STORE_FAILED, NOT_READY, or OUT_OF_RANGE for a number that the store cannot hold.
+        """
         self.check_ready()
         if not decision:
             return
@@ -214,8 +227,8 @@ class Broker:
             self.fleet.apply(server)
         try:
             self.observations.decided(decision, self.now)
-        except Exception:  # the change has taken effect: what people read of it must not undo that
-            logger.exception("a change could not be told")
+        except Exception:  # the change has taken effect: a fault in the report of it must not undo that
+            logger.exception("the status misses a change")
         states = {record.state for record in decision.tickets}
         moved = decision.run is not None
         if moved or decision.servers or TicketState.READY in states:  # a proof lets go of the groups that wait for it
@@ -226,22 +239,22 @@ class Broker:
             self.evaluations_ended.notify()
 
     async def expire(self) -> None:
-        """End the tickets and leases whose time is over. Their holders are told when they come back."""
+        """End the tickets and leases whose time is over. Their holders hear of it when they come back."""
         async with self.lock:
             decision = tickets.expire(self.ledger, self.now)
             late = evaluations.expire(self.evaluations, self.fleet, self.now, self.clock.wall())
             await self.commit(msgspec.structs.replace(decision, evals=late))
 
     def with_evals(self, decision: Decision) -> Decision:
-        """A change of the fleet, with what it means to evaluations."""
+        """Add to a change of servers the changes of evaluations that follow from it."""
         if not decision.servers:
             return decision
         judged = evaluations.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
         return msgspec.structs.replace(decision, evals=judged)
 
     async def remove_drained(self) -> None:
-        """Servers that drain are gone once no worker has a request on them and the learner has judged the version that
-        was on its way to them, or their time is over."""
+        """Remove draining servers on which no worker has a request and whose last version the learner has verified, or
+        whose time is over."""
         if (names := self._drained()) and self.failure is None:
             async with self.lock:
                 await self.commit(self.with_evals(servers.remove(self.fleet, self.ledger, [*self._drained()])))
@@ -258,18 +271,18 @@ class Broker:
         ]
 
     def to_be_judged(self, record: ServerRecord) -> bool:
-        """Whether a newer version than it has proven may be on its way to a server that drains."""
+        """Tell whether a newer version than the proven one may be on its way to a draining server."""
         newer = record.proven is not None and record.proven < self.ledger.run.version
         return record.awaits_verdict and newer and self.learner_lives
 
     def _drain_due(self) -> float:
-        """When the first server's time to drain is over."""
+        """Return when the first server's time to drain is over; infinity if none drains."""
         draining = [server.changed_at for server in self.fleet.servers if server.state is ServerState.DRAINING]
         left = [began + self.config.vllm.drain_timeout_s - self.clock.wall() for began in draining]
         return self.now + min(1.0, *left) if left else math.inf
 
     def grant(self) -> Grant:
-        """How many tickets may be issued now."""
+        """Ask admission how many tickets may be issued now."""
         run = self.ledger.run
         if run.all_steps_made:
             return Grant(0, "the end of the run: the learner has made its last step")
@@ -280,8 +293,10 @@ class Broker:
 
     @property
     def learner_lives(self) -> bool:
-        """Whether the newest session's learner was heard from, since the queue started and within a lease's time-out:
-        it renews its lease three times as often."""
+        """Whether the newest session's learner was heard from within a lease's time-out, and since the queue started.
+
+        It renews its lease three times as often.
+        """
         ago = self.observations.learner_seen_s_ago(self.now)
         return ago is not None and ago <= self.config.queue.lease_timeout_s
 
@@ -300,14 +315,14 @@ class Broker:
         )
 
     def evaluation_views(self) -> list[Evaluation]:
-        """Every evaluation that is open or remembered, in the order in which they were asked for."""
+        """Return every evaluation that is open or remembered, in the order of their requests."""
         return evaluations.views(self.evaluations, self.ledger.run, self.fleet, self.clock.wall())
 
     async def _expire_when_due(self) -> None:
         while self.failure is None:
             due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline(), self._drain_due())
             await asyncio.sleep(max(0.05, due - self.now))
-            with suppress(Refusal):  # where the store failed, `on_failure` tells the service
+            with suppress(Refusal):  # `on_failure` has told the service that the store failed
                 await self.expire()
                 await self.remove_drained()
 

@@ -1,7 +1,7 @@
-"""Writes the record of what a run trains, for `slipstream replay`; its format is in `protocol.trained_record`.
+"""Writes the record of the groups that a run trains, for `slipstream replay`. Its format: `protocol.trained_record`.
 
-A group is written before the ledger says that it was trained, so that none is missing after a kill. Payloads go from
-the store to the file one at a time. A record that cannot be written, as on a full disk, ends, and not the run.
+A group is written before the ledger says that it was trained, so that none is missing after a kill. If the record
+cannot be written, as on a full disk, the record ends and the run goes on.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from protocol import reasons, trained_record
 from protocol.trained_record import Head
 from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
 
-# Batches that the learner tried and left out: what a bug report is about.
+# Batches that the learner tried and left out: a bug report needs them.
 LEFT_OUT = frozenset({reasons.STEP_NOT_FINITE, reasons.OUT_OF_MEMORY})
 
-# The whole record's bytes are those of so many parts: the oldest is deleted when a new one is begun.
+# The record is kept in this many parts at most: the oldest is deleted before a new one is begun.
 _PARTS = 8
 
 
 def heads(lease: str, ended: Sequence[TicketRecord], run: RunState) -> list[Head]:
-    """What an acknowledgement records: groups that were trained, in the order of its batch, or tried and left out.
+    """Return the entries that an acknowledgement adds: groups that were trained, or tried and left out. Pure.
 
-    `ended`: the records that it changes, as they will be; `run`: the run before it. Pure.
+    Args:
+        lease: Id of the lease.
+        ended: Records that the acknowledgement changes, as they will be, in the order of its batch.
+        run: The run before it.
     """
     found = []
     for of in ended:
@@ -38,13 +41,13 @@ def heads(lease: str, ended: Sequence[TicketRecord], run: RunState) -> list[Head
         else:
             continue
         found.append(Head(step, version, of.id, lease, of.arrival_version, of.group.bytes, dropped))
-    # Of one lease, those that were trained are a batch, and those that were left out are one.
+    # The trained groups of one lease are a batch, and so are those that were left out.
     sizes = Counter(head.dropped is None for head in found)
     return [msgspec.structs.replace(head, groups=sizes[head.dropped is None]) for head in found]
 
 
 class Recorder:
-    """Appends to the record in `folder`, at most `max_bytes` of it. Its calls block; make them from one thread."""
+    """Appends to the record in `folder`, which keeps at most `max_bytes`. Calls block: make them from one thread."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -54,7 +57,14 @@ class Recorder:
         self._ended = False
 
     def append(self, heads: Sequence[Head], payload: Callable[[str], bytes | None]) -> str | None:
-        """Write these groups; `payload` gives the bytes of a ticket's. Returns why the record ends here, if it does."""
+        """Write groups.
+
+        Args:
+            payload: Reads the bytes of a ticket's group, so that only one is in memory at a time.
+
+        Returns:
+            Why the record ends here; None while it goes on.
+        """
         if self._ended:
             return None
         try:
@@ -77,10 +87,10 @@ class Recorder:
             try:
                 file.close()
             except OSError:
-                return  # what could not be written was told
+                return  # `append` has reported what could not be written
 
     def _part(self) -> BinaryIO:
-        """The part to append to: a new one at the start, and where a part is full."""
+        """Return the file to append to: a new part at the start and whenever one is full."""
         if self._file is not None and self._written < self._part_bytes:
             return self._file
         self.close()
@@ -93,7 +103,7 @@ class Recorder:
         return self._file
 
     def _drop_oldest(self, there: Sequence[Path]) -> None:
-        """Leave room for a part: those of earlier starts may be small, so bytes count."""
+        """Delete the oldest parts until there is room for one more. Bytes count, since parts may be small."""
         sizes = [path.stat().st_size for path in there]
         total = sum(sizes)
         for path, size in zip(there, sizes, strict=True):
@@ -104,5 +114,5 @@ class Recorder:
 
 
 def _write(file: BinaryIO, head: Head, data: bytes | None) -> int:
-    """In a function of its own, whose end lets go of the bytes before the next ones are read."""
+    """Write one entry. A function of its own, so that its bytes are freed before the next ones are read."""
     return 0 if data is None else trained_record.write_entry(file, head, data)

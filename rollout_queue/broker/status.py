@@ -1,4 +1,4 @@
-"""Puts `GET /v1/status` together."""
+"""Assembles the answer of `GET /v1/status`: every wait is in it (I7)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _MAX_EVALUATIONS = 2 * MAX_OPEN
 
 
 def assemble(broker: Broker) -> Status:
+    """Return the status as of now."""
     now, ledger, seen = broker.now, broker.ledger, broker.observations
     run, groups, evaluations = ledger.run, _groups(broker), broker.evaluation_views()
     return Status(
@@ -44,7 +45,7 @@ def assemble(broker: Broker) -> Status:
         depth=ledger.outstanding / broker.config.learner.groups_per_step,
         depth_target=broker.admission.depth,
         groups=groups,
-        staleness=seen.staleness.figures(run.staleness_max),
+        staleness=seen.staleness.summary(run.staleness_max),
         rates=seen.rates.rates(now),
         learner=seen.learner(run, now),
         workers=seen.workers(now),
@@ -59,7 +60,7 @@ def assemble(broker: Broker) -> Status:
         drops=dict(ledger.drops),
         rejections=dict(seen.rejections),
         notices=seen.notices.list(now),
-        gave_up=broker.trial.gave_up,
+        gave_up=broker.early_failures.gave_up,
         evaluations=evaluations[-_MAX_EVALUATIONS:],
     )
 
@@ -75,7 +76,7 @@ def _server(broker: Broker, server: Server) -> ServerStatus:
 
 
 def _awaited(broker: Broker, server: Server) -> str | None:
-    """What a server that does not serve waits for; the learner's own word for it, if there is one, is its reason."""
+    """Say what a server that does not serve waits for."""
     if server.state is ServerState.SERVING:
         return None
     if server.state is ServerState.DRAINING:
@@ -83,7 +84,7 @@ def _awaited(broker: Broker, server: Server) -> str | None:
         if not workers and any(
             of.server.name == server.name and broker.to_be_judged(of) for of in broker.fleet.records
         ):
-            return "the learner's verdict on the version that is on its way to it"
+            return "the learner to verify the version that is on its way to it"
         return f"{_AWAITED[server.state]} of {', '.join(workers[:8])}" if workers else _AWAITED[server.state]
     return _AWAITED[server.state]
 
@@ -104,7 +105,7 @@ def _groups(broker: Broker) -> GroupCounts:
 
 
 def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
-    """Who said that it waits, what each server that does not serve is short of, and who never came."""
+    """List the waits that workers and learner reported, those of servers and evaluations, and who never came."""
     now, seen, ledger, run = broker.now, broker.observations, broker.ledger, broker.ledger.run
     waits = seen.waits.list(now)
     if run.finished:
@@ -134,7 +135,7 @@ def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
 def _stall(broker: Broker, groups: GroupCounts) -> Stall:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
     settings, waits_for = broker.config.queue, seen.waits.what(LEARNER)
-    # A learner that died holds nothing once its lease lapses.
+    # A learner that died holds no groups once its lease has expired.
     trains = groups.leased >= broker.config.learner.groups_per_step and waits_for is None
     return stall.judge(
         stall.StallInputs(
@@ -155,6 +156,6 @@ def _stall(broker: Broker, groups: GroupCounts) -> Stall:
             learner_waits_for=waits_for,
             worker_seen_s_ago=seen.worker_seen_s_ago(now),
             waiting_for_servers=seen.waiting_for_servers(now),
-            gave_up=broker.trial.gave_up,
+            gave_up=broker.early_failures.gave_up,
         )
     )

@@ -1,16 +1,16 @@
-"""How many groups may be outstanding: the gate that keeps staleness within its bound before any group is made.
+"""Admission: decides how many groups may be outstanding, so that staleness stays within its bound.
 
 With B groups per step, K = max_staleness, learner version L and s the lowest version that serves, a group issued now
 samples its first token at version s or later and is trained after the groups before it. It stays within K if at most
 (K + 1 - (L - s)) * B groups are outstanding, itself included.
 
 Below that bound the depth d, groups outstanding in optimiser steps, is as small as the learner's supply allows: more
-brings no group sooner and only ages them. It grows when the learner waited for groups while workers were refused for
-depth, and shrinks when a good part of a step's groups came too late to train. Single late groups are no reason to
-shrink: where the lengths of episodes have a heavy tail they come at any depth, and less depth would let the stragglers
-block the rest. In simulation (Pareto 1.2, K = 4, B = 16) shrinking at each late group made a run of 300 steps six to
-eighteen times longer and still discarded 3 %; this rule is within 15 % of the time at the full depth. Dropping is only
-the safety net.
+depth brings no group sooner and only makes groups older. d grows when the learner waited for groups while workers were
+refused for depth, and shrinks when a good part of a step's groups came too late to train. Single late groups do not
+shrink it: where the lengths of episodes have a heavy tail they come at any depth, and less depth would let the
+stragglers block the rest. In simulation (Pareto 1.2, K = 4, B = 16) shrinking at each late group made a run of 300
+steps 6 to 18 times longer and still discarded 3 %; this rule stays within 15 % of the time at full depth. Dropping is
+only the safety net.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ import msgspec
 
 from protocol.config import RunConfig
 
-_DECREASE = 0.8
-_INCREASE = 0.25
-_WAIT_SHARE = 0.05
-_LATE_SHARE = 0.2
+_DEPTH_FACTOR = 0.8
+_DEPTH_STEP = 0.25
+_MIN_WAIT_SHARE = 0.05
+_MIN_LATE_SHARE = 0.2
 
 
 class QueueLoad(msgspec.Struct, frozen=True):
-    """The queue as admission sees it: groups outstanding and their bytes, the learner's version and session, and the
-    lowest version on a serving server, None while none serves."""
+    """What admission decides from.
+
+    Attributes:
+        outstanding: Groups ticketed, queued or leased.
+        bytes: Bytes of queued and leased groups.
+        version: The learner's version.
+        served_version: Lowest version on a serving server; None while none serves.
+        session: The learner's session, 0 before the first.
+    """
 
     outstanding: int
     bytes: int
@@ -37,7 +44,7 @@ class QueueLoad(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """`count` tickets may be issued now. If 0, `blocked_by` says what they wait for, `for_depth` whether that is d."""
+    """How many tickets may be issued now. If none, `blocked_by` says why, and `for_depth` whether d is the reason."""
 
     count: int
     blocked_by: str | None = None
@@ -45,8 +52,8 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class StepFacts(msgspec.Struct, frozen=True):
-    """One optimiser step: groups trained in it, groups dropped for age since the step before, and the share of its time
-    that the learner waited for groups."""
+    """One optimiser step: groups trained in it, groups dropped for age since the step before it, and the share of its
+    time that the learner waited for groups."""
 
     trained: int
     dropped_for_age: int
@@ -54,7 +61,7 @@ class StepFacts(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """Decides on tickets for one run. `depth`: how many groups may be outstanding, in optimiser steps, d above."""
+    """Decides how many tickets may be out. `depth` is d above, in optimiser steps."""
 
     def __init__(self, config: RunConfig) -> None:
         self._groups_per_step = config.learner.groups_per_step
@@ -62,17 +69,17 @@ class Admission:
         self._capacity_groups = config.queue.capacity_groups
         self._capacity_bytes = config.queue.capacity_bytes
         self._adapts = config.queue.depth == "auto"
-        self._deepest = float(self._max_staleness + 1)
+        self._max_depth = float(self._max_staleness + 1)
         # A step needs B groups at once: with less than one step outstanding no step would ever be full.
-        self.depth = min(2.0, self._deepest) if config.queue.depth == "auto" else max(1.0, config.queue.depth)
+        self.depth = min(2.0, self._max_depth) if config.queue.depth == "auto" else max(1.0, config.queue.depth)
         self._refused_for_depth = False
 
     def limit(self, version: int, served_version: int | None) -> int:
-        """Groups that may be outstanding while the servers' oldest version is `served_version`."""
+        """Return how many groups may be outstanding while the oldest version that serves is `served_version`."""
         return min(self._depth_groups, self._bound(version, served_version))
 
     def grant(self, load: QueueLoad) -> Grant:
-        """How many tickets may be issued under `load`."""
+        """Decide how many tickets may be issued under `load`."""
         outstanding = f"{load.outstanding} groups outstanding"
         if load.session == 0:
             return Grant(0, "a learner: none has begun a session")
@@ -95,18 +102,18 @@ class Admission:
         return Grant(0, f"the depth limit: {outstanding}, {allowed}", for_depth=True)
 
     def observe_refusal(self, grant: Grant) -> None:
-        """A worker that had room got no ticket."""
+        """Note that a worker with free slots got no ticket."""
         self._refused_for_depth |= grant.for_depth
 
     def observe_step(self, facts: StepFacts) -> None:
-        """Adapt the depth to what one step saw."""
+        """Adapt the depth to one optimiser step."""
         refused, self._refused_for_depth = self._refused_for_depth, False
         if not self._adapts or self._max_staleness == 0:
             return
-        if facts.dropped_for_age > _LATE_SHARE * (facts.trained + facts.dropped_for_age):
-            self.depth = max(1.0, self.depth * _DECREASE)
-        elif refused and facts.wait_share > _WAIT_SHARE:
-            self.depth = min(self._deepest, self.depth + _INCREASE)
+        if facts.dropped_for_age > _MIN_LATE_SHARE * (facts.trained + facts.dropped_for_age):
+            self.depth = max(1.0, self.depth * _DEPTH_FACTOR)
+        elif refused and facts.wait_share > _MIN_WAIT_SHARE:
+            self.depth = min(self._max_depth, self.depth + _DEPTH_STEP)
 
     @property
     def _depth_groups(self) -> int:

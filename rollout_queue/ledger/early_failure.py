@@ -1,8 +1,8 @@
-"""When to give up: the first rows of a run fail, one and all, at every worker that works on any.
+"""Gives up a run whose first rows all fail, at every worker that works on any.
 
-Only failures that would come again count. A server that went away and a worker that was stopped do not: the run is made
-to survive them. Nor does a body that a worker of ours never sends: anybody may have sent it. One group that was ever
-accepted, in this session or before, shows that task and settings work; if it comes late, it takes the verdict back.
+Only failures that would come again count. A server that went away and a stopped worker do not: a run survives them. Nor
+does a body that no worker of ours sends: anybody may have sent it. One group that was ever accepted, in this session or
+before, shows that task and settings work; if it comes late, the run goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DO_NOT_COUNT = frozenset(
     }
 )
 
-_KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the trouble that a reason belongs to, where it is called otherwise
+_KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the notice that explains a reason, if its kind is another
 
 _OF_THE_TASK = frozenset(
     {
@@ -49,15 +49,15 @@ _OF_A_SERVER = frozenset(
     }
 )
 
-_MAX_TROUBLES = 64
+_MAX_TEXTS = 64
 
-_TEXT = 500
+_MAX_TEXT_CHARACTERS = 500
 
-_REASON = 80
+_MAX_REASON_CHARACTERS = 80
 
 
 class EarlyFailureCheck:
-    """A run's first rows. `gave_up`: why the run can go no further, while that is so."""
+    """Counts failures of a run's first rows. `gave_up`: why the run is given up; None while it is not."""
 
     def __init__(self, config: RunConfig) -> None:
         self._after = config.rollout.give_up_after
@@ -65,55 +65,63 @@ class EarlyFailureCheck:
         self.begin(passed=False)
 
     def begin(self, passed: bool) -> None:
-        """The queue starts, or a new session: count from nothing. `passed`: the run has accepted a group before."""
+        """Start counting anew, as the queue or a session starts. `passed`: the run has accepted a group before."""
         self.gave_up: str | None = None
         self._passed = passed
-        self._rows: dict[int, str] = {}  # of the first rows that failed: why
+        self._rows: dict[int, str] = {}  # reason of each of the first rows that failed
         self._failing: set[str] = set()  # workers
         self._details: dict[str, str] = {}
-        self._troubles: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
 
-    def trouble(self, kind: str, text: str) -> None:
-        """A worker's first failure of a kind: it tells more than a ticket's reason."""
-        if len(self._troubles) < _MAX_TROUBLES:
-            self._troubles.setdefault(kind, text[:_TEXT])
+    def add_text(self, kind: str, text: str) -> None:
+        """Keep a worker's text about its first failure of a kind: it says more than a ticket's reason."""
+        if len(self._texts) < _MAX_TEXTS:
+            self._texts.setdefault(kind, text[:_MAX_TEXT_CHARACTERS])
 
     def succeeded(self) -> None:
-        """A group was accepted."""
+        """Note that a group was accepted."""
         self._passed, self.gave_up = True, None
 
     def failed(self, ended: TicketRecord, reason: str, detail: str, out: Iterable[TicketRecord]) -> bool:
-        """A ticket ended without a group for `reason`; true if the run is given up by it. `out`: the tickets that
-        workers hold. While a worker of which no ticket failed holds one, it may yet succeed."""
+        """Count a ticket that ended without a group.
+
+        Args:
+            ended: The ticket.
+            reason: Why it ended; `detail` is the worker's text.
+            out: Tickets that workers hold. A worker without a failure that holds one may yet succeed.
+
+        Returns:
+            Whether the run is given up by it.
+        """
         if self._passed or self.gave_up is not None or not self._after or reason in _DO_NOT_COUNT:
             return False
         self._failing.add(ended.worker_id)
         if ended.index not in self._rows and len(self._rows) < self._after:
             self._rows[ended.index] = reason
-            self._details.setdefault(reason, detail[:_TEXT])
+            self._details.setdefault(reason, detail[:_MAX_TEXT_CHARACTERS])
         if len(self._rows) < self._after or any(record.worker_id not in self._failing for record in out):
             return False
         self.gave_up = self._why()
         return True
 
-    def check(self) -> None:
-        """Refuses (GAVE_UP) once the run is given up."""
+    def check_not_given_up(self) -> None:
+        """Refuse requests once the run is given up (GAVE_UP)."""
         if self.gave_up is not None:
             raise Refusal(reasons.GAVE_UP, self.gave_up)
 
     def _why(self) -> str:
         count = len(self._rows)
         reason, times = Counter(self._rows.values()).most_common(1)[0]
-        shown = reason[:_REASON]
+        shown = reason[:_MAX_REASON_CHARACTERS]
         share = "all" if times == count else f"{times} of them"
         code = reason.removeprefix(reasons.failed(""))
-        detail = self._troubles.get(_KINDS.get(code, code)) or self._details[reason] or "no detail was given"
+        detail = self._texts.get(_KINDS.get(code, code)) or self._details[reason] or "no detail was given"
         where = "in the run file"
         if code in _OF_THE_TASK:
             where = f"in the task {self._task} or the run file"
         elif code in _OF_A_SERVER:
             where = "at the vLLM server, or in the run file"
         return (
-            f"the first {count} groups failed, {share} for {shown}: {detail}. Mend it {where}, then start again "
+            f"the first {count} groups failed, {share} for {shown}: {detail}. Fix it {where}, then start again "
             f"(rollout.give_up_after = {self._after} failed rows end a run in which no group has succeeded; 0: never)"
         )

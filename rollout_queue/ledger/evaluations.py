@@ -170,7 +170,7 @@ class EvalTally:
 
 
 # Tickets that were accepted and of which nothing else is known any more: a repeat is still answered as one.
-_REMEMBERED = 4096
+_MAX_ACCEPTED = 4096
 
 
 class OpenEvaluation:
@@ -291,7 +291,7 @@ class Evaluations:
         found = self._open.get(row.evaluation)
         if row.state is EvalRowState.DONE:
             self._accepted[row.id] = None
-            while len(self._accepted) > _REMEMBERED:
+            while len(self._accepted) > _MAX_ACCEPTED:
                 del self._accepted[next(iter(self._accepted))]
         if found is None:  # its evaluation ended with it
             return
@@ -524,7 +524,7 @@ def message(evaluations: Evaluations, run: RunState, row: EvalRow) -> Ticket:
 
 
 def undelivered(evaluations: Evaluations, worker_id: str, have: Sequence[str]) -> list[EvalRow]:
-    """The worker's tickets that it does not have: the answer was lost, or it was restarted under its name (F10)."""
+    """The worker's tickets that it does not have: the answer was lost, or it was restarted under its name."""
     held = set(have)
     return [row for row in evaluations.held_by(worker_id) if row.id not in held]
 
@@ -538,7 +538,7 @@ def submit(
 
 
 def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
-    """Refuses a group whose ticket is not out (TICKET_ENDED), unless it was accepted before (F24)."""
+    """Refuses a group whose ticket is not out (TICKET_ENDED), unless it was accepted before."""
     if not evaluations.was_accepted(ticket_id):
         raise Refusal(
             reasons.TICKET_ENDED, f"ticket {ticket_id} of an evaluation is not out any more: it or the evaluation ended"
@@ -560,7 +560,7 @@ def give_back(evaluations: Evaluations, fleet: ServerRegistry, worker_id: str, w
 
 
 def expire(evaluations: Evaluations, fleet: ServerRegistry, now: float, wall_time: float) -> EvalChange:
-    """End evaluations whose time is over, and tickets whose holders were not heard from in time (F10)."""
+    """End evaluations whose time is over, and tickets whose holders were not heard from in time."""
     over = evaluations.expired(now)
     gone = {of.record.number for of in over}
     late = [

@@ -1,13 +1,15 @@
-"""Decisions of the learner's side: lease, acknowledge, begin, checkpoint, finish. Pure: ledger in, decision out.
+"""Decisions on sessions and leases: begin, lease, acknowledge, checkpoint, finish. Pure: ledger in, decision out.
 
-Only the newest session counts: a learner that was declared dead and comes back cannot train a group that its successor
-holds. Versions go up by one a step and never go back, over resumes too.
+Only the newest session counts: a learner that was taken for dead and comes back cannot train a group that its successor
+holds. Versions grow by one a step and never go back, across resumes too.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -19,18 +21,18 @@ from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import OUTSTANDING, Decision, Refusal, RunState, TicketRecord, TicketState
 from rollout_queue.ledger.servers import ServerRegistry
 
-# Tickets of this many indices stay one by one for `slipstream ledger`, needed or not; older ones only as sums.
+# The newest indices keep their tickets one by one for `slipstream ledger`; older ones become sums.
 INDICES_KEPT = 100_000
 
-# So many session starts are known; a checkpoint from before them is taken as it is.
-_SESSIONS_KEPT = 64
+# Session starts that are remembered; a checkpoint from before them is taken as it is.
+_MAX_SESSIONS = 64
 
-# No run gets there. One that starts there would soon make numbers that the store cannot hold.
-_HIGHEST = 2**53
+# No run gets there, and beyond it the store could soon not hold the numbers.
+_MAX_NUMBER = 2**53
 
 
 def check_session(ledger: Ledger, session: int) -> None:
-    """Refuses any but the newest learner session (SESSION_SUPERSEDED)."""
+    """Refuse any but the newest learner session (SESSION_SUPERSEDED)."""
     if session != ledger.run.session or session == 0:
         raise Refusal(
             reasons.SESSION_SUPERSEDED,
@@ -40,10 +42,10 @@ def check_session(ledger: Ledger, session: int) -> None:
 
 
 def lease(ledger: Ledger, fleet: ServerRegistry, lease_id: str, max_groups: int, have: Sequence[str] = ()) -> Decision:
-    """Up to `max_groups` ready groups: those with the oldest tokens first, which are the next to grow over-age.
+    """Lease up to `max_groups` ready groups, those with the oldest tokens first: they are the next to grow over-age.
 
-    What the learner says to `have` and a lapsed lease gave back is leased again, beside those. Groups that a failed
-    proof taints are dropped instead of delivered, and those whose proof is still to come wait (I5).
+    Groups that the learner still has (`have`) after its lease expired are leased again besides. Groups tainted by a
+    failed proof are dropped instead, and those whose proof is still to come wait (I5).
     """
     held = set(have)
     at_hand = [*ledger.tickets(TicketState.READY), *undelivered(ledger, lease_id, have)]
@@ -58,14 +60,20 @@ def lease(ledger: Ledger, fleet: ServerRegistry, lease_id: str, max_groups: int,
 
 
 def undelivered(ledger: Ledger, lease_id: str, have: Sequence[str]) -> list[TicketRecord]:
-    """The lease's groups that the learner does not have: the answer was lost."""
+    """Return the lease's groups that the learner does not have, since an answer was lost."""
     held = set(have)
     return [record for record in ledger.leased(lease_id) if record.id not in held]
 
 
+def within_bytes(records: Sequence[TicketRecord], max_bytes: int) -> Sequence[TicketRecord]:
+    """Return the first groups, at least one, whose bodies have at most `max_bytes` together."""
+    totals = list(accumulate(record.group.bytes for record in records))
+    return records[: max(1, bisect_right(totals, max_bytes))]
+
+
 def revoked(ledger: Ledger, fleet: ServerRegistry, lease_id: str, have: Sequence[str]) -> dict[str, str]:
-    """Those of the groups at the learner that it must not train, with the reason of each: a failed proof taints it
-    (I5), or the lease lapsed and it went elsewhere."""
+    """Return the learner's groups that it must not train, each with its reason: tainted by a failed proof (I5), or the
+    lease expired and the group went elsewhere."""
     found = {}
     for ticket_id in have:
         record = ledger.get(ticket_id, TicketState.LEASED)
@@ -77,7 +85,7 @@ def revoked(ledger: Ledger, fleet: ServerRegistry, lease_id: str, have: Sequence
 
 
 def check_renewal(ledger: Ledger, lease_id: str) -> None:
-    """Refuses to renew a lease that holds nothing (LEASE_LAPSED): it expired, and its groups may be leased anew."""
+    """Refuse to renew a lease that holds nothing (LEASE_LAPSED): it expired, and its groups may be leased anew."""
     if not ledger.leased(lease_id):
         raise Refusal(
             reasons.LEASE_LAPSED,
@@ -92,12 +100,17 @@ def release(ledger: Ledger, lease_id: str) -> Decision:
 
 
 def ack(ledger: Ledger, fleet: ServerRegistry, message: LeaseAck, ended: dict[str, TicketRecord]) -> Decision:
-    """Record what a step trained and what was dropped; one step may take several acks, and any may be repeated.
+    """Record the groups that a step trained and those that were dropped. Acks may be split, and repeated.
 
-    A group whose server failed its proof while the step was made is trained: it is recorded as such, with the reason.
-    One that is over age because a resume raised the version is not lost: its row is issued again, once.
-    `ended`: the records of those named tickets that the ledger no longer holds. Refuses a step that does not follow
-    (STEP_MISSING, VERSION_CONFLICT) and a ticket that is not the learner's (NOT_LEASED, ACK_AMBIGUOUS).
+    A group whose server failed its proof while the step was made is trained all the same, and recorded with that
+    reason. The row of a group that is over-age because a resume raised the version is issued again, once.
+
+    Args:
+        ended: Records of those named tickets that the ledger no longer holds.
+
+    Raises:
+        Refusal: A step that does not follow (STEP_MISSING, VERSION_CONFLICT), or a ticket that is not the learner's
+            (NOT_LEASED, ACK_AMBIGUOUS).
     """
     run = ledger.run
     if message.trained or message.step is not None:
@@ -140,10 +153,15 @@ def ack(ledger: Ledger, fleet: ServerRegistry, message: LeaseAck, ended: dict[st
 def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecord]) -> Decision:
     """Start a learner session, fresh or from a checkpoint made after `message.step` steps.
 
-    `forgotten`: tickets trained after that step whose payload is gone. What was trained after it comes back, so that
-    I1 holds on the time line that survives: as groups if they are young enough and there is room, else as rows. So do
-    rows of groups that weights sampled which are too many steps ahead of those that go on: by their version they would
-    be young (I2). Refuses a start that does not fit the run (RUN_EXISTS, STEP_UNKNOWN, OUT_OF_RANGE).
+    What was trained after that step comes back, so that I1 holds on the time line that survives: as groups if they are
+    young enough and there is room, else as rows to issue again. So do rows of groups sampled by weights too many steps
+    ahead of the checkpoint: their versions would make them look young (I2).
+
+    Args:
+        forgotten: Tickets trained after that step whose payloads are gone.
+
+    Raises:
+        Refusal: The start does not fit the run (RUN_EXISTS, STEP_UNKNOWN, OUT_OF_RANGE).
     """
     run = ledger.run
     version, step = _first_version(ledger, message), message.step
@@ -181,23 +199,28 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
             finished=run.finished and message.total_steps <= step,
             declared=message.fingerprint,
             vocabulary=message.vocabulary,
-            sessions=(*survive[-_SESSIONS_KEPT:], SessionStart(step, version)),
+            sessions=(*survive[-_MAX_SESSIONS:], SessionStart(step, version)),
             given_up=given_up if message.resume else (0, 0),
         ),
     )
 
 
 def kept_checkpoints(ledger: Ledger, step: int) -> tuple[int, ...]:
-    """Steps of the checkpoints that are kept once there is one of `step`, oldest first."""
+    """Return the steps of the checkpoints that are kept once there is one of `step`, oldest first."""
     return tuple(sorted({*ledger.run.checkpoints, step}))[-ledger.config.learner.keep_checkpoints :]
 
 
 def checkpointed(ledger: Ledger, step: int, first_forgotten: int | None, indices_kept: int = INDICES_KEPT) -> Decision:
-    """A checkpoint of `step` exists: no resume needs what was trained up to it. Refuses a step that the run has not
-    reached (STEP_UNKNOWN).
+    """Record a checkpoint: the payloads of what was trained up to its step are no longer needed.
 
-    Tickets of indices below all that some kept checkpoint needs become sums, the newest `indices_kept` apart.
-    `first_forgotten`: the lowest index of those trained after the oldest of `kept_checkpoints` and forgotten.
+    Tickets with an index below all that a kept checkpoint needs become sums, except the newest `indices_kept`.
+
+    Args:
+        step: Step of the checkpoint.
+        first_forgotten: Lowest index among forgotten tickets trained after the oldest of `kept_checkpoints`.
+
+    Raises:
+        Refusal: The run has not reached the step (STEP_UNKNOWN).
     """
     if step > ledger.run.step:
         raise Refusal(
@@ -218,21 +241,20 @@ def checkpointed(ledger: Ledger, step: int, first_forgotten: int | None, indices
 
 
 def finish(ledger: Ledger) -> Decision:
-    """End the run: what is outstanding or waits to be issued again is dropped, and tickets are refused from now on."""
+    """End the run: drop what is outstanding or waits to be issued again. Tickets are refused from now on."""
     left = [record for state in OUTSTANDING for record in ledger.tickets(state)]
     left += ledger.to_reissue.values()
     return Decision(tickets.drop(left, reasons.RUN_FINISHED), msgspec.structs.replace(ledger.run, finished=True))
 
 
 def _aged_by_resume(ledger: Ledger, record: TicketRecord, reason: str) -> bool:
-    """Whether a group is over age and its ticket is of an earlier session: what that session's admission promised, the
-    versions after it do not keep."""
+    """Tell whether a group is over-age only because a resume raised the version after its ticket was issued."""
     sessions = ledger.run.sessions
     return reason == reasons.OVERAGE and bool(sessions) and record.version < sessions[-1].version
 
 
 def _was_dropped(record: TicketRecord, reason: str) -> bool:
-    """Whether an ended ticket shows that this drop has been acknowledged before."""
+    """Tell whether an ended ticket shows that this drop was acknowledged before."""
     again = reason == reasons.OVERAGE and record.reason == reasons.ROLLED_BACK and record.was_accepted
     return record.state is TicketState.DROPPED or (record.state is TicketState.REISSUED and again)
 
@@ -252,13 +274,13 @@ def _advance(run: RunState, message: LeaseAck) -> RunState:
 
 
 def _first_version(ledger: Ledger, message: BeginSession) -> int:
-    """The version that a session starts at: 0, or above every version before it."""
+    """Return the version that a session starts at: 0, or one above every version before it."""
     run = ledger.run
     for name, number in (("step", message.step), ("version", max(message.version, run.version))):
-        if number >= _HIGHEST:
+        if number >= _MAX_NUMBER:
             raise Refusal(
                 reasons.OUT_OF_RANGE,
-                f"{name} {number} is beyond the highest that a run may start at, {_HIGHEST - 1}: resume from a "
+                f"{name} {number} is beyond the highest that a run may start at, {_MAX_NUMBER - 1}: resume from a "
                 f"checkpoint that is whole, or choose a new run.name",
             )
     if not message.resume:
@@ -283,7 +305,7 @@ def _first_version(ledger: Ledger, message: BeginSession) -> int:
     if message.step < run.pruned_step:
         raise Refusal(
             reasons.STEP_UNKNOWN,
-            f"the checkpoint is of step {message.step}, but the ledger has let go of what was trained before step "
+            f"the checkpoint is of step {message.step}, but the ledger has forgotten what was trained before step "
             f"{run.pruned_step}, the oldest of the learner.keep_checkpoints = "
             f"{ledger.config.learner.keep_checkpoints} newest checkpoints: resume from one of those",
         )

@@ -1,13 +1,8 @@
-"""The queue's memory of tickets and groups: live ones, and counts of the ended ones.
+"""The queue's memory of tickets and groups: records of live ones, and counts of ended ones (I1).
 
-Holds no payload. `tickets`, `leases` and `servers` read it and decide; `apply` alone changes records and counts.
-Deadlines are kept here only: after a restart of the queue each ticket and lease gets its full time again.
-`bytes`: of ready and leased groups, which back-pressure goes by; `kept_bytes`: those of trained ones too, which a
-resume may bring back.
-
-When what is out comes back by itself: a time-out that its holder renews, up to a greatest age.
-
-Times are seconds of the caller's clock.
+`tickets`, `leases` and `servers` read it and decide; only `apply` changes records and counts. It holds no payload.
+Deadlines are kept here only: after a restart of the queue each ticket and lease gets its full time again. Times are
+seconds of the caller's clock.
 """
 
 from __future__ import annotations
@@ -31,9 +26,11 @@ from rollout_queue.ledger.records import (
 
 
 class Deadlines:
-    """Of tickets or of leases, by their ids.
+    """Deadlines of tickets or leases, by id.
 
-    timeout_s: after the start or the latest renewal; max_age_s: after the start, however often it was renewed.
+    Args:
+        timeout_s: Time from the start or the latest renewal, seconds.
+        max_age_s: Time from the start, however often it was renewed, seconds.
     """
 
     def __init__(self, timeout_s: float, max_age_s: float = math.inf) -> None:
@@ -43,41 +40,52 @@ class Deadlines:
         self._ends: dict[str, float] = {}
 
     def start(self, name: str, now: float) -> None:
-        """It is out from now on; one that was out already begins anew."""
+        """Start the time of an id; one that was out already starts anew."""
         self._ends[name] = now + self._max_age_s
         self._due[name] = min(now + self._timeout_s, self._ends[name])
 
     def renew(self, name: str, now: float) -> None:
-        """Its holder was heard from; nothing happens to one that is not out."""
+        """Renew an id, since its holder was heard from. Nothing happens to one that is not out."""
         if name in self._due:
             self._due[name] = min(now + self._timeout_s, self._ends[name])
 
     def end(self, name: str) -> None:
-        """It is out no more, if it was."""
+        """End an id, if it is out."""
         self._due.pop(name, None)
         self._ends.pop(name, None)
 
     def has_outlived(self, name: str, now: float) -> bool:
-        """Whether one that is out has reached its greatest age; KeyError if it is not out."""
+        """Tell whether an id has reached its maximum age. Raises KeyError if it is not out."""
         return self._ends[name] <= now
 
     def expired(self, now: float) -> list[str]:
-        """Those whose time is over and that are still out, in the order of their starts."""
+        """Return the ids whose time is over, in the order of their starts."""
         return [name for name, due in self._due.items() if due <= now]
 
     def soonest(self) -> float:
-        """The first deadline; infinity where nothing is out."""
+        """Return the first deadline; infinity if nothing is out."""
         return min(self._due.values(), default=math.inf)
 
 
-# A reason of a client's own becomes a label of the metrics.
-_REASON_CHARACTERS = 80
+# A client's own reason becomes a label of the metrics: both its length and the number of them are bounded.
+_MAX_REASON_CHARACTERS = 80
 
-_REASONS_OF_CLIENTS = 64
+_MAX_CLIENT_REASONS = 64
 
 
 class Ledger:
-    """`config` gives the limits and time-outs; `now` is the clock that deadlines are in, seconds."""
+    """Tickets and groups in memory.
+
+    Args:
+        config: Gives the limits and time-outs.
+        contents: What the store held at the start.
+        now: Current time of the clock that deadlines are in, seconds.
+
+    Attributes:
+        bytes: Bytes of ready and leased groups, which bound what is accepted.
+        kept_bytes: Those of trained groups besides, which a resume may bring back.
+        to_reissue: Ended tickets whose rows wait to be issued again, by index.
+    """
 
     def __init__(self, config: RunConfig, contents: StoreContents, now: float) -> None:
         self.config = config
@@ -97,32 +105,36 @@ class Ledger:
             self._enter(record, now)
 
     def get(self, ticket_id: str, state: TicketState | None = None) -> TicketRecord | None:
-        """The live ticket of this id, if it is in `state` where one is given."""
+        """Return the live ticket of this id, if it is in `state` (None: any)."""
         record = self._live.get(ticket_id)
         return record if record is None or state in (None, record.state) else None
 
     def tickets(self, state: TicketState) -> Iterable[TicketRecord]:
-        """The live tickets in `state`, in the order in which they got there."""
+        """Return the live tickets in `state`, in the order in which they entered it."""
         return self._by_state[state].values()
 
     def was_pruned(self, ticket_id: str) -> bool:
-        """Whether a ticket that is found nowhere was issued once, and is counted in the sums alone."""
+        """Tell whether a ticket without a record was issued once and is now counted in the sums only."""
         index = ticket_id.partition(".")[0]
         return len(index) < 20 and index.isdecimal() and int(index) < self.run.pruned_below
 
     def first_needed(self) -> int:
-        """The lowest index with a live ticket or a row to issue again; the next one if there is none."""
+        """Return the lowest index with a live ticket or a row to issue again; the next index if there is none."""
         return min([self.next_index, *self.to_reissue, *(record.index for record in self._live.values())])
 
     def oldest_serial(self) -> int:
-        """Of the live tickets; the next one's where there is none."""
+        """Return the lowest serial of the live tickets; the next one if there are none."""
         return min((record.serial for record in self._live.values()), default=self.issued)
 
     def label(self, reason: str, among: Iterable[str] = ()) -> str:
-        """The reason to count a drop by: one of ours, or of a client's first few, beside `among` of this decision."""
-        reason = reason[:_REASON_CHARACTERS]
+        """Return the label to count a drop by: a reason of ours or one of a client's first few; OTHER for the rest.
+
+        Args:
+            among: Labels that the same decision has used already.
+        """
+        reason = reason[:_MAX_REASON_CHARACTERS]
         known = {*self.drops, *among}
-        if reason in known or reasons.is_ours(reason) or len(known) < _REASONS_OF_CLIENTS:
+        if reason in known or reasons.is_ours(reason) or len(known) < _MAX_CLIENT_REASONS:
             return reason
         return reasons.OTHER
 
@@ -134,7 +146,7 @@ class Ledger:
 
     @property
     def issued(self) -> int:
-        """Tickets ever issued: the serial of the next one."""
+        """Number of tickets ever issued, which is the serial of the next one."""
         return self.counts.total()
 
     @property
@@ -166,27 +178,27 @@ class Ledger:
         self._ticket_deadlines.renew(ticket_id, now)
 
     def has_outlived(self, ticket_id: str, now: float) -> bool:
-        """Whether an issued ticket is older than any ticket may grow, however often it was renewed."""
+        """Tell whether an issued ticket has reached the maximum age, however often it was renewed."""
         return self._ticket_deadlines.has_outlived(ticket_id, now)
 
     def renew_lease(self, lease_id: str, now: float) -> None:
         self._lease_deadlines.renew(lease_id, now)
 
     def expired(self, now: float) -> list[TicketRecord]:
-        """Issued and leased tickets whose holder was not heard from in time."""
+        """Return issued and leased tickets whose holder was not heard from in time."""
         late = [self._live[ticket_id] for ticket_id in self._ticket_deadlines.expired(now)]
         for lease_id in self._lease_deadlines.expired(now):
             late += self.leased(lease_id)
         return late
 
     def next_deadline(self, now: float) -> float:
-        """When to look for expired ones again: no deadline that is set later can come before this."""
+        """Return when to look for expired tickets again: no deadline that is set later can come before it."""
         queue = self.config.queue
         soonest = now + min(queue.ticket_timeout_s, queue.lease_timeout_s, self.config.ticket_max_age_s)
         return min(soonest, self._ticket_deadlines.soonest(), self._lease_deadlines.soonest())
 
     def apply(self, decision: Decision, now: float) -> None:
-        """Make a decision that is on disk take effect."""
+        """Apply a decision that the store has committed."""
         for record in decision.tickets:
             before = self._live.get(record.id)
             if before is not None:

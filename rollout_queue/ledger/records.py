@@ -1,11 +1,7 @@
-"""What the queue remembers, in memory and on disk alike: one record a ticket, one for the run.
+"""Records of the queue, the same in memory and on disk: tickets, groups, run, servers, evaluations.
 
-Records are immutable. A decision is a list of new records; the broker writes it to the store in one transaction and
-only then applies it to the ledger, so that memory never runs ahead of the disk.
-
-What the queue goes by of a group, its payload aside: how large it is, and what sampled it.
-
-What the decisions turn down: a reason and a message, no HTTP.
+Records are immutable. A decision is a list of new records: the broker commits it to the store in one transaction and
+only then applies it, so that memory never runs ahead of the disk. A decision that declines raises `Refusal`.
 """
 
 from __future__ import annotations
@@ -19,12 +15,12 @@ import msgspec
 from protocol.messages import Fingerprint, Group, Server, SessionStart, TicketKind, VersionSpan
 from protocol.status import Evaluation
 
-# Of one server in one group, far above any real one; what is beyond is taken to be one range.
+# Ranges of one server in one group, far above any real number. What is beyond is taken as one range.
 _MAX_RANGES = 32
 
 
 class SampledBy(msgspec.Struct, frozen=True, array_like=True):
-    """Versions that one server sampled of a group, from oldest to newest, both ends included."""
+    """A range of versions under which one server sampled tokens of a group; both ends are included."""
 
     server: str
     oldest: int
@@ -32,8 +28,15 @@ class SampledBy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupFacts(msgspec.Struct, frozen=True):
-    """What the ledger keeps of a group: its size as submitted, its sampled tokens, and what sampled them: for each
-    server the ranges of versions without a gap, as what it sampled before and after a failed proof is good."""
+    """What the ledger keeps of a group.
+
+    Attributes:
+        bytes: Size of its body as submitted.
+        tokens: Sampled tokens.
+        oldest_version: Version of its oldest sampled token.
+        servers: For each server the ranges of versions without a gap: what it sampled before and after a version that
+            failed its proof is good.
+    """
 
     bytes: int = 0
     tokens: int = 0
@@ -42,7 +45,7 @@ class GroupFacts(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, group: Group, size: int) -> GroupFacts:
-        """The facts of a valid group of `size` bytes. A server that is named but sampled no token of it is left out."""
+        """Collect the facts of a valid group of `size` bytes. Servers that sampled none of it are left out."""
         spans: dict[str, list[VersionSpan]] = {}
         for rollout in group.rollouts:
             for segment in rollout.segments:
@@ -56,12 +59,12 @@ class GroupFacts(msgspec.Struct, frozen=True):
         return cls(size, group.sampled_tokens, min(sampled.oldest for sampled in servers), servers)
 
     def sampled_within(self, first: int, end: int) -> bool:
-        """Whether some token is by a version from `first` up to, and without, `end`."""
+        """Tell whether some token has a version in `[first, end)`."""
         return any(sampled.oldest < end and sampled.newest >= first for sampled in self.servers if first < end)
 
 
 def _ranges(versions: set[int]) -> list[tuple[int, int]]:
-    """The runs of consecutive integers, ascending; the newest ones as one where they are too many."""
+    """Return the ranges of consecutive integers, ascending. Beyond _MAX_RANGES the last one covers the rest."""
     ranges: list[tuple[int, int]] = []
     for version in sorted(versions):
         if ranges and (version == ranges[-1][1] + 1 or len(ranges) == _MAX_RANGES):
@@ -72,7 +75,7 @@ def _ranges(versions: set[int]) -> list[tuple[int, int]]:
 
 
 class TicketState(StrEnum):
-    """Where a ticket is. The last three are ends; `TRAINED` ends once a checkpoint holds its step."""
+    """State of a ticket. The last three are ends; TRAINED becomes FORGOTTEN once a checkpoint holds its step."""
 
     ISSUED = "issued"
     READY = "ready"
@@ -89,7 +92,7 @@ LIVE = OUTSTANDING | {TicketState.TRAINED}
 
 HOLDS_PAYLOAD = frozenset({TicketState.READY, TicketState.LEASED, TicketState.TRAINED})
 
-# TRAINED and FORGOTTEN move back only when a learner resumes from before their step; REISSUED ends otherwise only where
+# TRAINED and FORGOTTEN move back only when a learner resumes from before their step. REISSUED becomes DROPPED only if
 # the run is finished before its row was issued again.
 _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
     TicketState.ISSUED: frozenset({TicketState.READY, TicketState.DROPPED, TicketState.REISSUED}),
@@ -102,19 +105,21 @@ _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
 }
 
 
-# What the id of an evaluation's ticket begins with; that of a training ticket begins with a digit.
+# First letter of the id of an evaluation's ticket. That of a training ticket begins with a digit.
 EVAL_TICKET = "e"
 
 
 class TicketRecord(msgspec.Struct, frozen=True):
-    """One ticket and, once it arrived, the group produced for it.
+    """One ticket and, once accepted, its group.
 
-    `serial`: tickets issued before it in this run, a clock that restarts do not turn back. `failures`: attempts at this
-    row that failed, without those that a worker gave back as it ended. `version`: the learner's at issue;
-    `arrival_version`: the learner's when the group came in.
-    `group`: empty until a group was accepted, and stays afterwards. `step`, `trained_version`: of the optimiser step
-    that trained it. `reason`: why it ended untrained; a trained one has UNVERIFIED_SERVER if its step was made before
-    anybody knew.
+    Attributes:
+        serial: Number of tickets issued before it in this run: a clock that restarts do not turn back.
+        version: The learner's version at issue; `arrival_version`, when the group was accepted.
+        failures: Failed attempts at this row, without those that a worker gave back as it ended.
+        reason: Why it ended untrained. A trained ticket has UNVERIFIED_SERVER if the failed proof became known only
+            after its step.
+        group: Empty until a group is accepted; kept afterwards.
+        step, trained_version: Of the optimiser step that trained it.
     """
 
     index: int
@@ -141,23 +146,27 @@ class TicketRecord(msgspec.Struct, frozen=True):
         return self.group.bytes > 0
 
     def to(self, state: TicketState, **changes: Any) -> Self:
-        """This record in another state; a move that the ledger does not know is a bug and raises."""
+        """Return this record in another state. A transition that is not allowed is a bug: AssertionError."""
         if state not in _NEXT[self.state]:
             raise AssertionError(f"ticket {self.id} cannot go from {self.state} to {state}")
         return msgspec.structs.replace(self, state=state, **changes)
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The learner's side of the run. `session` counts learner starts and fences the earlier ones.
+    """The learner's side of the run.
 
-    `checkpoints`: the steps of those that are kept, oldest first. Tickets of indices below `pruned_below` are kept as
-    sums only: no learner can resume from before `pruned_step` any more.
-    `declared`: what the session expects of workers; `vocabulary`: ids that its model knows are below it; `data`: what
-    the first worker that was let in named, in `data_session`, and later ones where it named nothing.
-    `evaluations`: how many were ever asked for, the number of the next one. `sessions`: where those began whose steps
-    survive, oldest first, as many as are kept. `given_up`: versions from the first up to the second, of steps that the
-    last resume gave up, which are more than queue.max_staleness steps ahead of the weights that it went on with. `id`:
-    of this run and of no other, kept from the queue's first start on.
+    Attributes:
+        session: Number of learner starts; the newest fences the earlier ones.
+        checkpoints: Steps of the checkpoints that are kept, oldest first.
+        pruned_below: Tickets with a lower index are kept as sums only; no learner can resume from before `pruned_step`.
+        declared: Fingerprint that the session expects of workers.
+        vocabulary: Token ids of the session's model are below it.
+        data: Data set named by the first admitted worker of `data_session`, completed by later ones.
+        evaluations: Evaluations ever asked for, which is the number of the next one.
+        sessions: Starts of the sessions whose steps survive, oldest first; only the newest are kept.
+        given_up: Versions `[first, end)` of steps that the last resume gave up and that are more than
+            queue.max_staleness steps ahead of the weights it resumed with.
+        id: Unique id of the run, kept from the queue's first start on.
     """
 
     version: int = 0
@@ -185,10 +194,9 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 class Distrust(msgspec.Struct, frozen=True):
-    """Tokens of versions `[version, until_version)` from one server, for tickets before `until_serial`, are not to be
-    trained on. None: without end.
+    """Forbids to train tokens of versions `[version, until_version)` of one server, in tickets before `until_serial`.
 
-    A version label alone cannot tell: the same version may be pushed again, rightly.
+    None: without end. The version alone does not tell: the same one may be published again and be proven.
     """
 
     version: int
@@ -197,11 +205,15 @@ class Distrust(msgspec.Struct, frozen=True):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """A server of the fleet and what it sampled while it failed its proof. `served`: it was proven at least once;
-    `proven`: the newest version that was, None before. `restarted_at`: the serial of the first ticket issued since it
-    joined again; None once it is proven anew. `removed`: it has left the fleet; what is kept is what its groups, which
-    may still come, are judged by. `awaits_verdict`: it drains, and the learner has not said yet what came of the
-    version that may have been on its way to it."""
+    """A server, and what decides whether its tokens may be trained.
+
+    Attributes:
+        served: Whether it was ever proven.
+        proven: Newest version proven on it; None before the first.
+        restarted_at: Serial of the first ticket issued since it joined again; None once it is proven anew.
+        removed: It has left the fleet. The record stays, since its groups may still come.
+        awaits_verdict: It drains, and the learner has not verified yet the version that may be on its way to it.
+    """
 
     server: Server
     served: bool = False
@@ -213,10 +225,13 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """What is kept of the group that an evaluation's row gave.
+    """What is kept of the group of an evaluation's row.
 
-    rewards, lengths: of its rollouts, lengths in sampled tokens; components: the mean of each reward function;
-    finished: rollouts by what ended them; servers: what sampled it.
+    Attributes:
+        rewards, lengths: One per rollout; lengths in sampled tokens.
+        components: Mean of each reward function.
+        finished: Number of rollouts by finish reason.
+        servers: What sampled it.
     """
 
     rewards: tuple[float, ...]
@@ -227,7 +242,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
 
 class EvalRowState(StrEnum):
-    """Where a row of an evaluation is: with a worker, waiting to be issued again, or at one of its two ends."""
+    """State of an evaluation's row: with a worker, waiting to be issued again, or at one of its two ends."""
 
     ISSUED = "issued"
     AGAIN = "again"
@@ -236,10 +251,13 @@ class EvalRowState(StrEnum):
 
 
 class EvalRow(msgspec.Struct, frozen=True):
-    """A row of an open evaluation that was issued, by its newest ticket. `index`: its number in the data set.
+    """A row of an open evaluation with its newest ticket.
 
-    `worker_id`, `version`: whom it was issued to, and the learner's at that time; `serial`: training tickets issued
-    before it, see `TicketRecord`; `failures`: attempts that failed, without those that a worker gave back as it ended.
+    Attributes:
+        index: Number of the row in the data set.
+        serial: Number of training tickets issued before it; see `TicketRecord`.
+        version: The learner's version at issue.
+        failures: Failed attempts, without those that a worker gave back as it ended.
     """
 
     evaluation: int
@@ -255,16 +273,21 @@ class EvalRow(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """The ticket's."""
+        """Id of the ticket."""
         return f"{EVAL_TICKET}{self.evaluation}.{self.index}.{self.attempt}"
 
 
 class EvalRecord(msgspec.Struct, frozen=True):
-    """An evaluation as it was asked for; numbers of evaluations grow, and none is used twice.
+    """An evaluation.
 
-    `version`: the lowest that may sample for it; `wanted`: rows, None for all; `rows`: how many they are, None until a
-    worker has said how many the data set has; `next_row`: the first that was never issued; `asked_at`: wall time,
-    seconds. `result`: None while it is open; an open one's rows have records of their own.
+    Attributes:
+        number: Grows with each evaluation; none is used twice.
+        version: Lowest version that may sample for it.
+        wanted: Rows asked for; None for all.
+        rows: Rows that it has; None until a worker has said how many the data set has.
+        next_row: First row that was never issued.
+        asked_at: Wall time, seconds.
+        result: None while it is open; its rows then have records of their own.
     """
 
     number: int
@@ -281,8 +304,7 @@ class EvalRecord(msgspec.Struct, frozen=True):
 
 
 class EvalChange(msgspec.Struct, frozen=True):
-    """What a decision changes of the evaluations. `removed`: numbers of those that are forgotten; the rows of one that
-    has a result are forgotten too."""
+    """Changes of evaluations. `removed`: numbers of forgotten ones. The rows of one with a result are forgotten too."""
 
     records: tuple[EvalRecord, ...] = ()
     rows: tuple[EvalRow, ...] = ()
@@ -290,7 +312,7 @@ class EvalChange(msgspec.Struct, frozen=True):
 
     @property
     def frees_room(self) -> bool:
-        """Whether a worker that was given no ticket may be given one now."""
+        """Whether a worker that got no ticket may get one now."""
         return bool(self.records) or any(row.state is not EvalRowState.ISSUED for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -298,7 +320,7 @@ class EvalChange(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Records that replace the ones before them, all together or not at all."""
+    """New records that replace those before them, all together or not at all."""
 
     tickets: tuple[TicketRecord, ...] = ()
     run: RunState | None = None
@@ -312,9 +334,13 @@ class Decision(msgspec.Struct, frozen=True):
 class StoreContents(msgspec.Struct):
     """What a store holds when the queue starts.
 
-    `live`: tickets that have not ended; `to_reissue`: the ended ones whose row waits to be issued again; `counts`:
-    tickets by state; `drops`: dropped ones by reason; `tokens_sampled`: over all groups ever accepted; `eval_rows`: of
-    the evaluations that are open.
+    Attributes:
+        live: Tickets that have not ended.
+        to_reissue: Ended tickets whose rows wait to be issued again.
+        counts: Tickets by state.
+        drops: Dropped tickets by reason.
+        tokens_sampled: Sampled tokens of all groups ever accepted.
+        eval_rows: Rows of open evaluations.
     """
 
     run: RunState = RunState()
@@ -330,7 +356,7 @@ class StoreContents(msgspec.Struct):
 
 
 class Refusal(Exception):
-    """A request that is turned down: `reason` is a code of `protocol.reasons`, `message` names value and remedy."""
+    """Declines a request. `reason` is a code of `protocol.reasons`; `message` names value and remedy."""
 
     def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

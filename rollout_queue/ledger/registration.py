@@ -1,9 +1,9 @@
-"""Which workers may make groups: those whose groups are data for the learner's session.
+"""Admits workers by their fingerprints: only those whose groups are data for the learner's session.
 
-The session declares tokenizer, chat format and rollout settings; the first worker that is let in gives the number of
-rows of the session's data set, and the first that could read a sample of them their digest. A worker that differs is
-refused, with the difference named; but where no learner is heard from, it waits for the next session, which may have
-the worker's settings. Where no session declared anything, as with an older learner, every worker is let in unseen.
+The session declares tokenizer, chat format and rollout settings. The first admitted worker gives the number of rows of
+the session's data set, and the first that could read a sample of them their digest. A worker that differs is refused
+with the difference named; while no learner is heard from it waits for the next session, which may have its settings. If
+the session declared nothing, every worker is admitted unchecked.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ _MAX_WORKERS = 4096
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A worker is let in. `warnings`: what differs but does no harm; `data_changed`: how the data set differs from the
-    session before, if it does."""
+    """The admission of a worker.
+
+    Attributes:
+        decision: Change of the run's record.
+        warnings: Harmless differences.
+        data_changed: How the data set differs from that of the session before; None if it does not.
+    """
 
     decision: Decision = Decision()
     warnings: tuple[str, ...] = ()
@@ -31,9 +36,16 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool = True) -> Admitted:
-    """Refuses a worker whose groups would be wrong data: for good (FINGERPRINT), or until a session begins
-    (SESSION_AWAITED) where the learner of the newest one is not `live`."""
-    if run.declared is None or run.finished:  # a finished run takes no groups: the worker is told so, and ends
+    """Admit a worker, or refuse one whose groups would be wrong data.
+
+    Args:
+        given: The worker's fingerprint.
+        live: Whether the learner of the newest session is heard from.
+
+    Raises:
+        Refusal: FINGERPRINT; SESSION_AWAITED if the learner is not `live`.
+    """
+    if run.declared is None or run.finished:  # a finished run accepts no groups: the worker hears of it, and ends
         return Admitted()
     if given is None:
         raise _refusal(
@@ -57,7 +69,7 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
     before = run.data
     if before is None or run.data_session != run.session:
         changed = None
-        if before is not None:  # settings may have changed too: the learner names those
+        if before is not None:  # the learner itself names changes of settings
             changed = _change(before, given)
         taken = msgspec.structs.replace(run, data=given, data_session=run.session)
         return Admitted(
@@ -85,13 +97,13 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
 
 
 def give_back(ledger: Ledger, worker_id: str) -> Decision:
-    """Supersede the tickets of a worker that was refused. Their rows are not to blame, so no attempt is counted."""
+    """Issue the rows of a refused worker's tickets again, without counting an attempt."""
     held = [record for record in ledger.tickets(TicketState.ISSUED) if record.worker_id == worker_id]
     return Decision(tuple(record.to(TicketState.REISSUED, reason=reasons.FINGERPRINT) for record in held))
 
 
 def _change(before: Fingerprint, given: Fingerprint) -> str | None:
-    """How the data sets differ from those of the session before, and what that means; None if they do not."""
+    """Describe how the data sets differ from the session before, and what follows; None if they do not."""
     trained = msgspec.structs.replace(given, rows=before.rows, data=before.data)
     if difference := fingerprint.difference(trained, given):
         return (
@@ -107,7 +119,7 @@ def _change(before: Fingerprint, given: Fingerprint) -> str | None:
 
 
 def _warnings(worker_id: str, first: Fingerprint, given: Fingerprint) -> Iterator[str]:
-    """What differs from the session's first worker, although nothing says that it makes wrong data."""
+    """Yield the differences from the session's first worker that need not make wrong data."""
     if given.task != first.task:
         text = f"worker {worker_id} has another task file, or other tools, than the session's first worker: tools and "
         yield f"{text}rewards may differ; restart the workers that have the old one"
@@ -121,23 +133,25 @@ def _warnings(worker_id: str, first: Fingerprint, given: Fingerprint) -> Iterato
 
 
 class WorkerRegistry:
-    """The workers that were let in, each with the session that it was let in for. Kept in memory: after a restart of
-    the queue, and in every new session, a worker comes with a heartbeat first."""
+    """Remembers admitted workers and the session of each.
+
+    Kept in memory only: after a restart of the queue and in every new session, a worker sends a heartbeat first.
+    """
 
     def __init__(self) -> None:
         self._sessions: dict[str, int] = {}
 
-    def enter(self, worker_id: str, session: int) -> None:
+    def add(self, worker_id: str, session: int) -> None:
         self._sessions.pop(worker_id, None)
         self._sessions[worker_id] = session
         if len(self._sessions) > _MAX_WORKERS:
             del self._sessions[next(iter(self._sessions))]
 
-    def strike(self, worker_id: str) -> None:
+    def remove(self, worker_id: str) -> None:
         self._sessions.pop(worker_id, None)
 
-    def check(self, run: RunState, worker_id: str) -> None:
-        """Refuses (UNREGISTERED) a worker that the newest session has not let in."""
+    def check_registered(self, run: RunState, worker_id: str) -> None:
+        """Refuse a worker that was not admitted for the newest session (UNREGISTERED)."""
         if run.declared is not None and self._sessions.get(worker_id) != run.session:
             raise Refusal(
                 reasons.UNREGISTERED,

@@ -1,20 +1,15 @@
-"""The vLLM servers and their states: only one whose weights were proven serves episodes (I5).
+"""The registry of vLLM servers and the decisions on it: a server serves only with proven weights (I5).
 
-A server that starts or restarts is `joining`, whatever it was before. Once a version fails its proof, what the server
-samples under that version or a newer one is distrusted until the server is proven again, and that part of it still
-afterwards: groups with such tokens are rejected at the door, dropped where they wait, and taken back from the learner
-where it has leased but not yet trained them. What a server sampled before it became unreachable stays good; of one
-that joined again, tickets issued from then on take nothing until it is proven.
-
-Between a swap and its proof a server samples tokens that nobody vouches for yet: their groups wait in the queue until
-the proof holds. Where it fails, or the server leaves service before it came, they are dropped; and what a learner left
-without a proof when it died is distrusted by the next session. A server that leaves the fleet drains: it takes no new
-episode, and is gone when no worker has a request on it and the learner has said what came of the version that was on
-its way. Its distrust outlives it.
-
-The registry of vLLM servers: what state may follow what, and which groups a server may have sampled (I5).
-
-`servers` has the decisions that change it, and the rules in words.
+- A server that starts or restarts is `joining`, whatever it was before.
+- Once a version fails its proof, what the server samples under that version or a newer one is distrusted until the
+  server is proven again, and what it sampled meanwhile stays distrusted. Groups with such tokens are rejected when they
+  are submitted, dropped while they wait, and taken back from the learner while it has not trained them.
+- What a server sampled before it became unreachable stays good. A server that joined again must be proven before
+  tickets issued since then accept its tokens.
+- Tokens sampled between a swap and its proof wait in the queue until the proof holds. If it fails, or the server leaves
+  service first, their groups are dropped. Versions that a dead learner left unproven are distrusted by the next one.
+- A server that leaves the fleet drains: it takes no new episode, and is removed when no worker has a request on it and
+  the learner has verified the version that was on its way. Its distrust outlives it.
 """
 
 from __future__ import annotations
@@ -31,34 +26,37 @@ from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, Refusal
 
 _MAX_SERVERS = 1024
 
-# With those that have left, whose groups may still come.
+# Including servers that have left, since their groups may still come.
 _MAX_EVER = 16 * 1024
 
-_REASON_CHARACTERS = 1024
+_MAX_REASON_CHARACTERS = 1024
+
+# Entries of distrust of one server, beyond which old ones are forgotten.
+_MAX_DISTRUST = 32
 
 _S = ServerState
 
 ALLOWED: Mapping[ServerState, frozenset[ServerState]] = {
     _S.JOINING: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
     _S.SYNCING: frozenset({_S.SERVING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
-    # A later version is proven while the one before goes on serving.
+    # SERVING again: a later version is proven while the one before goes on serving.
     _S.SERVING: frozenset({_S.SERVING, _S.SYNCING, _S.STALE, _S.QUARANTINED, _S.DOWN, _S.DRAINING}),
     _S.STALE: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
     _S.QUARANTINED: frozenset({_S.SYNCING, _S.DOWN, _S.DRAINING}),
     _S.DOWN: frozenset({_S.SYNCING, _S.DRAINING}),
-    # It ends by being removed.
+    # It ends by its removal.
     _S.DRAINING: frozenset(),
 }
 
-# Where the proof of what a server has sampled meanwhile may still come.
+# States in which the proof of what a server has sampled may still come.
 AWAITS_PROOF = frozenset({_S.SYNCING, _S.SERVING})
 
-# Of these, a change of the reason alone is no change of state.
-_SAY_WHY = frozenset({_S.JOINING, _S.SYNCING, _S.STALE, _S.DOWN})
+# States whose reason may change without a change of state.
+_REASON_MAY_CHANGE = frozenset({_S.JOINING, _S.SYNCING, _S.STALE, _S.DOWN})
 
 
 class ServerRegistry:
-    """The registry of servers. `decide` is pure; `apply` takes in what was stored."""
+    """Servers by name. Decisions are pure; `apply` takes in what was stored."""
 
     def __init__(self, records: Iterable[ServerRecord] = ()) -> None:
         self._records = {record.server.name: record for record in records}
@@ -69,7 +67,7 @@ class ServerRegistry:
 
     @property
     def records(self) -> list[ServerRecord]:
-        """Of those that are in the fleet."""
+        """Records of the servers in the fleet; those that have left are left out."""
         return [record for record in self._records.values() if not record.removed]
 
     def get(self, name: str) -> Server | None:
@@ -77,34 +75,39 @@ class ServerRegistry:
         return record.server if record is not None else None
 
     def has_had(self, name: str, url: str) -> bool:
-        """Whether a server of that name and address is in the fleet, or was let go."""
+        """Tell whether a server of that name and address is or was in the fleet."""
         record = self._records.get(name)
         return record is not None and record.server.url == url
 
     def after(self, records: Iterable[ServerRecord]) -> ServerRegistry:
-        """The registry as it is once `records` are stored."""
+        """Return the registry as it will be once `records` are stored."""
         return ServerRegistry([*self._records.values(), *records])
 
     @property
     def served_version(self) -> int | None:
-        """Lowest version proven on a serving server; None if none serves."""
+        """The lowest version that serves; None if no server serves."""
         return min(
             (server.version or 0 for server in self.servers if server.state is ServerState.SERVING), default=None
         )
 
     def all_serve(self, names: Iterable[str]) -> bool:
-        """Whether each of these is a server that serves."""
+        """Tell whether each of these servers serves."""
         return set(names) <= {server.name for server in self.servers if server.state is ServerState.SERVING}
 
     def decide(self, wanted: Server, wall_time: float, serial: int) -> ServerRecord | None:
-        """The server's next record, None if nothing changes. `serial`: tickets issued so far.
+        """Return the server's next record; None if nothing changes.
 
-        Refuses an unknown server (SERVER_UNKNOWN), one too many (TOO_MANY), and a change that is not allowed
-        (TRANSITION_FORBIDDEN, VERSION_MISSING).
+        Args:
+            wanted: The server as it should be.
+            wall_time: Current time, seconds.
+            serial: Tickets issued so far.
+
+        Raises:
+            Refusal: SERVER_UNKNOWN; TOO_MANY; TRANSITION_FORBIDDEN or VERSION_MISSING for a change that is not allowed.
         """
         known = self._present(wanted.name)
-        # Cut, not refused: an error's text must not keep a server in service.
-        reason = wanted.reason and wanted.reason[:_REASON_CHARACTERS]
+        # It is cut, not refused: the length of an error's text must not keep a server in service.
+        reason = wanted.reason and wanted.reason[:_MAX_REASON_CHARACTERS]
         if known is None:
             if wanted.state is not ServerState.JOINING:
                 raise Refusal(
@@ -114,7 +117,7 @@ class ServerRegistry:
         elif known.awaits_verdict and (wanted.state, wanted.url) == (_S.DRAINING, known.server.url):
             return msgspec.structs.replace(known, awaits_verdict=False)
         elif (now := known.server) and (now.state, now.url) == (wanted.state, wanted.url):
-            if reason is not None and now.state in _SAY_WHY:
+            if reason is not None and now.state in _REASON_MAY_CHANGE:
                 return msgspec.structs.replace(known, server=msgspec.structs.replace(now, reason=reason))
             repeated = wanted.state is not ServerState.JOINING and wanted.version in (None, now.version)
             if repeated and reason in (None, now.reason):
@@ -123,7 +126,7 @@ class ServerRegistry:
             return verdict
         if known is not None:
             _check_allowed(known.server, wanted)
-        known = known or self._records.get(wanted.name)  # one that was removed and comes back
+        known = known or self._records.get(wanted.name)  # a removed server that comes back
         version = None if wanted.state is ServerState.JOINING else wanted.version
         if version is None and known is not None and wanted.state is not ServerState.JOINING:
             version = known.server.version
@@ -131,7 +134,7 @@ class ServerRegistry:
         return _next_record(known or ServerRecord(server), server, serial)
 
     def leave(self, name: str, wall_time: float) -> ServerRecord | None:
-        """The record of a server that is to drain, None if it drains already. Refuses an unknown one."""
+        """Return the record of a server that shall drain; None if it drains already. Refuses an unknown server."""
         known = self._present(name)
         if known is None:
             raise Refusal(reasons.SERVER_UNKNOWN, f"server {name[:80]!r} is not registered")
@@ -143,7 +146,7 @@ class ServerRegistry:
         return msgspec.structs.replace(known, server=server, awaits_verdict=known.server.state in AWAITS_PROOF)
 
     def gone(self, name: str) -> ServerRecord | None:
-        """What is kept of a server once it has left, None if it has."""
+        """Return the record of a server that has left; None if it had left before."""
         known = self._present(name)
         return msgspec.structs.replace(known, removed=True) if known is not None else None
 
@@ -151,7 +154,12 @@ class ServerRegistry:
         self._records[record.server.name] = record
 
     def distrusted(self, group: GroupFacts, serial: int) -> str | None:
-        """The server, if any, because of which this group, of the ticket with this serial, must not be trained."""
+        """Return the server whose distrust forbids to train this group; None if there is none.
+
+        Args:
+            group: What sampled the group.
+            serial: Serial of the group's ticket.
+        """
         for sampled in group.servers:
             record = self._records.get(sampled.server)
             for distrust in record.distrust if record is not None else ():
@@ -162,7 +170,7 @@ class ServerRegistry:
         return None
 
     def unproven(self, group: GroupFacts) -> str | None:
-        """The server, if any, that sampled some of this group's tokens by weights that are not proven on it yet."""
+        """Return a server that sampled tokens of this group with weights not proven on it yet; None if none did."""
         for sampled in group.servers:
             record = self._records.get(sampled.server)
             if record is not None and (record.proven is None or sampled.newest > record.proven):
@@ -170,15 +178,18 @@ class ServerRegistry:
         return None
 
     def tainted(self, group: GroupFacts, serial: int) -> bool:
-        """Whether some of this group's tokens are by weights that failed their proof, or that left service before it
-        came."""
+        """Tell whether tokens of this group are from weights that failed their proof, or left service before it."""
         records = (self._records.get(sampled.server) for sampled in group.servers)
         gone = any(record is not None and lost(record, group) for record in records)
         return gone or self.distrusted(group, serial) is not None
 
-    def check(self, group: GroupFacts, serial: int) -> None:
-        """Rejects a group by a server that nobody registered (SPAN_SERVER_UNKNOWN), that never served, that was not
-        proven between its restart and the ticket, or that is distrusted for it (UNVERIFIED_SERVER)."""
+    def check_group(self, group: GroupFacts, serial: int) -> None:
+        """Reject a group sampled by servers that may not have sampled it.
+
+        Raises:
+            Refusal: SPAN_SERVER_UNKNOWN for a server that is not registered; UNVERIFIED_SERVER for one that never
+                served, was not proven between its restart and the ticket, is distrusted, or left unproven.
+        """
         for name in (sampled.server for sampled in group.servers):
             record = self._records.get(name)
             if record is None:
@@ -225,15 +236,118 @@ class ServerRegistry:
             )
 
 
+def put(fleet: ServerRegistry, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
+    """Register a server or change its state.
+
+    A failed proof drops the ready groups that it taints, the end of its service those that were never proven (I5). The
+    learner hears of leased ones before it trains them (`leases.revoked`).
+    """
+    record = fleet.decide(wanted, wall_time, ledger.issued)
+    if record is None:
+        return Decision()
+    before = fleet.get(wanted.name)
+    if before is not None and before.state in AWAITS_PROOF and wanted.state is ServerState.JOINING:
+        record = _left_unproven(record, ledger.run.version + 1)  # its old process may have swapped in more
+    return _changed(ledger, _tidied(record, ledger))
+
+
+def drain(fleet: ServerRegistry, ledger: Ledger, name: str, wall_time: float) -> Decision:
+    """Let a server leave: it takes no new episode from now on."""
+    record = fleet.leave(name, wall_time)
+    return Decision() if record is None else _changed(ledger, record)
+
+
+def remove(fleet: ServerRegistry, ledger: Ledger, names: Iterable[str]) -> Decision:
+    """Remove servers that have drained, or shall go at once."""
+    records = [record for name in names if (record := fleet.gone(name)) is not None]
+    dropped = [ticket for record in records for ticket in _changed(ledger, record).tickets]
+    return Decision(tuple({ticket.id: ticket for ticket in dropped}.values()), servers=tuple(records))
+
+
+def distrust_unproven(fleet: ServerRegistry, version: int) -> tuple[ServerRecord, ...]:
+    """Distrust what the session before left unproven, as a session begins at `version` (I5).
+
+    The groups concerned are dropped when they would be leased.
+    """
+    records = [
+        _left_unproven(record, version)
+        for record in fleet.records
+        if record.proven is not None and record.proven + 1 < version
+    ]
+    return tuple(records)
+
+
+def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
+    """Change a record, and drop the ready groups that can no longer be trained because of it."""
+    alone = ServerRegistry([record])
+    tainted = [
+        ticket
+        for ticket in ledger.tickets(TicketState.READY)
+        if lost(record, ticket.group) or alone.distrusted(ticket.group, ticket.serial) is not None
+    ]
+    return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), servers=(record,))
+
+
+def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:
+    """Distrust the versions above the proven one and below `below`: they may have been swapped in, unproven."""
+    if record.proven is None or record.proven + 1 >= below:
+        return record
+    first, open_ones = record.proven + 1, [d for d in record.distrust if d.until_serial is None]
+    if any(d.version <= first and (d.until_version is None or d.until_version >= below) for d in open_ones):
+        return record
+    # An open distrust with the same beginning is replaced, so that sessions which prove nothing do not add to it.
+    kept = tuple(d for d in record.distrust if d not in open_ones or d.until_version is None or d.version != first)
+    return msgspec.structs.replace(record, distrust=(*kept, Distrust(first, None, below)))
+
+
+def _tidied(record: ServerRecord, ledger: Ledger) -> ServerRecord:
+    """Forget distrust that concerns no live ticket any more, once there are many entries."""
+    if len(record.distrust) <= _MAX_DISTRUST:
+        return record
+    oldest = ledger.oldest_serial()
+    kept = tuple(d for d in record.distrust if d.until_serial is None or d.until_serial > oldest)
+    return msgspec.structs.replace(record, distrust=kept)
+
+
+def check_unfenced(fleet: ServerRegistry, server: Server) -> None:
+    """Check a change that comes without the learner's session.
+
+    Raises:
+        Refusal: SESSION_SUPERSEDED for what only the newest learner may say; SERVER_MISMATCH for an address that is
+            registered under another name, or that differs from a serving server's.
+    """
+    if server.state not in (ServerState.JOINING, ServerState.DOWN):
+        raise Refusal(
+            reasons.SESSION_SUPERSEDED,
+            f"server {server.name!r} cannot become {server.state} without the learner's session: others may only "
+            f"register it as joining, or report it as down",
+        )
+    twin = next((other for other in fleet.servers if other.url == server.url and other.name != server.name), None)
+    if twin is not None and server.state is ServerState.JOINING:
+        raise Refusal(
+            reasons.SERVER_MISMATCH,
+            f"the server at {server.url[:200]!r} is registered already, as {twin.name!r}: one name is enough",
+        )
+    known = fleet.get(server.name)
+    if known is not None and known.state is ServerState.SERVING and known.url != server.url:
+        raise Refusal(
+            reasons.SERVER_MISMATCH,
+            f"server {server.name!r} serves at {known.url}, not at {server.url[:200]!r}: name another server, or "
+            f"report that one as down first",
+        )
+
+
 def lost(record: ServerRecord, group: GroupFacts) -> bool:
-    """Whether the server left service before it proved what it sampled of the group."""
+    """Tell whether the server left service before the proof of what it sampled of the group."""
     waits = (record.server.state in AWAITS_PROOF or record.awaits_verdict) and not record.removed
     return not waits and ServerRegistry([record]).unproven(group) is not None
 
 
 def _verdict_of_draining(known: ServerRecord, wanted: Server, serial: int) -> ServerRecord | None:
-    """What is kept of the verdict on a version that was on its way when the drain began: the server drains on. None
-    where that is not what is told."""
+    """Return the record of a draining server whose last version the learner has verified: it goes on draining.
+
+    None if `wanted` is no such verdict.
+    """
     drains = known.server.state is _S.DRAINING and known.server.url == wanted.url
     if not drains or wanted.version is None or wanted.state not in (_S.SERVING, _S.QUARANTINED):
         return None
@@ -270,112 +384,14 @@ def _next_record(known: ServerRecord, server: Server, serial: int) -> ServerReco
 
 
 def _distrust_from(version: int, distrust: Iterable[Distrust]) -> Distrust:
-    """The distrust of a server that failed at `version`, and perhaps at others since it was last proven."""
+    """Return the distrust of a server that failed at `version`, and maybe at earlier ones since its last proof."""
     return Distrust(min([version, *(d.version for d in distrust if d.until_serial is None)]))
 
 
 def _proven_at(version: int, serial: int, distrust: Distrust) -> Distrust:
-    """The distrust that is left once the server is proven at `version`."""
+    """Return what is left of a distrust once the server is proven at `version`."""
     if distrust.until_serial is None:
         distrust = msgspec.structs.replace(distrust, until_serial=serial)
     if distrust.until_version is None and version > distrust.version:
         distrust = msgspec.structs.replace(distrust, until_version=version)
     return distrust
-
-
-__all__ = ["ALLOWED", "ServerRegistry", "check_unfenced", "distrust_unproven", "drain", "put", "remove"]
-
-_MAX_DISTRUST = 32
-
-
-def put(fleet: ServerRegistry, ledger: Ledger, wanted: Server, wall_time: float) -> Decision:
-    """Register a server or change its state. A failed proof drops the ready groups that it taints, and an end of its
-    service those that it never proved (I5). The learner hears of the leased ones before it trains them
-    (`leases.revoked`)."""
-    record = fleet.decide(wanted, wall_time, ledger.issued)
-    if record is None:
-        return Decision()
-    before = fleet.get(wanted.name)
-    if before is not None and before.state in AWAITS_PROOF and wanted.state is ServerState.JOINING:
-        record = _left_unproven(record, ledger.run.version + 1)  # its old process may have swapped one in
-    return _changed(ledger, _tidied(record, ledger))
-
-
-def drain(fleet: ServerRegistry, ledger: Ledger, name: str, wall_time: float) -> Decision:
-    """A server is to leave: it takes no new episode from now on."""
-    record = fleet.leave(name, wall_time)
-    return Decision() if record is None else _changed(ledger, record)
-
-
-def remove(fleet: ServerRegistry, ledger: Ledger, names: Iterable[str]) -> Decision:
-    """Servers that have drained, or are to go at once, are gone."""
-    records = [record for name in names if (record := fleet.gone(name)) is not None]
-    dropped = [ticket for record in records for ticket in _changed(ledger, record).tickets]
-    return Decision(tuple({ticket.id: ticket for ticket in dropped}.values()), servers=tuple(records))
-
-
-def distrust_unproven(fleet: ServerRegistry, version: int) -> tuple[ServerRecord, ...]:
-    """A learner session begins at `version`: what the one before left without a proof is not trusted (I5). Its groups
-    are dropped as they would be leased."""
-    records = [
-        _left_unproven(record, version)
-        for record in fleet.records
-        if record.proven is not None and record.proven + 1 < version
-    ]
-    return tuple(records)
-
-
-def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
-    """The record, and the end of the ready groups that can no longer be trained because of it."""
-    alone = ServerRegistry([record])
-    tainted = [
-        ticket
-        for ticket in ledger.tickets(TicketState.READY)
-        if lost(record, ticket.group) or alone.distrusted(ticket.group, ticket.serial) is not None
-    ]
-    return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), servers=(record,))
-
-
-def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:
-    """Versions after the one that was proven, and below this one, may have been swapped in; none was proven."""
-    if record.proven is None or record.proven + 1 >= below:
-        return record
-    first, open_ones = record.proven + 1, [d for d in record.distrust if d.until_serial is None]
-    if any(d.version <= first and (d.until_version is None or d.until_version >= below) for d in open_ones):
-        return record
-    # An open one that begins there is carried on, so that sessions which prove nothing do not pile them up.
-    kept = tuple(d for d in record.distrust if d not in open_ones or d.until_version is None or d.version != first)
-    return msgspec.structs.replace(record, distrust=(*kept, Distrust(first, None, below)))
-
-
-def _tidied(record: ServerRecord, ledger: Ledger) -> ServerRecord:
-    """Without the distrust that no ticket of today is old enough for, once there is much of it."""
-    if len(record.distrust) <= _MAX_DISTRUST:
-        return record
-    oldest = ledger.oldest_serial()
-    kept = tuple(d for d in record.distrust if d.until_serial is None or d.until_serial > oldest)
-    return msgspec.structs.replace(record, distrust=kept)
-
-
-def check_unfenced(fleet: ServerRegistry, server: Server) -> None:
-    """Refuses what only the newest learner may say of a server, which alone proves them (SESSION_SUPERSEDED), and an
-    end of one that serves by somebody who takes it to be elsewhere (SERVER_MISMATCH)."""
-    if server.state not in (ServerState.JOINING, ServerState.DOWN):
-        raise Refusal(
-            reasons.SESSION_SUPERSEDED,
-            f"server {server.name!r} cannot become {server.state} without the learner's session: others may only "
-            f"register it as joining, or report it as down",
-        )
-    twin = next((other for other in fleet.servers if other.url == server.url and other.name != server.name), None)
-    if twin is not None and server.state is ServerState.JOINING:
-        raise Refusal(
-            reasons.SERVER_MISMATCH,
-            f"the server at {server.url[:200]!r} is registered already, as {twin.name!r}: one name is enough",
-        )
-    known = fleet.get(server.name)
-    if known is not None and known.state is ServerState.SERVING and known.url != server.url:
-        raise Refusal(
-            reasons.SERVER_MISMATCH,
-            f"server {server.name!r} serves at {known.url}, not at {server.url[:200]!r}: name another server, or "
-            f"report that one as down first",
-        )

@@ -1,4 +1,4 @@
-"""Decisions of the workers' side: issue, submit, give back, expire. Pure: ledger in, decision out.
+"""Decisions on tickets: issue, submit, fail, expire. Pure: ledger in, decision out.
 
 A ticket that fails ends in one of two ways: its row is issued again under the next attempt, or it is dropped for a
 reason (I1).
@@ -13,12 +13,12 @@ from protocol.messages import Ticket
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, GroupFacts, Refusal, TicketRecord, TicketState
 
-# A worker that ends has not tried the row.
+# Not counted as a failed attempt: a worker that ends has not tried the row.
 _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED)})
 
 
 def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
-    """`count` tickets: rows that failed first, lowest first, then new rows."""
+    """Issue `count` tickets to a worker: first rows to issue again, lowest index first, then new rows."""
     version, serial = ledger.run.version, ledger.issued
     again = [ledger.to_reissue[index] for index in sorted(ledger.to_reissue)[:count]]
     records = [
@@ -41,14 +41,14 @@ def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
 
 
 def undelivered(ledger: Ledger, worker_id: str, have: Sequence[str]) -> list[TicketRecord]:
-    """The worker's tickets that it does not have: the answer was lost, or it was restarted under its name (F10)."""
+    """Return the worker's tickets that it does not have: an answer was lost, or it was restarted under its name."""
     held = set(have)
     issued = ledger.tickets(TicketState.ISSUED)
     return [record for record in issued if record.worker_id == worker_id and record.id not in held]
 
 
 def message(ledger: Ledger, record: TicketRecord) -> Ticket:
-    """The ticket as a worker sees it."""
+    """Return the ticket as a message to the worker."""
     return Ticket(
         id=record.id,
         index=record.index,
@@ -62,11 +62,14 @@ def message(ledger: Ledger, record: TicketRecord) -> Ticket:
 
 
 def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
-    """Take in a valid group; refused (FULL) while its bytes do not fit (I3). One by weights of steps that a resume gave
-    up, too many of them ahead of those that went on, ends its ticket, and its row is issued again (I2).
+    """Accept a valid group.
 
-    Trained groups that wait for a checkpoint count too, but hold nobody up: where they are in the way, the oldest of
-    them are let go, and a resume from before their step issues their rows again instead.
+    A group sampled by weights of steps that a resume gave up, too far ahead of those that went on, is not accepted: its
+    row is issued again (I2). Payloads of trained groups that wait for a checkpoint make room, oldest first: a resume
+    from before their step then issues their rows again.
+
+    Raises:
+        Refusal: FULL while the group's bytes do not fit (I3).
     """
     if group.sampled_within(*ledger.run.given_up):
         return Decision((record.to(TicketState.REISSUED, reason=reasons.ROLLED_BACK),))
@@ -88,7 +91,14 @@ def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
 
 
 def check_accepted(ledger: Ledger, ticket_id: str, record: TicketRecord | None) -> None:
-    """Refuses a group whose ticket is not out (TICKET_UNKNOWN, TICKET_ENDED), unless it was accepted before (F24)."""
+    """Refuse a group whose ticket is not with a worker, unless the ticket's group was accepted before.
+
+    Args:
+        record: The ticket's record; None if there is none.
+
+    Raises:
+        Refusal: TICKET_UNKNOWN, TICKET_ENDED.
+    """
     if record is None and ledger.was_pruned(ticket_id):
         raise Refusal(reasons.TICKET_ENDED, f"ticket {ticket_id} ended before the oldest checkpoint that is kept")
     if record is None:
@@ -98,12 +108,12 @@ def check_accepted(ledger: Ledger, ticket_id: str, record: TicketRecord | None) 
 
 
 def fail(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> Decision:
-    """End an issued ticket that yielded no group."""
+    """End an issued ticket that yielded no group. If `retryable`, its row is issued again while attempts are left."""
     return Decision((_failed(ledger, record, reason, retryable),))
 
 
 def expire(ledger: Ledger, now: float) -> Decision:
-    """End the tickets and return the groups whose holders were not heard from in time (F10)."""
+    """End tickets, and return leased groups to the queue, whose holders were not heard from in time."""
     return Decision(
         tuple(
             _failed(ledger, record, _why_expired(ledger, record, now), retryable=True)

@@ -1,7 +1,4 @@
-"""The rules that a group must keep, each with a reason code.
-
-Nothing is filled in or repaired: a group that breaks a rule is rejected whole (F17).
-"""
+"""Validates groups: each rule has a reason. Nothing is filled in: a group that breaks a rule is rejected whole."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ from protocol import codec, reasons
 from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, Segment
 from rollout_queue.ledger.records import EvalRow, GroupFacts, Refusal, TicketRecord
 
-# A rollout of 1,024 segments, an answer in each, with all figures and notes that are allowed has some 26,000 values;
-# one of a thousand turns in one segment some 6,000. Twenty of the largest fit into a group. Whatever a body's size, at
-# the bound notes take some 30 MB to decode, and empty lists some 10 MB.
-_ITEMS_OF_A_ROLLOUT = 2**15
+# A rollout of 1,024 segments, each with an answer, and all metrics and notes that are allowed has about 26,000 values;
+# one of a thousand turns in one segment about 6,000. Twenty of the largest fit into a group. At the bound, whatever a
+# body's size, notes take about 30 MB to decode, and empty lists about 10 MB.
+_MAX_ITEMS_PER_ROLLOUT = 2**15
 _MAX_ITEMS = 2**19
-# In a real group every fourth or fifth value is a list or map. Each empty one costs several times what a number does.
-_ITEMS_OF_A_CONTAINER = 4
-_DEEPEST = 32
+# In a real group every fourth or fifth value is a list or map. An empty one costs several times as much as a number.
+_MIN_ITEMS_PER_CONTAINER = 4
+_MAX_DEPTH = 32
 _MAX_SERVERS = 1024
 _MAX_SEGMENTS = 1024
-_MAX_FIGURES = 256
-_NAME_CHARACTERS = 256
+_MAX_METRICS = 256
+_MAX_NAME_CHARACTERS = 256
 _MAX_NOTES = 256
-_NOTE_CHARACTERS = 4096
+_MAX_NOTE_CHARACTERS = 4096
 
 
 class _Stamp(msgspec.Struct):
@@ -35,46 +32,60 @@ class _Stamp(msgspec.Struct):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What a run allows. `group_size`: the ticket's; `learner_version`: no token is newer; `vocabulary`: ids are below
-    it, None where it is unknown; `longest`: tokens of a segment up to its last sampled one, which are all that is
-    trained on; `fewest`: rollouts of a group, since an advantage compares some."""
+    """What a run allows.
+
+    Attributes:
+        group_size: Maximum number of rollouts, from the ticket.
+        learner_version: No token is newer.
+        vocabulary: Token ids are below it; None if unknown.
+        max_tokens: Maximum tokens of a segment up to its last sampled one, which are all that is trained on.
+        min_rollouts: Minimum number of rollouts, since an advantage compares several.
+    """
 
     group_size: int
     learner_version: int
     vocabulary: int | None = None
-    longest: int | None = None
-    fewest: int = 2
+    max_tokens: int | None = None
+    min_rollouts: int = 2
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A valid group and what the ledger keeps of it."""
+    """A valid group, and the facts that the ledger keeps of it."""
 
     group: Group
     facts: GroupFacts
 
 
 def read(body: bytes, ticket: TicketRecord | EvalRow, rules: Rules) -> Arrival:
-    """The group in a request's body; refused for the first rule that it breaks."""
+    """Decode and check the group in a request's body. Refused for the first rule that it breaks."""
     group = decode(body, rules.group_size)
-    check(group, ticket, rules)
+    check_group(group, ticket, rules)
     return Arrival(group, GroupFacts.of(group, len(body)))
 
 
 def decode(body: bytes, group_size: int) -> Group:
-    """The group in a request's body; refused if it is not one (TOO_DEEP, TOO_MANY, SCHEMA_VERSION, UNDECODABLE).
+    """Decode the group in a request's body.
 
-    What passes here, the learner can decode: how deep a decoder gets depends on who calls it.
+    Whatever passes here the learner can decode too: how deep a decoder can get depends on its caller's stack.
+
+    Args:
+        body: msgpack.
+        group_size: Rollouts of the group at most, which bound its number of values.
+
+    Raises:
+        Refusal: TOO_DEEP, TOO_MANY, SCHEMA_VERSION, UNDECODABLE.
     """
-    most = min(_MAX_ITEMS, _ITEMS_OF_A_ROLLOUT * group_size)
+    max_items = min(_MAX_ITEMS, _MAX_ITEMS_PER_ROLLOUT * group_size)
     try:
-        shape = codec.shape(body, codec.Shape(most, most // _ITEMS_OF_A_CONTAINER, _DEEPEST))
-        if shape.depth > _DEEPEST:
-            raise Refusal(reasons.TOO_DEEP, f"the group nests deeper than the {_DEEPEST} levels that are allowed")
-        if shape.items > most or shape.containers > most // _ITEMS_OF_A_CONTAINER:
+        shape = codec.shape(body, codec.Shape(max_items, max_items // _MIN_ITEMS_PER_CONTAINER, _MAX_DEPTH))
+        if shape.depth > _MAX_DEPTH:
+            raise Refusal(reasons.TOO_DEEP, f"the group nests deeper than the {_MAX_DEPTH} levels that are allowed")
+        if shape.items > max_items or shape.containers > max_items // _MIN_ITEMS_PER_CONTAINER:
             raise Refusal(
                 reasons.TOO_MANY,
-                f"the group holds more than the {most} values that are allowed, or more than "
-                f"{most // _ITEMS_OF_A_CONTAINER} lists and maps: let its episodes have fewer segments, turns or notes",
+                f"the group holds more than the {max_items} values that are allowed, or more than "
+                f"{max_items // _MIN_ITEMS_PER_CONTAINER} lists and maps: let its episodes have fewer segments, "
+                f"turns or notes",
             )
         stamp = codec.decode(body, _Stamp)
         if stamp.schema_version != SCHEMA_VERSION:
@@ -88,24 +99,25 @@ def decode(body: bytes, group_size: int) -> Group:
         raise Refusal(reasons.UNDECODABLE, str(error)) from error
 
 
-def check(group: Group, ticket: TicketRecord | EvalRow, rules: Rules) -> None:
-    """Refuses a group for the first rule that it breaks."""
+def check_group(group: Group, ticket: TicketRecord | EvalRow, rules: Rules) -> None:
+    """Refuse a group for the first rule that it breaks."""
     if (group.ticket_id, group.index) != (ticket.id, ticket.index) or group.epoch < 0:
         raise Refusal(
             reasons.TICKET_MISMATCH,
             f"ticket {ticket.id} is for row {ticket.index}, the group names ticket {group.ticket_id}, row "
             f"{group.index}, epoch {group.epoch}",
         )
-    if not rules.fewest <= len(group.rollouts) <= rules.group_size:
+    if not rules.min_rollouts <= len(group.rollouts) <= rules.group_size:
         raise Refusal(
-            reasons.GROUP_SIZE, f"{len(group.rollouts)} rollouts, allowed are {rules.fewest} to {rules.group_size}"
+            reasons.GROUP_SIZE,
+            f"{len(group.rollouts)} rollouts, allowed are {rules.min_rollouts} to {rules.group_size}",
         )
     _check_count(len(group.server_names), _MAX_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
-    _check_count(len(group.reward_weights), _MAX_FIGURES, "reward weights", "the group")
+    _check_count(len(group.reward_weights), _MAX_METRICS, "reward weights", "the group")
     _check_names(*(("a reward weight's name", name) for name in group.reward_weights))
     for name, weight in group.reward_weights.items():
-        if wrong := _wrong_figure(weight):
+        if wrong := _metric_fault(weight):
             raise Refusal(reasons.REWARD_NOT_FINITE, f"the weight of reward {name} {wrong}")
     if group.worker_id != ticket.worker_id:
         raise Refusal(
@@ -114,53 +126,53 @@ def check(group: Group, ticket: TicketRecord | EvalRow, rules: Rules) -> None:
     for number, rollout in enumerate(group.rollouts):
         where = f"rollout {number}"
         _check_count(len(rollout.segments), _MAX_SEGMENTS, "segments", where)
-        _check_figures(rollout, where)
+        _check_metrics(rollout, where)
         for position, segment in enumerate(rollout.segments):
             place = f"{where}, segment {position}"
             _check_arrays(segment, rules.vocabulary, place)
             _check_spans(segment, rules.learner_version, len(group.server_names), place)
-            _check_length(segment, rules.longest, place)
+            _check_length(segment, rules.max_tokens, place)
             _check_logprobs(segment, place)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
 
 
-def _check_figures(rollout: Rollout, where: str) -> None:
+def _check_metrics(rollout: Rollout, where: str) -> None:
     for name, value in (("reward", rollout.reward), *rollout.reward_components.items()):
-        if value is not None and (wrong := _wrong_figure(value)):
+        if value is not None and (wrong := _metric_fault(value)):
             raise Refusal(reasons.REWARD_NOT_FINITE, f"{where}: {name} {wrong}")
     for figures in (rollout.reward_components, rollout.metrics, rollout.timings):
-        _check_count(len(figures), _MAX_FIGURES, "figures of one kind", where)
+        _check_count(len(figures), _MAX_METRICS, "figures of one kind", where)
         _check_names(*((f"{where}: a figure's name", name) for name in figures))
     _check_count(len(rollout.extra), _MAX_NOTES, "notes", where)
     _check_names(*((f"{where}: a note's name", name) for name in rollout.extra))
     for name, text in rollout.extra.items():
-        if len(text) > _NOTE_CHARACTERS:
+        if len(text) > _MAX_NOTE_CHARACTERS:
             raise Refusal(
                 reasons.TOO_LARGE,
-                f"{where}: note {name} has {len(text)} characters, allowed are {_NOTE_CHARACTERS}: shorten it",
+                f"{where}: note {name} has {len(text)} characters, allowed are {_MAX_NOTE_CHARACTERS}: shorten it",
             )
     for name, value in (*rollout.metrics.items(), *rollout.timings.items()):
-        if wrong := _wrong_figure(value):
+        if wrong := _metric_fault(value):
             raise Refusal(reasons.METRIC_NOT_FINITE, f"{where}: metric {name} {wrong}")
 
 
-def _wrong_figure(value: float) -> str | None:
+def _metric_fault(value: float) -> str | None:
     if not math.isfinite(value):
         return f"is {value}"
     return f"is {value}, beyond {MAX_METRIC:g}: scale it down" if abs(value) > MAX_METRIC else None
 
 
-def _check_count(count: int, most: int, what: str, where: str) -> None:
-    if count > most:
-        raise Refusal(reasons.TOO_MANY, f"{where}: {count} {what}, allowed are {most}")
+def _check_count(count: int, max_items: int, what: str, where: str) -> None:
+    if count > max_items:
+        raise Refusal(reasons.TOO_MANY, f"{where}: {count} {what}, allowed are {max_items}")
 
 
 def _check_names(*names: tuple[str, str]) -> None:
     for what, name in names:
-        if len(name) > _NAME_CHARACTERS:
+        if len(name) > _MAX_NAME_CHARACTERS:
             raise Refusal(
-                reasons.TOO_LARGE, f"{what} has {len(name)} characters, allowed are {_NAME_CHARACTERS}: shorten it"
+                reasons.TOO_LARGE, f"{what} has {len(name)} characters, allowed are {_MAX_NAME_CHARACTERS}: shorten it"
             )
 
 
@@ -203,12 +215,12 @@ def _check_spans(segment: Segment, learner_version: int, servers: int, where: st
         raise Refusal(reasons.SPAN_COVER, f"{where}: spans and loss_mask differ first at token {wrong}")
 
 
-def _check_length(segment: Segment, longest: int | None, where: str) -> None:
+def _check_length(segment: Segment, max_tokens: int | None, where: str) -> None:
     end = segment.version_spans[-1].end if segment.version_spans else 0
-    if longest is not None and end > longest:
+    if max_tokens is not None and end > max_tokens:
         raise Refusal(
             reasons.SEGMENT_TOO_LONG,
-            f"{where}: {end} tokens up to the last sampled one, the learner takes {longest} (vllm.max_model_len or "
+            f"{where}: {end} tokens up to the last sampled one, the learner takes {max_tokens} (vllm.max_model_len or "
             f"learner.token_budget): start the worker with the learner's run file",
         )
 

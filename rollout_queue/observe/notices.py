@@ -1,8 +1,6 @@
-"""What a person should be told, each thing once.
+"""Notices: texts that tell a person what to fix, each once; and the one about groups whose rewards are all equal.
 
-Groups whose rewards are all equal: none of them has a gradient, and a run of nothing else makes no step.
-
-It judges the groups that the learner has ended, by the rewards that they came with.
+Such groups give no gradient, and a run of nothing else makes no step.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class Notices:
-    """The newest `MAX_NOTICES`. Two texts that differ in their digits only are the same notice, unless `key` says what
-    is."""
+    """Keeps the newest `MAX_NOTICES`. Texts that differ only in digits are the same notice, unless they come with a
+    key."""
 
     def __init__(self) -> None:
         self._said: deque[_Said] = deque(maxlen=MAX_NOTICES)
@@ -45,11 +43,20 @@ class Notices:
 
     @property
     def count(self) -> int:
-        """Notices ever said."""
+        """Notices ever given."""
         return self._count
 
     def say(self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None) -> None:
-        # It is printed on terminals, and may quote what was sampled: no escape sequences.
+        """Add a notice unless it was given before.
+
+        Args:
+            kind: A reason of `protocol.reasons`.
+            text: What is wrong and what to do; cut at MAX_CHARACTERS.
+            now: Current time, seconds.
+            who: The worker or process that it is about.
+            key: Notices of one kind and key are the same, whatever their texts.
+        """
+        # Terminals print it, and it may quote sampled text: no escape sequences.
         kind = kind[:MAX_CHARACTERS]
         text = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MAX_CHARACTERS])
         who = who and "".join(c if c.isprintable() else " " for c in who)
@@ -67,9 +74,9 @@ class Notices:
         return [Notice(said.id, said.kind, said.text, said.who, now - said.at) for said in self._said]
 
 
-WINDOW = 400
+WINDOW_GROUPS = 400
 
-_SHARE = 0.9
+_MAX_EQUAL_SHARE = 0.9
 
 _MIN_IN_A_ROW = 16
 
@@ -77,7 +84,7 @@ _STEPS_IN_A_ROW = 4
 
 
 class Rewards(msgspec.Struct, frozen=True):
-    """Of one group: the mean, and whether all are equal."""
+    """The rewards of one group: their mean, and whether all are equal."""
 
     mean: float
     equal: bool
@@ -88,32 +95,44 @@ class Rewards(msgspec.Struct, frozen=True):
 
 
 class Variance:
-    """`groups_per_step`: B of the run; `run_file`: from the working directory of whoever reads the notice."""
+    """Watches for groups whose rewards are all equal, among those that the learner has ended.
+
+    Args:
+        groups_per_step: Groups per optimiser step.
+        run_file: Named in the commands that the notice recommends; relative to the reader's working directory.
+    """
 
     def __init__(self, groups_per_step: int, run_file: Path = Path("run.toml")) -> None:
         self._rollouts = f"slipstream rollouts {shlex.quote(str(run_file))}"
-        self._in_a_row_at_most = max(_MIN_IN_A_ROW, _STEPS_IN_A_ROW * groups_per_step)
+        self._max_in_a_row = max(_MIN_IN_A_ROW, _STEPS_IN_A_ROW * groups_per_step)
         self._in_a_row = 0
-        self._newest: deque[bool] = deque(maxlen=WINDOW)
-        self._means: deque[float] = deque(maxlen=WINDOW)
+        self._newest: deque[bool] = deque(maxlen=WINDOW_GROUPS)
+        self._means: deque[float] = deque(maxlen=WINDOW_GROUPS)
 
     def ended(self, equal: bool, rewards: Rewards | None) -> None:
-        """A group was trained, or dropped for its rewards. `rewards`: None where they are not known."""
+        """Count a group that was trained, or dropped for its rewards.
+
+        Args:
+            equal: Whether its rewards are all equal.
+            rewards: None if they are not known, as after a restart of the queue.
+        """
         self._newest.append(equal)
         self._in_a_row = self._in_a_row + 1 if equal else 0
         if equal and rewards is not None:
             self._means.append(rewards.mean)
 
     def notice(self) -> str | None:
-        """What to tell of it, None while enough groups have variance."""
-        if self._in_a_row >= self._in_a_row_at_most:
+        """Return the notice; None while enough groups have variance."""
+        if self._in_a_row >= self._max_in_a_row:
             return f"{self._in_a_row} groups in a row had rewards that are all equal {self.remedy()}"
-        if len(self._newest) == WINDOW and sum(self._newest) > _SHARE * WINDOW:
-            return f"{sum(self._newest)} of the last {WINDOW} groups had rewards that are all equal {self.remedy()}"
+        if len(self._newest) == WINDOW_GROUPS and sum(self._newest) > _MAX_EQUAL_SHARE * WINDOW_GROUPS:
+            return (
+                f"{sum(self._newest)} of the last {WINDOW_GROUPS} groups had rewards that are all equal {self.remedy()}"
+            )
         return None
 
     def remedy(self) -> str:
-        """The mean reward of the groups without variance, what it points to, and what to change."""
+        """Say what the mean reward of the groups without variance points to, and what to change."""
         if not self._means:
             return f"and give no gradient: look at the rewards with `{self._rollouts} --worst`"
         lowest, highest = min(self._means), max(self._means)
@@ -125,6 +144,6 @@ class Variance:
             found = f"all are {lowest:g}: the task may be too easy, or the reward wrong"
         return (
             f"(mean reward {fmean(self._means):.3g}) and give no gradient: {found}. Read what the policy says with "
-            f"`{self._rollouts}`; mend the reward or the rows, raise rollout.temperature or "
+            f"`{self._rollouts}`; fix the reward or the rows, raise rollout.temperature or "
             f'rollout.group_size, or train them all the same with learner.zero_variance = "keep"'
         )

@@ -1,6 +1,6 @@
-"""What the status tells beyond the ledger: rates, waits, ages, the newest reports of learner and workers.
+"""What the status reports beyond the ledger: rates, waits, staleness, the newest reports of learner and workers.
 
-Kept in memory only: after a restart of the queue it fills again within a minute.
+Kept in memory only. After a restart of the queue it fills again within a minute.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from rollout_queue.observe.notices import Notices, Rewards, Variance
 from rollout_queue.observe.stall import StepProgress
 from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, RecentRollouts, StalenessWindow, Waits
 
+# Names of those who wait, and of what they wait for.
 LEARNER, FEEDER = "learner", "learner's feeder"
-SESSION = "the learner's session"  # what a worker waits for that the session before would refuse
-LOADING = "loading"  # what a learner's wait begins with while no step can be expected
+# A worker that does not fit the last session waits for the next one.
+SESSION = "the learner's session"
+# A learner's wait that begins with this word: no step can be expected meanwhile.
+LOADING = "loading"
 _WORKER_KEPT_S = 3600.0
-# A few heartbeats: what a worker said that it waits for is forgotten if it says no more.
+# A few heartbeats. After that a worker is taken to have gone, and its waits are forgotten.
 _WAIT_KEPT_S = 60.0
 _MAX_WORKERS = 1024
 _MAX_FAILURES = 64
-_FAILURE_CHARACTERS = 80
+_MAX_FAILURE_CHARACTERS = 80
 _MAX_REWARDS = 16_384
-_MAX_TROUBLES = 16
+_MAX_NOTICES_PER_REPORT = 16
 _MAX_METRICS = 128
 _REPORTED = [name for name in WorkerStatus.__struct_fields__ if name in WorkerReport.__struct_fields__]
 _OPEN = (
@@ -41,7 +44,7 @@ _OPEN = (
 
 
 class _Heard(msgspec.Struct):
-    """`left`: it has signed off since; its figures stay."""
+    """A worker's newest report. `left`: it has signed off since; its counts stay in the status."""
 
     report: WorkerReport
     at: float
@@ -52,8 +55,14 @@ class _Heard(msgspec.Struct):
 
 
 class Observations:
-    """`now` is the broker's clock, seconds; `groups_per_step`: B of the run; `start_s`: how long learner and
-    servers may take to start; `run_file`: the one that commands are told with."""
+    """Collects what happens, for status, metrics, notices and the stall alarm.
+
+    Args:
+        now: The broker's clock, seconds; also in all methods.
+        groups_per_step: Groups per optimiser step.
+        start_s: Maximum time that learner and servers take to start, seconds.
+        run_file: Named in commands that notices recommend.
+    """
 
     def __init__(self, now: float, groups_per_step: int, start_s: float, run_file: Path = Path("run.toml")) -> None:
         self.started = now
@@ -82,7 +91,7 @@ class Observations:
         self.waits.end(LEARNER)
 
     def learner_waits(self, what: str | None, now: float) -> None:
-        """The learner waits for `what`; None: for nothing."""
+        """Note what the learner waits for; None for nothing."""
         if what is None:
             self.waits.end(LEARNER)
         else:
@@ -99,7 +108,7 @@ class Observations:
             del self._rewards[next(iter(self._rewards))]
 
     def decided(self, decision: Decision, now: float) -> None:
-        """Take in what a decision that took effect means to people."""
+        """Note a decision that has taken effect: groups that ended, servers that left service."""
         self.progress.tickets_ended(decision.tickets)
         for record in decision.tickets:
             if record.state is TicketState.TRAINED:
@@ -120,13 +129,22 @@ class Observations:
     def acknowledged(
         self, ended: Sequence[TicketRecord], report: LearnerReport | None, stepped: bool, now: float
     ) -> StepFacts | None:
-        """Take in what an acknowledgement ended; if it made a step, its facts for admission."""
+        """Note what an acknowledgement ended.
+
+        Args:
+            ended: Records of the tickets that it changed.
+            report: The learner's report of the step, if it sent one.
+            stepped: Whether the acknowledgement raised the version.
+
+        Returns:
+            The step's facts for admission; None if there was no step.
+        """
         trained = [record for record in ended if record.state is TicketState.TRAINED]
         self._over_age += sum(record.reason == reasons.OVERAGE for record in ended)
         if stepped or trained:
             self.staleness.add_step(trained, report.staleness_max if report else None)
-        for trouble in report.troubles[:_MAX_TROUBLES] if report is not None else ():
-            self.notices.say(trouble.kind, trouble.text, now, LEARNER)
+        for notice in report.troubles[:_MAX_NOTICES_PER_REPORT] if report is not None else ():
+            self.notices.say(notice.kind, notice.text, now, LEARNER)
         if not stepped:
             return None
         self.progress.stepped(now)
@@ -141,31 +159,31 @@ class Observations:
         return facts
 
     def worker_reports(self, report: WorkerReport, now: float) -> None:
-        self._keep(_what_is_kept(report), now)
+        self._keep(_without_texts(report), now)
         who = _episodes_of(report.worker_id)
         if report.waiting_for_servers:
             what = f"a server that answers ({report.waiting_for_servers} wait)"
             self.waits.begin(who, what, now, until=now + _WAIT_KEPT_S)
         else:
             self.waits.end(who)
-        for trouble in report.troubles[:_MAX_TROUBLES]:
-            self.notices.say(trouble.kind, trouble.text, now, report.worker_id)
+        for notice in report.troubles[:_MAX_NOTICES_PER_REPORT]:
+            self.notices.say(notice.kind, notice.text, now, report.worker_id)
 
     def worker_seen(self, worker_id: str, now: float) -> None:
-        """A sign of life that carries no figures."""
+        """Note a sign of life without a report."""
         known = self._workers.get(worker_id)
         if known is None or not known.left:  # a long-poll may end after its worker
             self._keep(WorkerReport(worker_id, []) if known is None else known.report, now)
 
     def worker_left(self, worker_id: str) -> None:
-        """It signed off."""
+        """Note that a worker signed off."""
         if (known := self._workers.get(worker_id)) is not None:
             known.left = True
         for who in (worker_id, _episodes_of(worker_id)):
             self.waits.end(who)
 
     def worker_awaits_session(self, worker_id: str, now: float) -> None:
-        """It is not let in before a learner begins a session."""
+        """Note that a worker is not admitted before a learner begins a session."""
         self.worker_seen(worker_id, now)
         self.waits.begin(worker_id, SESSION, now, until=now + _WAIT_KEPT_S)
 
@@ -174,7 +192,7 @@ class Observations:
             self.waits.end(worker_id)
 
     def _keep(self, report: WorkerReport, now: float) -> None:
-        """As the newest; those that were not heard from for long are forgotten, and the oldest of too many."""
+        """Keep a report as the newest. Workers silent for long are forgotten, and the oldest of too many."""
         self._workers.pop(report.worker_id, None)
         self._workers[report.worker_id] = _Heard(report, now)
         oldest = next(iter(self._workers))
@@ -186,38 +204,38 @@ class Observations:
         return None if self._learner_at is None else now - self._learner_at
 
     def capacity_of(self, worker_id: str) -> int:
-        """Episodes that a worker runs at once, as it says; 0 where it has said nothing."""
+        """Return how many episodes a worker runs at once; 0 before its first heartbeat."""
         heard = self._workers.get(worker_id)
         return 0 if heard is None else heard.report.capacity
 
     def worker_seen_s_ago(self, now: float) -> float | None:
-        """Seconds since any worker was last heard from."""
+        """Return the seconds since any worker was last heard from; None for never."""
         return min((now - heard.at for heard in self._workers.values()), default=None)
 
     def waiting_for_servers(self, now: float) -> int:
-        """Episodes that wait for a vLLM server, as workers that are still heard from say."""
+        """Count the episodes that wait for a vLLM server, at workers that are still heard from."""
         heard = [heard.report for heard in self._workers.values() if heard.lives(now)]
         return sum(report.waiting_for_servers for report in heard)
 
     def on_server(self, name: str, now: float) -> list[str]:
-        """The workers, of those that are heard from, that may have a request on a server that drains: they have not
-        said yet that they have none."""
+        """Return the workers that may have a request on a draining server: they are still heard from and have not
+        reported that they have none."""
         heard = [heard.report for heard in self._workers.values() if heard.lives(now)]
         return sorted(report.worker_id for report in heard if report.draining.get(name) != 0)
 
     @property
     def median_step_s(self) -> float | None:
-        """Of the newest steps; None before the first that was reported."""
+        """Median time of the newest steps, seconds; None before the first report."""
         return median(report.step_s for report in self._reports) if self._reports else None
 
     @property
     def learner_wait_share(self) -> float | None:
-        """Share of its time that the learner waited for groups, since the queue's start."""
+        """Share of its time that the learner waited for groups since the queue started."""
         return self._learner_waited_s / self._learner_s if self._learner_s else None
 
     @property
     def worker_wait_share(self) -> float | None:
-        """Share of all workers' slots that was idle because there were no tickets."""
+        """Share of the time of all workers' slots that was idle because there were no tickets."""
         reports = [heard.report for heard in self._workers.values()]
         capacity_s = sum(report.elapsed_s * report.capacity for report in reports)
         waited_s = sum(report.waited_s * report.capacity for report in reports)
@@ -244,7 +262,7 @@ class Observations:
         )
 
     def workers(self, now: float) -> list[WorkerStatus]:
-        """Each with its newest figures. One that says no more has no open episodes: its tickets are others' by then."""
+        """Return each worker with its newest counts. A silent one has no open episodes: its tickets went to others."""
         found = []
         for heard in self._workers.values():
             lives, none = heard.lives(now), dict.fromkeys(_OPEN, 0)
@@ -254,19 +272,19 @@ class Observations:
 
 
 def _episodes_of(worker_id: str) -> str:
-    """Who waits, where a worker's episodes do."""
+    """Name a worker's episodes in the list of waits."""
     return f"{worker_id}'s episodes"
 
 
-def _what_is_kept(report: WorkerReport) -> WorkerReport:
-    """What the status tells of it: the most frequent failures, and none of the tickets and texts."""
+def _without_texts(report: WorkerReport) -> WorkerReport:
+    """Reduce a report to what the status shows: the most frequent failures, no tickets and no texts."""
     most = sorted(report.failures.items(), key=lambda item: -item[1])[:_MAX_FAILURES]
-    failures = {name[:_FAILURE_CHARACTERS]: count for name, count in most}
+    failures = {name[:_MAX_FAILURE_CHARACTERS]: count for name, count in most}
     return msgspec.structs.replace(report, ticket_ids=[], fingerprint=None, troubles=[], failures=failures)
 
 
 def _episodes(report: WorkerReport) -> int:
-    """Those that its CPU seconds were spent on."""
+    """Count the episodes that a worker's CPU seconds were spent on."""
     return report.episodes_done + report.eval_episodes
 
 

@@ -1,4 +1,4 @@
-"""Prometheus text of `GET /metrics`, made from the status, so that the two cannot differ."""
+"""Renders `GET /metrics` for Prometheus from the status, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(status: Status) -> bytes:
+    """Return the status as Prometheus text."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_StatusCollector(status))
     return generate_latest(registry)
@@ -118,7 +119,7 @@ def _counter(name: str, text: str, value: Mapping[str, float] | float, label: st
 
 
 def _samples(value: Mapping[str, float] | float | None) -> Iterator[tuple[list[str], float]]:
-    """Labels and number of each sample; a figure that is not known yet has none."""
+    """Yield labels and number of each sample; none for a value that is not known yet."""
     if isinstance(value, Mapping):
         yield from (([key], number) for key, number in value.items())
     elif value is not None:

@@ -1,10 +1,6 @@
-"""The stall alarm (I7): no optimiser step for too long, and the likeliest reason why.
+"""The stall alarm (I7): raised when no optimiser step was made for too long, with the likeliest cause.
 
-It looks at steps alone. Whether work seems to be in flight or groups come in does not matter: that is how a wedge hides
-(F9).
-
-How long no optimiser step was made, and what became of groups since. Arrivals are not progress: a run that drops
-every group gets many of them.
+Only steps count as progress. Arrivals do not, nor work in flight: a run that drops every group has plenty of both.
 """
 
 from __future__ import annotations
@@ -34,11 +30,17 @@ _REMEDIES: Mapping[str, str] = {
 
 
 class StallInputs(msgspec.Struct, frozen=True):
-    """What the alarm judges by. Times in seconds, `..._ago` None for never; `session` is 0 before the first.
+    """What the alarm is decided from. Times are in seconds.
 
-    `quiet_s`: without a step, see `progress`; `alarm_after_s`: T. Since the newest step: `found_full`, groups refused
-    for room; `ended`, tickets that ended untrained, by reason. `variance`: what to say of groups without variance;
-    `waiting_for_servers`: episodes that wait for one.
+    Attributes:
+        quiet_s: Time without a step, from `StepProgress.quiet_s`.
+        alarm_after_s: The alarm is raised after this time without a step.
+        session: The newest learner session, 0 before the first.
+        found_full: Groups refused for lack of room since the newest step.
+        ended: Tickets that ended untrained since the newest step, by reason.
+        variance: Text about groups whose rewards are all equal.
+        learner_seen_s_ago, worker_seen_s_ago: None for never.
+        waiting_for_servers: Episodes that wait for a server.
     """
 
     quiet_s: float
@@ -60,75 +62,75 @@ class StallInputs(msgspec.Struct, frozen=True):
     waiting_for_servers: int = 0
 
 
-def judge(scene: StallInputs) -> Stall:
-    """Whether the run stands still, since when, and why."""
-    stalled = scene.quiet_s >= scene.alarm_after_s and not scene.finished
-    return Stall(stalled, scene.quiet_s, likeliest_cause(scene) if stalled else None, scene.alarm_after_s)
+def judge(inputs: StallInputs) -> Stall:
+    """Decide whether the run stands still, since when, and why."""
+    stalled = inputs.quiet_s >= inputs.alarm_after_s and not inputs.finished
+    return Stall(stalled, inputs.quiet_s, likeliest_cause(inputs) if stalled else None, inputs.alarm_after_s)
 
 
-def likeliest_cause(scene: StallInputs) -> str:
-    """What is missing first, from the learner's start to the last group."""
-    patience = scene.stall_after_s / 2
-    if scene.gave_up is not None:
-        return scene.gave_up
-    if scene.session == 0:
+def likeliest_cause(inputs: StallInputs) -> str:
+    """Name the first thing that is missing on the way from the learner's start to the last group of a step."""
+    patience = inputs.stall_after_s / 2
+    if inputs.gave_up is not None:
+        return inputs.gave_up
+    if inputs.session == 0:
         return "no learner has begun a session: start it with `slipstream learner run.toml`"
-    if scene.learner_seen_s_ago is None or scene.learner_seen_s_ago > patience:
-        return f"the learner was {_heard(scene.learner_seen_s_ago)}: see its log, restart it with --resume"
-    if not any(server.state is ServerState.SERVING for server in scene.servers):
+    if inputs.learner_seen_s_ago is None or inputs.learner_seen_s_ago > patience:
+        return f"the learner was {_heard(inputs.learner_seen_s_ago)}: see its log, restart it with --resume"
+    if not any(server.state is ServerState.SERVING for server in inputs.servers):
         return (
-            f"no vLLM server is serving: {_absent(scene.servers) or 'none is registered'}; see its log, or restart it"
+            f"no vLLM server is serving: {_absent(inputs.servers) or 'none is registered'}; see its log, or restart it"
         )
-    held = scene.groups.ready + scene.groups.leased
-    if lost := _mostly_lost(scene, held):
+    held = inputs.groups.ready + inputs.groups.leased
+    if lost := _mostly_lost(inputs, held):
         return lost
-    if held >= scene.groups_per_step:
-        if scene.learner_waits_for:
+    if held >= inputs.groups_per_step:
+        if inputs.learner_waits_for:
             return (
-                f"the learner waits for {scene.learner_waits_for} although {held} groups are there and a step needs "
-                f"{scene.groups_per_step}: see its log"
+                f"the learner waits for {inputs.learner_waits_for} although {held} groups are there and a step needs "
+                f"{inputs.groups_per_step}: see its log"
             )
         return (
-            f"the learner makes no step although {held} groups are there and a step needs {scene.groups_per_step}: see "
-            f"its log; where steps take so long, raise queue.stall_after_s = {scene.stall_after_s:.0f}"
+            f"the learner makes no step although {held} groups are there and a step needs {inputs.groups_per_step}: "
+            f"see its log; where steps take so long, raise queue.stall_after_s = {inputs.stall_after_s:.0f}"
         )
-    if scene.found_full:
+    if inputs.found_full:
         return (
-            f"{held} groups fill queue.capacity_bytes = {scene.groups.capacity_bytes} and a step needs "
-            f"{scene.groups_per_step}: raise it"
+            f"{held} groups fill queue.capacity_bytes = {inputs.groups.capacity_bytes} and a step needs "
+            f"{inputs.groups_per_step}: raise it"
         )
-    if scene.worker_seen_s_ago is None or scene.worker_seen_s_ago > patience:
-        return f"workers were {_heard(scene.worker_seen_s_ago)}: start one with `slipstream worker run.toml`"
-    missing = _absent(scene.servers)
+    if inputs.worker_seen_s_ago is None or inputs.worker_seen_s_ago > patience:
+        return f"workers were {_heard(inputs.worker_seen_s_ago)}: start one with `slipstream worker run.toml`"
+    missing = _absent(inputs.servers)
     others = f"; of the servers, {missing}" if missing else ""
-    if scene.waiting_for_servers:
+    if inputs.waiting_for_servers:
         return (
-            f"{scene.waiting_for_servers} episodes wait for a vLLM server that answers, and those that are called "
+            f"{inputs.waiting_for_servers} episodes wait for a vLLM server that answers, and those that are called "
             f"serving do not: see the notices and the servers' logs{others}"
         )
-    if scene.groups.tickets:
-        return f"workers hold {scene.groups.tickets} tickets and submit no group: see their logs and vLLM's{others}"
-    if scene.blocked_by:
-        return f"no ticket is given: {scene.blocked_by}{others}"
+    if inputs.groups.tickets:
+        return f"workers hold {inputs.groups.tickets} tickets and submit no group: see their logs and vLLM's{others}"
+    if inputs.blocked_by:
+        return f"no ticket is given: {inputs.blocked_by}{others}"
     return f"tickets are free, but the workers ask for none: see their logs{others}"
 
 
-def _mostly_lost(scene: StallInputs, held: int) -> str | None:
-    """The one reason for which most groups ended untrained, if there is one."""
-    total = sum(scene.ended.values())
-    if total < scene.groups_per_step:
+def _mostly_lost(inputs: StallInputs, held: int) -> str | None:
+    """Describe the reason for which most groups ended untrained, if there is one."""
+    total = sum(inputs.ended.values())
+    if total < inputs.groups_per_step:
         return None
-    reason, count = max(scene.ended.items(), key=lambda item: item[1])
+    reason, count = max(inputs.ended.items(), key=lambda item: item[1])
     if 2 * count <= total + held:
         return None
     lost = f"{count} of the {total} groups that ended since the last step were lost to {reason}"
     if reason == reasons.ZERO_VARIANCE:
-        return f"{lost}: all their rewards are equal {scene.variance}"
+        return f"{lost}: all their rewards are equal {inputs.variance}"
     return f"{lost}: {_REMEDIES.get(reason, 'see the notices and the logs of the workers')}"
 
 
 def _absent(servers: list[Server]) -> str:
-    """The servers that do not serve, each with its state and the reason for it."""
+    """List the servers that do not serve, each with its state and the reason for it."""
     return ", ".join(
         f"{server.name} is {server.state}{f' ({server.reason})' if server.reason else ''}"
         for server in servers
@@ -148,11 +150,19 @@ _MAX_REASONS = 64
 
 
 class StepProgress:
-    """The clock of the stall alarm, in seconds. It runs from the newest step; before a session's first one, and before
-    the first after a restart of the queue, from the moment at which learner and server are there.
+    """Measures the time without an optimiser step, and counts what happened to groups meanwhile.
 
-    It stands while they start and while the learner says that it loads, but each for `start_s` at most: from the start,
-    or from when the learner that loads was last heard from. What takes longer never comes.
+    The time runs from the newest step. Before the first step of a session, and after a restart of the queue, it runs
+    from the moment at which there are a learner and a serving server. It stands while these start and while the
+    learner says that it loads, each for at most `start_s`: after that nothing is expected to come.
+
+    Args:
+        now: Current time, seconds; also in all methods.
+        start_s: Maximum time to start, or to load since the learner was last heard from.
+
+    Attributes:
+        full: Groups refused for lack of room since the newest step.
+        ended: Tickets that ended untrained since the newest step, by reason.
     """
 
     def __init__(self, now: float, start_s: float) -> None:
@@ -168,8 +178,8 @@ class StepProgress:
         self._stands_until = now + self._start_s
         self._forget()
 
-    def all_there(self, now: float) -> None:
-        """Learner and server are there."""
+    def expect_steps(self, now: float) -> None:
+        """Note that there are a learner and a serving server, so that steps can be expected."""
         if self._starting:
             self._starting = False
             self._since = now
@@ -186,7 +196,7 @@ class StepProgress:
         self._stands_until = now + self._start_s
 
     def heard(self, now: float) -> None:
-        """A sign of life from the learner."""
+        """Note a sign of life from the learner."""
         if self._loading:
             self._stands_until = now + self._start_s
 
@@ -195,7 +205,7 @@ class StepProgress:
         self._go_on(now)
 
     def found_full(self) -> None:
-        """A group was refused for room."""
+        """Note that a group was refused for lack of room."""
         self.full += 1
 
     def tickets_ended(self, records: Iterable[TicketRecord]) -> None:
@@ -223,8 +233,13 @@ class StepProgress:
 
 
 def alarm_after_s(stall_after_s: float, median_step_s: float | None, trains: bool) -> float:
-    """T of the alarm, seconds. `trains`: the learner holds the groups of a step. How long one takes is not known before
-    the first, nor after a restart of the queue."""
+    """Return the time without a step after which the alarm is raised, seconds.
+
+    Args:
+        stall_after_s: The setting.
+        median_step_s: Median time of the newest steps; None before the first, and after a restart of the queue.
+        trains: Whether the learner holds the groups of a step. A first step may take long.
+    """
     if median_step_s is None:
         return stall_after_s * (_FIRST_STEP if trains else 1)
     return max(stall_after_s, _STEPS * median_step_s)

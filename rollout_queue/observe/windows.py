@@ -1,11 +1,7 @@
-"""A window of recent rollouts, to be read: what the policy says, also where no step was ever made.
-
-How old groups are when they are trained, and where they aged.
+"""Bounded windows over what happened lately: rollouts, staleness, rates, waits. Times are arguments, in seconds.
 
 The staleness of a group is the learner's version before the step that trains it, minus the version of its oldest token.
 It splits at the group's arrival: `in_flight` passed while the group was made, `in_queue` while it waited here.
-
-Events per second over the last minute, and waits with their beginning. Times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +18,17 @@ from protocol.rollouts import RolloutView
 from protocol.status import Rates, Staleness, Wait
 from rollout_queue.ledger.records import TicketRecord
 
-GROUPS = 64
+MAX_GROUPS = 64
 
-ROLLOUTS_OF_A_GROUP = 4
+MAX_ROLLOUTS_PER_GROUP = 4
 
 MAX_BYTES = 4 * 1024**2
 
-_MAX_MESSAGES = 256 * 1024  # decoding empty containers takes a hundred times their length
+_MAX_MESSAGES = 256 * 1024  # bytes; decoding empty containers takes a hundred times their length
 
 _MAX_VIEW = 64 * 1024
 
-_EVERY_S = 0.5
+_INTERVAL_S = 0.5
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -43,17 +39,22 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 def pick_rollouts(group: Group, evaluation: int | None = None) -> list[Shown]:
-    """A few rollouts of a group: the worst, the best and some between. `evaluation`: the step of the one that it is of,
-    if it is."""
+    """Pick a few rollouts of a group: the worst, the best and some between.
+
+    Args:
+        evaluation: Step of the evaluation that the group is of; None for training.
+    """
     order = sorted(range(len(group.rollouts)), key=lambda number: group.rollouts[number].reward)
-    count = min(ROLLOUTS_OF_A_GROUP, len(order))
+    count = min(MAX_ROLLOUTS_PER_GROUP, len(order))
     chosen = {order[i * (len(order) - 1) // max(1, count - 1)] for i in range(count)}
     return [_shown(group, number, evaluation) for number in sorted(chosen)]
 
 
 class RecentRollouts:
-    """Those of up to `GROUPS` groups within `MAX_BYTES`: all groups until it is full, then one in `_EVERY_S` seconds,
-    since reading each would cost a busy queue too much."""
+    """Keeps rollouts of the newest `MAX_GROUPS` groups for people to read, within `MAX_BYTES`.
+
+    It takes every group until it is full, then one in `_INTERVAL_S` seconds: a busy queue has no time to read more.
+    """
 
     def __init__(self) -> None:
         self._taken_at = 0.0
@@ -61,19 +62,19 @@ class RecentRollouts:
         self._bytes = 0
 
     def wants(self, now: float) -> bool:
-        """Whether the next group is to be picked from and added."""
-        return len(self._groups) < GROUPS or now - self._taken_at >= _EVERY_S
+        """Tell whether the next group should be picked from and added."""
+        return len(self._groups) < MAX_GROUPS or now - self._taken_at >= _INTERVAL_S
 
     def add(self, shown: list[Shown], now: float) -> None:
         self._taken_at = now
         self._groups.append(shown)
         self._bytes += _size(shown)
-        while len(self._groups) > GROUPS or self._bytes > MAX_BYTES:
+        while len(self._groups) > MAX_GROUPS or self._bytes > MAX_BYTES:
             self._bytes -= _size(self._groups.popleft())
 
     def json(self, limit: int, worst: bool) -> bytes:
-        """The newest `limit` rollouts as a JSON list, newest first; with `worst` those of the lowest reward, lowest
-        first."""
+        """Return at most `limit` rollouts as a JSON list of `RolloutView`: newest first, or lowest reward first if
+        `worst`."""
         found = [shown for group in reversed(self._groups) for shown in group]
         if worst:
             found.sort(key=lambda shown: shown.reward)
@@ -107,6 +108,8 @@ WINDOW_STEPS = 20
 
 
 class GroupAge(msgspec.Struct, frozen=True):
+    """Staleness of a group's oldest token, in versions, split at the group's arrival."""
+
     in_flight: int
     in_queue: int
 
@@ -116,7 +119,7 @@ class GroupAge(msgspec.Struct, frozen=True):
 
 
 def age_of(record: TicketRecord) -> GroupAge:
-    """Age of a trained group, in versions."""
+    """Return the age of a trained group. Raises ValueError for any other."""
     if record.trained_version is None:
         raise ValueError(f"ticket {record.id} was not trained")
     return GroupAge(
@@ -126,24 +129,25 @@ def age_of(record: TicketRecord) -> GroupAge:
 
 
 class StalenessWindow:
-    """Ages of the groups of the newest `WINDOW_STEPS` steps.
-
-    The largest staleness is the learner's own figure where it gives one: it knows which tokens it masked.
-    """
+    """Keeps the ages of the groups of the newest `WINDOW_STEPS` steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[GroupAge, ...]] = deque(maxlen=WINDOW_STEPS)
         self._maxima: deque[int] = deque(maxlen=WINDOW_STEPS)
 
     def add_step(self, trained: Iterable[TicketRecord], reported_max: int | None) -> int:
-        """Take in one step's groups; returns the staleness of the oldest."""
+        """Add one step's groups. Returns the staleness of the oldest.
+
+        Args:
+            reported_max: The learner's own maximum, which counts instead: it knows which tokens it masked.
+        """
         ages = tuple(age_of(record) for record in trained)
         oldest = max((age.total for age in ages), default=0)
         self._steps.append(ages)
         self._maxima.append(oldest if reported_max is None else reported_max)
         return oldest
 
-    def figures(self, max_ever: int) -> Staleness:
+    def summary(self, max_ever: int) -> Staleness:
         ages = [age for step in self._steps for age in step]
         if not ages:
             return Staleness(max_ever=max_ever)
@@ -160,7 +164,11 @@ WINDOW_S = 60.0
 
 
 class RateMeter:
-    """Counts events in one-second buckets, so that its memory does not grow with the rate."""
+    """Counts events in one-second buckets, so that its memory does not grow with the rate.
+
+    Args:
+        now: Time at the start, seconds: rates of the first minute are over the time since then.
+    """
 
     def __init__(self, now: float) -> None:
         self._started = now
@@ -187,13 +195,13 @@ class RateMeter:
 
 
 class Waits:
-    """Who waits for what. A wait that goes on over several requests keeps its beginning."""
+    """Remembers who waits for what and since when. A wait over several requests keeps its beginning."""
 
     def __init__(self) -> None:
         self._waits: dict[str, _Entry] = {}
 
     def begin(self, who: str, what: str, now: float, until: float = math.inf) -> None:
-        """Note a wait, or that it goes on. It is forgotten after `until` if not renewed: its owner has gone."""
+        """Note a wait, or that it goes on. Without renewal it is forgotten after `until`: its owner has gone."""
         entry = self._waits.get(who)
         since = entry.since if entry is not None and entry.until >= now else now
         self._waits[who] = _Entry(what, since, until)

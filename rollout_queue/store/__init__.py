@@ -1,4 +1,4 @@
-"""Where the ledger and the groups' payloads are kept: `base` says what a store is, `queue.store` names the variant."""
+"""Keeps the ledger and the groups' payloads. `base` is the interface; the setting `queue.store` names the variant."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ STORES: Mapping[str, Callable[[RunConfig], Store]] = {
 
 
 def build(config: RunConfig) -> Store:
-    """The store of the run; raises `ConfigError` if it cannot be used."""
+    """Open the run's store. Raises `ConfigError` if it cannot be used."""
     return STORES[config.queue.store](config)

@@ -1,8 +1,6 @@
-"""What the broker asks of a store. Calls block; the broker makes them one at a time, from one thread.
+"""The interface of a store. Calls block; the broker makes them one at a time, from one thread.
 
-`tests/rollout_queue/test_store_contract.py` proves these docstrings for every store.
-
-A lock between processes of one machine, which a dead process lets go of.
+`tests/rollout_queue/test_store_contract.py` tests these docstrings for every store.
 """
 
 from __future__ import annotations
@@ -18,56 +16,59 @@ from rollout_queue.ledger.records import Decision, StoreContents, TicketRecord
 
 
 class StoreError(QueueError):
-    """The store failed; its text names the file and the remedy. The queue stops rather than diverge from it."""
+    """The store failed; the text names the file and the remedy. The queue stops, so that it cannot diverge from it."""
 
 
 class Store(Protocol):
-    """Ticket records, the run's and the servers' records, and payloads: the groups as they were submitted, in bytes.
+    """Keeps the records of tickets, run, servers and evaluations, and payloads: groups as submitted, in bytes.
 
     Every method may raise `StoreError`.
     """
 
     def load(self) -> StoreContents:
-        """Everything that the queue keeps in memory; of a new store, `StoreContents()`."""
+        """Return everything that the queue keeps in memory; `StoreContents()` for a new store."""
         ...
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
         """Store a decision and new payloads by ticket id, all or nothing.
 
-        Records replace those before them. A ticket that ends without a payload (a state outside `HOLDS_PAYLOAD`) takes
-        its payload along, an evaluation that ends or is removed its rows. Tickets of indices below `run.pruned_below`
-        are kept as sums only. A durable store keeps what was committed when the process is killed. Raises
-        `OverflowError`, and has stored nothing, for a number that it cannot hold.
+        Records replace those before them. The payload of a ticket is deleted when its state leaves `HOLDS_PAYLOAD`,
+        the rows of an evaluation when it ends or is removed. Tickets with an index below `run.pruned_below` are kept
+        as sums only. A durable store keeps everything committed when the process is killed.
+
+        Raises:
+            OverflowError: A number is beyond what the store can hold. Nothing was stored.
         """
         ...
 
     def payloads(self, ticket_ids: Sequence[str]) -> dict[str, bytes]:
-        """The payloads of these tickets; those that are gone are left out."""
+        """Return the payloads of these tickets by id. Deleted ones are left out."""
         ...
 
     def records(self, ticket_ids: Sequence[str]) -> dict[str, TicketRecord]:
-        """The records of these tickets, ended ones too, by ticket id; those never issued or pruned are left out."""
+        """Return the records of these tickets by id, ended ones too. Those never issued or pruned are left out."""
         ...
 
     def forgotten_after(self, step: int) -> list[TicketRecord]:
-        """The forgotten tickets that were trained at a step above `step`."""
+        """Return the forgotten tickets that were trained at a step above `step`."""
         ...
 
     def first_forgotten_after(self, step: int) -> int | None:
-        """The lowest index of those tickets."""
+        """Return the lowest index among the tickets of `forgotten_after`; None if there are none."""
         ...
 
     def close(self) -> None:
-        """Let go of the store; nothing else may be called afterwards."""
+        """Close the store. Nothing may be called afterwards."""
         ...
 
 
 @contextmanager
 def hold_lock_file(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which is made with its folder where it is missing and stays afterwards.
+    """Hold a lock file, which is created with its folder if missing and stays afterwards. A dead process holds none.
 
-    Raises `BlockingIOError` if another process or another `held_alone` has it, another `OSError` if it cannot be
-    written.
+    Raises:
+        BlockingIOError: Another process, or another `hold_lock_file`, holds it.
+        OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:

@@ -1,4 +1,4 @@
-"""The store in one SQLite file in WAL mode: a commit survives `kill -9`, payloads stay out of memory.
+"""Stores everything in one SQLite file in WAL mode: a commit survives `kill -9`, payloads stay out of memory.
 
 `synchronous=NORMAL`: a power cut may lose the newest commits, but never leaves half of one.
 """
@@ -31,14 +31,14 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.store.base import StoreError, hold_lock_file
-from rollout_queue.store.migrations import LAYOUT, layout_of, migrate
+from rollout_queue.store.migrations import FIRST_LAYOUT, layout_of, migrate, newest_layout
 
 T = TypeVar("T")
 
 MEMORY = ":memory:"
 FILE_NAME = "queue.db"
 
-# Faults of the moment, which say nothing against the file.
+# Errors that pass: the file itself is sound.
 _PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 # A group's facts lie flat in its ticket's row.
@@ -53,7 +53,7 @@ _UPSERT = (
     + ", ".join("?" * (len(_COLUMNS) + 1))
     + ")"
 )
-# Tickets as sums: by state, and dropped ones by reason.
+# Sums of tickets: by state, and of dropped ones by reason.
 _SUMMED = """SELECT state, IIF(state = 'dropped', COALESCE(reason, 'unknown'), '') AS label, COUNT(*), SUM(tokens)
     FROM tickets WHERE "index" < ? GROUP BY state, label"""
 _PRUNE = (
@@ -69,8 +69,10 @@ _TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
-    """One ticket, for audits: `step` and `version` are those of the optimiser step that trained it, if one did. A
-    trained ticket is `trained`, whether or not its payload was let go."""
+    """One ticket, for audits. `step` and `version` are of the optimiser step that trained it, None without one.
+
+    A trained ticket is TRAINED here whether or not its payload is still kept.
+    """
 
     ticket_id: str
     index: int
@@ -85,10 +87,15 @@ class LedgerRow(msgspec.Struct, frozen=True):
 
 
 class SqliteStore:
-    """One writer per file, kept by a lock that a dead process lets go of; `:memory:` keeps nothing."""
+    """A `Store` in one SQLite file. A lock file allows one writer; `:memory:` keeps nothing on disk."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open, create or migrate the file; raises `ConfigError` if it cannot be used, `StoreError` if not now."""
+        """Open, create or migrate the file.
+
+        Raises:
+            ConfigError: The file cannot be used.
+            StoreError: It cannot be used now, as while another program has it locked.
+        """
         self._path = str(path)
         with contextlib.ExitStack() as opened:
             if self._path != MEMORY:
@@ -186,7 +193,7 @@ class SqliteStore:
         self._opened.close()
 
     def _put_evaluations(self, change: EvalChange) -> None:
-        """An evaluation that has ended lets go of its rows."""
+        """Store changes of evaluations. The rows of one that has ended are deleted."""
         ended = [(record.number,) for record in change.records if record.result is not None]
         gone = [(number,) for number in change.removed]
         self._db.executemany(
@@ -220,9 +227,9 @@ class SqliteStore:
 
 
 def read_ledger(path: Path | str) -> list[LedgerRow]:
-    """Every ticket of a run, from its store of this or any older layout, in the order of issue.
+    """Read every ticket of a run from its store, in the order of issue.
 
-    Old ones that are kept as sums alone are left out. Changes nothing, and works beside a running queue. Raises
+    Tickets that are kept as sums alone are left out. Changes nothing, and works beside a running queue. Raises
     `ConfigError`.
     """
     try:
@@ -238,13 +245,13 @@ def read_ledger(path: Path | str) -> list[LedgerRow]:
 
 
 def steps_made(path: Path | str) -> int:
-    """Optimiser steps that a run has made over all its starts. As `run_of`."""
-    # The version: it goes on where a resume lets the steps begin again.
+    """Read how many optimiser steps a run has made over all its starts; see `run_of`."""
+    # The version counts on where a resume sets the step back.
     return run_of(path).version
 
 
 def run_of(path: Path | str) -> RunState:
-    """How far a run is, from its store of this or any older layout.
+    """Read from a run's store how far it is.
 
     Changes nothing, and works beside a running queue. Raises `ConfigError`.
     """
@@ -258,7 +265,7 @@ def run_of(path: Path | str) -> RunState:
 
 
 def _state_for_people(state: str) -> TicketState:
-    """Whether the payload of a trained group was let go is nothing to an audit."""
+    """Show a trained ticket as TRAINED whether or not its payload is still kept."""
     return TicketState.TRAINED if state == TicketState.FORGOTTEN else TicketState(state)
 
 
@@ -273,10 +280,17 @@ def _only_queue(path: Path) -> Iterator[None]:
 
 
 def _check_layout(db: sqlite3.Connection, path: Path | str) -> None:
-    if (layout := layout_of(db)) > LAYOUT:
+    """Refuse a file that this release cannot read; raises `ConfigError`."""
+    layout, newest = layout_of(db), newest_layout()
+    if layout > newest:
         raise ConfigError(
-            f"{path}: written by a newer release of Slipstream (layout {layout}, this one knows {LAYOUT}): upgrade, or "
+            f"{path}: written by a newer release of Slipstream (layout {layout}, this one knows {newest}): upgrade, or "
             f"move it away"
+        )
+    if 0 < layout < FIRST_LAYOUT:
+        raise ConfigError(
+            f"{path}: written by an older checkout of Slipstream (layout {layout}, the oldest known here is "
+            f"{FIRST_LAYOUT}): finish the run with that checkout, or choose a new run.name"
         )
 
 

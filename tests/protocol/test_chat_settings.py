@@ -31,9 +31,7 @@ from tests.kit import config
         ({"chat_template_kwargs": {"tokenize": True}}, "tokenize cannot be set by the run file, .*leave it out"),
     ],
 )
-def test_hole_8_settings_of_the_chat_format_that_contradict_are_refused_by_name(
-    chat: dict[str, Any], says: str
-) -> None:
+def test_settings_of_the_chat_format_that_contradict_are_refused_by_name(chat: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         config(chat=chat)
 
@@ -60,9 +58,7 @@ def test_every_parameter_of_transformers_rendering_is_answered_for() -> None:
         ({"reward_servers": {"": "http://judge:1"}}, "a classifier without a name"),
     ],
 )
-def test_hole_8_an_address_that_no_server_can_have_is_refused_before_anything_starts(
-    task: dict[str, Any], says: str
-) -> None:
+def test_an_address_that_no_server_can_have_is_refused_before_anything_starts(task: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         config(task=task)
 

@@ -160,7 +160,7 @@ async def test_a_failure_that_passes_is_tried_again(failure: Answer) -> None:
 
 
 async def test_a_repeated_submission_is_byte_for_byte_the_same() -> None:
-    """F24: the queue can tell a repetition by its key and its content."""
+    """the queue can tell a repetition by its key and its content."""
     async with running(drops, says(b"known")) as queue, QueueClient(queue.url, patience_s=10) as client:
         assert await client.submit(a_group()) is False
         first, second = queue.calls
@@ -292,7 +292,7 @@ async def test_a_group_that_is_not_taken_is_not_submitted_again(status: int) -> 
         assert len(queue.calls) == 1
 
 
-async def test_hole_7_a_queue_that_stays_full_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_queue_that_stays_full_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.client.FULL_PATIENCE_S", 0.2)
     full = says(ErrorBody("full", "the queue is full"), status=429, headers={"Retry-After": "0.05"})
     async with running(full) as queue, QueueClient(queue.url, patience_s=0.1) as client:
@@ -302,7 +302,7 @@ async def test_hole_7_a_queue_that_stays_full_is_given_up_in_the_end(monkeypatch
 
 
 @pytest.mark.parametrize(("status", "reason"), [(410, reasons.TICKET_ENDED), (409, reasons.RUN_FINISHED)])
-async def test_hole_7_waiting_for_room_ends_with_the_ticket_or_the_run(status: int, reason: str) -> None:
+async def test_waiting_for_room_ends_with_the_ticket_or_the_run(status: int, reason: str) -> None:
     full = says(ErrorBody("full", "the queue is full"), status=429, headers={"Retry-After": "0.01"})
     over = says(ErrorBody(reason, "it is over"), status=status)
     async with running(full, full, over) as queue, QueueClient(queue.url) as client:
@@ -368,7 +368,7 @@ async def test_i8_the_token_goes_with_every_call(token: str | None, expected: st
     ],
     ids=["policy", "put_server", "begin_session", "submit", "tickets"],
 )
-async def test_f5_a_queue_that_hangs_holds_no_call_for_ever(call: Callable[[QueueClient], Awaitable[Any]]) -> None:
+async def test_a_queue_that_hangs_holds_no_call_for_ever(call: Callable[[QueueClient], Awaitable[Any]]) -> None:
     async with running(hangs) as queue, QueueClient(queue.url, patience_s=0.1, timeout_s=0.06) as client:
         started = perf_counter()
         with pytest.raises(Unreachable, match="Timeout"):
@@ -387,7 +387,7 @@ async def test_f5_a_queue_that_hangs_holds_no_call_for_ever(call: Callable[[Queu
     ],
     ids=["policy", "put_server", "begin_session", "submit", "tickets"],
 )
-async def test_f5_a_call_that_hung_is_tried_again(call: Callable[[QueueClient], Awaitable[Any]], answer: Any) -> None:
+async def test_a_call_that_hung_is_tried_again(call: Callable[[QueueClient], Awaitable[Any]], answer: Any) -> None:
     """With patience for any number of tries: in a short one a busy machine comes to none but the first."""
     async with running(hangs, says(answer)) as queue, QueueClient(queue.url, patience_s=60, timeout_s=0.1) as client:
         assert await call(client) == (True if answer == b"new" else answer)

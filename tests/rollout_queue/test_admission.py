@@ -154,7 +154,7 @@ def test_i2_groups_that_finish_in_order_are_never_over_age(
 
 @settings(max_examples=50, deadline=None)
 @given(loops)
-def test_f13_bound_0_is_strict_alternation(settings: dict[str, object]) -> None:
+def test_bound_0_is_strict_alternation(settings: dict[str, object]) -> None:
     loop = Loop(k=0, every=1, **settings)  # type: ignore[arg-type]
     loop.run(steps=20)
     assert set(loop.staleness) == {0}
@@ -164,9 +164,7 @@ def test_f13_bound_0_is_strict_alternation(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize("workers", [16, 64])
 @pytest.mark.parametrize("tail", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("k", [1, 4])
-def test_f11_f25_a_long_tail_makes_the_adaptive_depth_neither_slow_nor_wasteful(
-    k: int, tail: float, workers: int
-) -> None:
+def test_a_long_tail_makes_the_adaptive_depth_neither_slow_nor_wasteful(k: int, tail: float, workers: int) -> None:
     """Beside the greatest depth: hardly slower, and no more discarded; stragglers come at any depth."""
 
     def run(depth: float | str) -> Loop:

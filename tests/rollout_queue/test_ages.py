@@ -32,7 +32,7 @@ def test_figures_cover_the_newest_steps_and_the_whole_run() -> None:
     assert window.add_step([trained(0, 0, 9)], reported_max=None) == 8
     for _ in range(WINDOW_STEPS):
         window.add_step([trained(4, 5, 6), trained(5, 5, 6)], reported_max=None)
-    figures = window.figures(max_ever=8)
+    figures = window.summary(max_ever=8)
     assert (figures.max, figures.max_ever) == (1, 8)
     assert figures.mean == pytest.approx(figures.in_flight_mean + figures.in_queue_mean) == 0.5
 
@@ -40,7 +40,7 @@ def test_figures_cover_the_newest_steps_and_the_whole_run() -> None:
 def test_the_learners_figure_counts_where_it_masked_older_tokens() -> None:
     window = StalenessWindow()
     assert window.add_step([trained(0, 0, 6)], reported_max=4) == 5
-    assert window.figures(max_ever=4).max_ever == 4
+    assert window.summary(max_ever=4).max_ever == 4
 
 
 def test_rates_cover_the_last_minute() -> None:

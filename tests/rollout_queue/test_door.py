@@ -21,15 +21,17 @@ import uvicorn
 
 from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient
-from protocol.messages import BeginSession, ErrorBody, LeaseRequest, TicketRequest, WorkerReport
-from rollout_queue.api import learner_routes
+from protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, TicketRequest, WorkerReport
 from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import Connection, ConnectionLimits
+from rollout_queue.api.requests import ByteBudget
+from rollout_queue.broker import learner
 from rollout_queue.ledger import validation
 from rollout_queue.service import listen
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
-from tests.kit.queue import Served, serve_version, serving
+from tests.kit.messages import SERVER
+from tests.kit.queue import Served, listening, serve_version, serving
 
 MIB = 1024**2
 PATIENCE_S = 5.0
@@ -103,7 +105,7 @@ def post(body: bytes = b"{}", path: str = access.TICKETS, **headers: str) -> byt
 
 
 @pytest.mark.parametrize("pieces", [1, 64], ids=["in one piece", "in 64"])
-async def test_hole_1_a_head_of_64_mib_is_refused_at_once(pieces: int) -> None:
+async def test_a_head_of_64_mib_is_refused_at_once(pieces: int) -> None:
     head = b"GET /v1/status HTTP/1.1\r\nX: " + b"a" * (64 * MIB)
     size = len(head) // pieces + 1
     async with door(token="secret") as port:
@@ -126,12 +128,12 @@ async def test_hole_1_a_head_of_64_mib_is_refused_at_once(pieces: int) -> None:
     ],
     ids=["url", "headers", "header", "empty lines"],
 )
-async def test_hole_1_a_head_has_a_size(head: bytes) -> None:
+async def test_a_head_has_a_size(head: bytes) -> None:
     async with door() as port:
         assert b" 431 " in await talk(port, head)
 
 
-async def test_hole_1_bytes_that_come_one_at_a_time_stay_cheap() -> None:
+async def test_bytes_that_come_one_at_a_time_stay_cheap() -> None:
     async with door() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         sock = writer.get_extra_info("socket")
@@ -148,12 +150,12 @@ async def test_hole_1_bytes_that_come_one_at_a_time_stay_cheap() -> None:
     [(b"", b""), (b"GET /v1/status HT", b" 408 "), (post(b"{", Content_Length="100"), b" 408 ")],
     ids=["nothing", "half a head", "half a body"],
 )
-async def test_hole_1_a_connection_that_sends_no_whole_request_is_closed(sent: bytes, answer: bytes) -> None:
+async def test_a_connection_that_sends_no_whole_request_is_closed(sent: bytes, answer: bytes) -> None:
     async with door(head_s=0.05, body_s=0.05) as port:
         assert answer in await talk(port, sent)
 
 
-async def test_hole_1_a_body_that_trickles_is_refused_and_one_that_flows_is_not() -> None:
+async def test_a_body_that_trickles_is_refused_and_one_that_flows_is_not() -> None:
     async with door(body_s=0.1, body_bytes=1000) as port:
         for piece, expected in ((100, b" 408 "), (1000, b" 422 ")):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -166,7 +168,7 @@ async def test_hole_1_a_body_that_trickles_is_refused_and_one_that_flows_is_not(
             writer.close()
 
 
-async def test_hole_1_half_open_connections_make_room_for_new_ones() -> None:
+async def test_half_open_connections_make_room_for_new_ones() -> None:
     async with door(connections=20) as port:
         open_ = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
         for _, writer in open_:
@@ -181,7 +183,7 @@ async def test_hole_1_half_open_connections_make_room_for_new_ones() -> None:
             writer.close()
 
 
-async def test_hole_1_long_polls_keep_their_connections_and_liveness_answers_beside_them() -> None:
+async def test_long_polls_keep_their_connections_and_liveness_answers_beside_them() -> None:
     async with door(connections=10) as port:
         polls = []
         for _ in range(9):
@@ -229,7 +231,7 @@ async def test_what_is_no_http_is_a_problem_without_a_line_in_the_log(
 
 
 @pytest.mark.parametrize("sent", [0, 10], ids=["at once", "in the middle"])
-async def test_hole_7_a_client_that_hangs_up_prints_no_traceback(sent: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_hangs_up_prints_no_traceback(sent: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     poll = post(codec.encode_json(TicketRequest("w", 1, wait_s=0.2)))
     async with door() as port:
@@ -261,7 +263,7 @@ async def test_hole_7_a_client_that_hangs_up_prints_no_traceback(sent: int, capl
         ({"Content_Type": "none", "Content_Length": "none", "Transfer_Encoding": "chunked"}, "Content-Type"),
     ],
 )
-async def test_hole_5_a_web_page_can_change_nothing(headers: dict[str, str], wrong: str) -> None:
+async def test_a_web_page_can_change_nothing(headers: dict[str, str], wrong: str) -> None:
     async with door() as port:
         body = b"0\r\n\r\n" if "Transfer_Encoding" in headers else b"{}"
         answer = await talk(port, post(body, path=access.FINISH, **headers))
@@ -284,12 +286,12 @@ async def test_hole_5_a_web_page_can_change_nothing(headers: dict[str, str], wro
         {"Content_Type": "application/json; charset=utf-8"},
     ],
 )
-async def test_hole_5_programs_on_this_machine_are_heard(headers: dict[str, str]) -> None:
+async def test_programs_on_this_machine_are_heard(headers: dict[str, str]) -> None:
     async with door() as port:
         assert b" 422 " in await talk(port, post(**headers))
 
 
-async def test_hole_5_a_name_that_was_turned_to_this_machine_reads_nothing_unless_it_has_the_token() -> None:
+async def test_a_name_that_was_turned_to_this_machine_reads_nothing_unless_it_has_the_token() -> None:
     rebound = b"GET /v1/status HTTP/1.1\r\nHost: evil.example\r\n"
     async with door() as port:
         assert b" 403 " in await talk(port, rebound + b"\r\n")
@@ -315,7 +317,7 @@ async def test_hole_5_a_name_that_was_turned_to_this_machine_reads_nothing_unles
         (422, "decode", access.LEASES, {"session": 2**63, "lease_id": "l", "max_groups": 1}),
     ],
 )
-async def test_hole_6_what_would_be_kept_is_bounded(status: int, reason: str, path: str, body: dict[str, Any]) -> None:
+async def test_what_would_be_kept_is_bounded(status: int, reason: str, path: str, body: dict[str, Any]) -> None:
     method = "PUT" if path.startswith(access.SERVERS) else "POST"
     async with (
         serving(config()) as queue,
@@ -325,14 +327,14 @@ async def test_hole_6_what_would_be_kept_is_bounded(status: int, reason: str, pa
         assert (response.status, codec.decode_json(await response.read(), ErrorBody).reason) == (status, reason)
 
 
-async def test_hole_6_a_large_worker_still_renews_its_tickets() -> None:
+async def test_a_large_worker_still_renews_its_tickets() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         await client.heartbeat(WorkerReport("w", [f"{number}.0" for number in range(10_000)]))
 
 
-async def test_hole_6_a_lease_answer_is_bounded_and_the_next_brings_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lease_answer_is_bounded_and_the_next_brings_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with _with_groups(5) as (_, client, size):
-        monkeypatch.setattr(learner_routes, "_MAX_LEASE_BYTES", 2 * size)
+        monkeypatch.setattr(learner, "MAX_LEASE_BYTES", 2 * size)
         have: list[str] = []
         counts = []
         while len(have) < 5:
@@ -341,7 +343,7 @@ async def test_hole_6_a_lease_answer_is_bounded_and_the_next_brings_the_others(m
             counts.append(len(reply.groups))
         assert counts == [2, 2, 1]
         assert len(set(have)) == 5
-        monkeypatch.setattr(learner_routes, "_MAX_LEASE_BYTES", 1)
+        monkeypatch.setattr(learner, "MAX_LEASE_BYTES", 1)
         assert len((await client.lease(LeaseRequest(1, "l", 0, wait_s=0.0))).groups) == 1
 
 
@@ -369,7 +371,7 @@ print(max_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 @pytest.mark.parametrize(("hard", "expected"), [(128, "64 128 128"), (20000, "4096 20000 20000")])
-def test_hole_1_connections_stay_well_below_the_descriptors(hard: int, expected: str) -> None:
+def test_connections_stay_well_below_the_descriptors(hard: int, expected: str) -> None:
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
         pytest.skip("this machine allows fewer descriptors")
     made = subprocess.run(
@@ -385,23 +387,26 @@ async def test_a_body_for_a_ticket_that_is_not_out_is_refused_before_it_is_read(
 
 
 async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
-    async with serving(config()) as queue, QueueClient(queue.url, patience_s=5.0) as client:
+    app = create_app(config(), SqliteStore(MEMORY))
+    bodies: ByteBudget = app.state.bodies
+    async with listening(app) as url, QueueClient(url, patience_s=5.0) as client:
+        await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)
         tickets = (await client.tickets(TicketRequest("w", 2, wait_s=0.0))).tickets
         body = codec.encode(group(tickets[0]))
-        with queue.broker.bodies.share() as others:
+        with bodies.share() as others:
             others.grow(256 * MIB - len(body) + 1)
             async with (
                 aiohttp.ClientSession(headers={"Content-Type": JSON}) as session,
-                session.put(f"{queue.url}/v1/groups/{tickets[0].id}", data=body) as response,
+                session.put(f"{url}/v1/groups/{tickets[0].id}", data=body) as response,
             ):
                 assert response.status == 429
                 assert codec.decode_json(await response.read(), ErrorBody).reason == reasons.FULL
-        assert queue.broker.bodies.taken == 0
+        assert bodies.taken == 0
         assert await client.submit(group(tickets[0])) is True
         assert await client.submit(group(tickets[0])) is False
-        assert queue.broker.bodies.taken == 0
+        assert bodies.taken == 0
 
 
 async def test_a_body_that_flows_for_ever_is_refused() -> None:

@@ -228,7 +228,7 @@ async def test_i5_an_evaluation_that_ends_before_the_proof_counts_the_row_as_fai
         assert found.failures == {"unverified_server": 1}
 
 
-async def test_f10_a_lost_workers_rows_are_issued_again_up_to_the_attempts_and_then_failed() -> None:
+async def test_a_lost_workers_rows_are_issued_again_up_to_the_attempts_and_then_failed() -> None:
     async with running(eval={"every": 5, "share": 1.0}, queue={"ticket_attempts": 2}) as (queue, client):
         await ask(client, rows=2)
         first = await take_evals(client)
@@ -275,7 +275,7 @@ async def test_a_lost_answer_is_delivered_again() -> None:
         assert "e0.0.0" not in {ticket.id for ticket in await take(client, have=[ticket.id for ticket in first])}
 
 
-async def test_f24_a_group_may_be_sent_again_even_the_one_that_ended_its_evaluation() -> None:
+async def test_a_group_may_be_sent_again_even_the_one_that_ended_its_evaluation() -> None:
     async with running(eval={"every": 5}) as (_, client):
         await ask(client, rows=1)
         (ticket,) = await take_evals(client)

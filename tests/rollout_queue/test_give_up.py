@@ -32,16 +32,16 @@ def test_the_first_failures_end_the_run_with_the_most_frequent_one() -> None:
     ends = ((REWARD, "length 1, not 2"), ("failed:row", "no row"), (REWARD, "again"))
     told = [judged.failed(ticket(row), reason, detail, []) for row, (reason, detail) in enumerate(ends)]
     assert told == [False, False, True]
-    with pytest.raises(Refusal, match=r"first 3 groups failed, 2 of them for failed:reward: length 1, not 2. Mend it"):
-        judged.check()
+    with pytest.raises(Refusal, match=r"first 3 groups failed, 2 of them for failed:reward: length 1, not 2. Fix it"):
+        judged.check_not_given_up()
     assert not judged.failed(ticket(3), REWARD, "told once", [])
     judged.begin(passed=False)
-    judged.check()
+    judged.check_not_given_up()
 
 
 def test_a_workers_trouble_tells_more_than_the_tickets_reason() -> None:
     judged = trial(1)
-    judged.trouble("reward", "accuracy: ValueError in task.py:12")
+    judged.add_text("reward", "accuracy: ValueError in task.py:12")
     judged.failed(ticket(0), reasons.failed(reasons.NO_REWARD), "no rollout has a reward", [])
     assert "accuracy: ValueError in task.py:12" in (judged.gave_up or "")
 
@@ -55,10 +55,10 @@ def test_a_workers_trouble_tells_more_than_the_tickets_reason() -> None:
         (reasons.INTERNAL, "in the run file"),
     ],
 )
-def test_f19_the_task_is_blamed_only_for_what_is_its_own(reason: str, where: str) -> None:
+def test_the_task_is_blamed_only_for_what_is_its_own(reason: str, where: str) -> None:
     judged = trial(1)
     judged.failed(ticket(0), reasons.failed(reason), "why", [])
-    assert f"Mend it {where}" in (judged.gave_up or "")
+    assert f"Fix it {where}" in (judged.gave_up or "")
 
 
 def test_one_success_is_enough() -> None:
@@ -80,7 +80,7 @@ def test_attack_2_a_success_that_comes_late_takes_it_back() -> None:
     judged = trial(1)
     assert judged.failed(ticket(0), REWARD, "", [])
     judged.succeeded()
-    judged.check()
+    judged.check_not_given_up()
 
 
 def test_attack_2_rows_count_not_attempts() -> None:

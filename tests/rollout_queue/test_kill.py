@@ -147,7 +147,7 @@ async def test_i1_kill_9_loses_nothing_that_was_accepted_and_trains_nothing_twic
     assert (status.version, status.finished, status.ledger.trained) == (STEPS, True, B * STEPS)
 
 
-async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Process) -> None:
+async def test_a_restarted_queue_admits_no_more_than_the_bound(process: Process) -> None:
     # No ticket is to expire here, however slow the restart.
     process.run_file.write_text(process.run_file.read_text().replace("ticket_timeout_s = 2", "ticket_timeout_s = 60"))
     process.start()
@@ -170,7 +170,7 @@ async def test_f1_a_restarted_queue_admits_no_more_than_the_bound(process: Proce
         assert [codec.decode(bytes(data), Group).ticket_id for data in again.groups] == ["0.0"]
 
 
-async def test_f23_a_signal_ends_the_queue_although_clients_wait(process: Process) -> None:
+async def test_a_signal_ends_the_queue_although_clients_wait(process: Process) -> None:
     process.start()
     async with QueueClient(process.config.queue.url, patience_s=20.0) as client:
         session = (await client.begin_session(BeginSession(0, 0, STEPS, resume=False))).session

@@ -112,7 +112,7 @@ class QueueMachine(SabotagedQueue):
         decision = tickets.issue(self.ledger, "w", count)
         self.issued_at |= {record.id: self.now for record in decision.tickets}
         self.commit(decision)
-        assert self.ledger.outstanding <= (K + 1 - (run.version - served)) * B, "F1: more than the bound admits"
+        assert self.ledger.outstanding <= (K + 1 - (run.version - served)) * B, "more than the bound admits"
 
     @rule()
     def heartbeat(self) -> None:
@@ -220,7 +220,7 @@ class QueueMachine(SabotagedQueue):
             self.version_at[self.ledger.run.step] = self.ledger.run.version
         if repeat:
             ended = self.store.records([i for i in (*ack.trained, *ack.dropped) if self.ledger.get(i) is None])
-            assert not leases.ack(self.ledger, self.fleet, ack, ended), "F24: a repeated ack changes something"
+            assert not leases.ack(self.ledger, self.fleet, ack, ended), "a repeated ack changes something"
 
     @rule()
     def save_checkpoint(self) -> None:
@@ -251,7 +251,7 @@ class QueueMachine(SabotagedQueue):
     # What must always hold.
 
     @invariant()
-    def hole_6_old_tickets_are_let_go_and_no_others(self) -> None:
+    def old_tickets_are_let_go_and_no_others(self) -> None:
         below = self.ledger.run.pruned_below
         kept = {i: record for i, record in self.history.items() if record.index >= below}
         assert self.store.records(list(self.history)) == kept
@@ -363,7 +363,7 @@ class Bench:
         return trained
 
 
-def test_f10_what_a_dead_worker_and_a_dead_learner_held_comes_back() -> None:
+def test_what_a_dead_worker_and_a_dead_learner_held_comes_back() -> None:
     bench = Bench(ticket_timeout_s=60.0, lease_timeout_s=120.0)
     bench.groups(1)
     bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 1))
@@ -459,7 +459,7 @@ def test_a_ticket_keeps_its_kind_when_its_row_is_issued_again() -> None:
     assert [tickets.message(bench.ledger, record).kind for record in again] == ["train", "eval"]
 
 
-def test_f14_dropping_a_whole_batch_frees_its_permits() -> None:
+def test_dropping_a_whole_batch_frees_its_permits() -> None:
     bench = Bench()
     groups = bench.groups(4)
     bench.apply(leases.lease(bench.ledger, bench.fleet, "lease", 4))
@@ -469,7 +469,7 @@ def test_f14_dropping_a_whole_batch_frees_its_permits() -> None:
     assert bench.ledger.drops == {"zero_variance": 4}
 
 
-def test_f6_resume_brings_back_what_the_checkpoint_lacks() -> None:
+def test_resume_brings_back_what_the_checkpoint_lacks() -> None:
     """Steps 1 to 3 train one group each, a checkpoint holds step 1: with K = 2, at version 4, step 3's is young."""
     bench = Bench()
     for _ in range(3):
@@ -496,7 +496,7 @@ def test_i1_a_row_that_a_resume_made_over_age_is_issued_again_and_once_only(wher
     ack = LeaseAck(bench.ledger.run.session, dropped={"0.0": reasons.OVERAGE})
     (ended,) = bench.apply(leases.ack(bench.ledger, bench.fleet, ack, {}))
     assert (ended.state, ended.reason) == (TicketState.REISSUED, reasons.ROLLED_BACK)
-    assert not leases.ack(bench.ledger, bench.fleet, ack, {ended.id: ended}), "F24: a repeated ack changes something"
+    assert not leases.ack(bench.ledger, bench.fleet, ack, {ended.id: ended}), "a repeated ack changes something"
     (again,) = bench.groups(1)
     assert again.id == "0.1"
     bench.apply(leases.ack(bench.ledger, bench.fleet, msgspec.structs.replace(ack, dropped={"0.1": "overage"}), {}))
@@ -713,7 +713,7 @@ def test_finish_ends_what_is_outstanding_and_more_steps_reopen_the_run() -> None
     assert not bench.ledger.run.finished
 
 
-def test_hole_4_a_leased_group_that_a_failed_proof_taints_is_revoked_and_a_step_already_made_stands() -> None:
+def test_a_leased_group_that_a_failed_proof_taints_is_revoked_and_a_step_already_made_stands() -> None:
     bench = Bench()
     bench.serve()
     bench.groups(3)
@@ -731,7 +731,7 @@ def test_hole_4_a_leased_group_that_a_failed_proof_taints_is_revoked_and_a_step_
 
 
 @pytest.mark.parametrize("way_back", ["release", "lapse", "resume", "rollback"])
-def test_hole_4_a_tainted_group_is_not_leased_again_however_it_came_back(way_back: str) -> None:
+def test_a_tainted_group_is_not_leased_again_however_it_came_back(way_back: str) -> None:
     bench = Bench()
     bench.serve()
     bench.groups(1)
@@ -750,7 +750,7 @@ def test_hole_4_a_tainted_group_is_not_leased_again_however_it_came_back(way_bac
     assert (record.state, record.reason) == (TicketState.DROPPED, reasons.UNVERIFIED_SERVER)
 
 
-def test_hole_6_trained_payloads_are_counted_and_give_way_without_holding_anybody_up() -> None:
+def test_trained_payloads_are_counted_and_give_way_without_holding_anybody_up() -> None:
     """A learner that never makes a checkpoint, in a queue with room for four groups: twenty steps of two."""
     bench = Bench(capacity_bytes=1024, max_group_bytes=1024)
     for step in range(1, 21):
@@ -763,7 +763,7 @@ def test_hole_6_trained_payloads_are_counted_and_give_way_without_holding_anybod
     assert bench.ledger.trained == 40
 
 
-def test_hole_6_old_tickets_become_sums_and_a_resume_from_before_is_refused_with_the_remedy() -> None:
+def test_old_tickets_become_sums_and_a_resume_from_before_is_refused_with_the_remedy() -> None:
     bench = Bench(keep_checkpoints=2)
     for step in range(1, 5):
         bench.groups(1)
@@ -784,7 +784,7 @@ def test_hole_6_old_tickets_become_sums_and_a_resume_from_before_is_refused_with
     assert not leases.ack(bench.ledger, bench.fleet, ack, {}), "a repeat"
 
 
-def test_hole_6_the_newest_indices_stay_one_by_one_and_so_does_what_is_out() -> None:
+def test_the_newest_indices_stay_one_by_one_and_so_does_what_is_out() -> None:
     bench = Bench(keep_checkpoints=1)
     first, straggler = bench.apply(tickets.issue(bench.ledger, "w", 2))
     bench.apply(tickets.fail(bench.ledger, first, "row", retryable=False))
@@ -798,7 +798,7 @@ def test_hole_6_the_newest_indices_stay_one_by_one_and_so_does_what_is_out() -> 
     assert bench.ledger.run.pruned_below == bench.ledger.next_index - 4
 
 
-def test_hole_6_reasons_that_clients_make_up_are_few_and_short() -> None:
+def test_reasons_that_clients_make_up_are_few_and_short() -> None:
     bench = Bench(ticket_attempts=1)
     groups = bench.groups(100)
     out = bench.apply(tickets.issue(bench.ledger, "w", 200))
@@ -816,7 +816,7 @@ def test_hole_6_reasons_that_clients_make_up_are_few_and_short() -> None:
     assert bench.ledger.drops[reasons.OVERAGE] == 1, "ours are never lumped together"
 
 
-def test_hole_7_a_ticket_that_is_renewed_for_ever_is_issued_again() -> None:
+def test_a_ticket_that_is_renewed_for_ever_is_issued_again() -> None:
     bench = Bench(ticket_timeout_s=60.0, ticket_max_age_s=2000.0)
     held = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
     for now in range(0, 2000, 50):
@@ -828,7 +828,7 @@ def test_hole_7_a_ticket_that_is_renewed_for_ever_is_issued_again() -> None:
     assert bench.ledger.outstanding == 0
 
 
-def test_hole_7_a_tickets_greatest_age_follows_the_episodes_unless_it_is_given() -> None:
+def test_a_tickets_greatest_age_follows_the_episodes_unless_it_is_given() -> None:
     plain = config(worker={"episode_timeout_s": 100.0, "reward_timeout_s": 20.0, "environment_timeout_s": 30.0})
     assert plain.ticket_max_age_s == 300.0
     with pytest.raises(
@@ -837,7 +837,7 @@ def test_hole_7_a_tickets_greatest_age_follows_the_episodes_unless_it_is_given()
         config(queue={"ticket_max_age_s": 10.0})
 
 
-def test_hole_7_a_lapsed_lease_that_is_leased_again_holds_what_the_learner_has() -> None:
+def test_a_lapsed_lease_that_is_leased_again_holds_what_the_learner_has() -> None:
     """0.0 and 1.0 are at the learner when the lease lapses; 1.0 goes to another lease in the meantime."""
     bench = Bench()
     bench.groups(3)
@@ -852,7 +852,7 @@ def test_hole_7_a_lapsed_lease_that_is_leased_again_holds_what_the_learner_has()
     leases.check_renewal(bench.ledger, "l")
 
 
-def test_hole_7_finish_counts_the_rows_that_wait_to_be_issued_again() -> None:
+def test_finish_counts_the_rows_that_wait_to_be_issued_again() -> None:
     bench = Bench()
     record = bench.apply(tickets.issue(bench.ledger, "w", 1))[0]
     bench.apply(tickets.fail(bench.ledger, record, "failed:judge", retryable=True))

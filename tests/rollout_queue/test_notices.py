@@ -21,7 +21,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.broker.broker import Broker, Clock
-from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW, Notices, Rewards, Variance
+from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW_GROUPS, Notices, Rewards, Variance
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -98,11 +98,11 @@ def test_large_steps_have_four_steps_patience() -> None:
 
 def test_a_few_groups_with_variance_do_not_hide_the_others() -> None:
     judged = Variance(groups_per_step=2)
-    for number in range(WINDOW):
+    for number in range(WINDOW_GROUPS):
         judged.ended(number % 12 > 0, None)
     assert (judged.notice() or "").startswith("366 of the last 400 groups")
     healthy = Variance(groups_per_step=2)
-    for number in range(WINDOW):
+    for number in range(WINDOW_GROUPS):
         healthy.ended(number % 2 > 0, None)
     assert healthy.notice() is None
 
@@ -125,7 +125,7 @@ async def drop_all(queue: Served, client: QueueClient, groups: int, over_s: floa
         queue.time.now += over_s * len(tickets) / groups
 
 
-async def test_hole_2_600_groups_dropped_over_ten_hours_raise_the_alarm_with_the_cause() -> None:
+async def test_600_groups_dropped_over_ten_hours_raise_the_alarm_with_the_cause() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         await begin(client)
         await drop_all(queue, client, groups=600, over_s=10 * HOUR)
@@ -140,7 +140,7 @@ async def test_hole_2_600_groups_dropped_over_ten_hours_raise_the_alarm_with_the
         assert "16 groups in a row" in status.notices[0].text
 
 
-async def test_hole_2_an_early_429_is_not_the_cause_for_ever() -> None:
+async def test_an_early_429_is_not_the_cause_for_ever() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         await begin(client)
         queue.broker.observations.progress.found_full()
@@ -158,7 +158,7 @@ async def test_hole_2_an_early_429_is_not_the_cause_for_ever() -> None:
         assert "queue.capacity_bytes" not in ((await client.status()).stall.why or "capacity")
 
 
-async def test_hole_2_loading_for_hours_raises_no_alarm_and_is_not_silent() -> None:
+async def test_loading_for_hours_raises_no_alarm_and_is_not_silent() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         queue.time.now += HOUR
         waits = [(wait.who, wait.what, wait.since_s) for wait in (await client.status()).waits]
@@ -180,7 +180,7 @@ async def test_hole_2_loading_for_hours_raises_no_alarm_and_is_not_silent() -> N
         assert (await client.status()).stall.stalled
 
 
-async def test_hole_2_five_median_steps_of_the_learner_are_waited_for() -> None:
+async def test_five_median_steps_of_the_learner_are_waited_for() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         await begin(client)
         ticket = (await client.tickets(TicketRequest("w", 1, wait_s=0.0))).tickets[0]

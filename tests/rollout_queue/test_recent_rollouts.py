@@ -13,7 +13,7 @@ from protocol import access
 from protocol.client import QueueClient, QueueRefused
 from protocol.messages import BeginSession, TicketRequest
 from protocol.rollouts import RolloutView
-from rollout_queue.observe.windows import GROUPS, MAX_BYTES, RecentRollouts, pick_rollouts
+from rollout_queue.observe.windows import MAX_BYTES, MAX_GROUPS, RecentRollouts, pick_rollouts
 from tests.kit import config, group
 from tests.kit.queue import serve_version, serving
 
@@ -62,22 +62,24 @@ def test_of_a_large_group_the_worst_the_best_and_some_between_are_kept() -> None
 
 def test_the_window_is_bounded_in_groups_and_in_bytes() -> None:
     recent = RecentRollouts()
-    for number in range(3 * GROUPS):
+    for number in range(3 * MAX_GROUPS):
         recent.add(pick_rollouts(group(f"{number}.0")), now=0.0)
-    assert {view.ticket_id for view in read(recent)} == {f"{number}.0" for number in range(2 * GROUPS, 3 * GROUPS)}
+    assert {view.ticket_id for view in read(recent)} == {
+        f"{number}.0" for number in range(2 * MAX_GROUPS, 3 * MAX_GROUPS)
+    }
     long = json.dumps([{"role": "assistant", "content": "x" * 3000}] * 20).encode()
-    for number in range(GROUPS):
+    for number in range(MAX_GROUPS):
         large = group(f"{number}.0", rewards=range(4))
         for rollout in large.rollouts:
             rollout.messages = long
         recent.add(pick_rollouts(large), now=0.0)
     assert len(recent.json(256, worst=False)) <= MAX_BYTES + 1024
-    assert read(recent)[0].ticket_id == f"{GROUPS - 1}.0"
+    assert read(recent)[0].ticket_id == f"{MAX_GROUPS - 1}.0"
 
 
 def test_a_full_window_takes_few_groups_a_second() -> None:
     recent = RecentRollouts()
-    for _ in range(GROUPS):
+    for _ in range(MAX_GROUPS):
         assert recent.wants(10.0)
         recent.add(pick_rollouts(group()), 10.0)
     assert [recent.wants(now) for now in (10.0, 10.4, 10.5)] == [False, False, True]
@@ -94,11 +96,11 @@ def test_a_full_window_takes_few_groups_a_second() -> None:
         json.dumps([{"role": "assistant", "content": "x" * 3000}] * 60).encode(),
     ],
 )
-def test_hole_6_hostile_messages_are_left_out_or_shown_and_never_fail_the_group(hostile: bytes) -> None:
+def test_hostile_messages_are_left_out_or_shown_and_never_fail_the_group(hostile: bytes) -> None:
     assert with_messages(hostile).reward == 0.5
 
 
-def test_hole_6_eight_megabytes_of_empty_containers_take_no_memory() -> None:
+def test_eight_megabytes_of_empty_containers_take_no_memory() -> None:
     made = group()
     made.rollouts[0].messages = b"[" + b"{}," * (8 * 1024**2 // 3) + b"{}]"
     tracemalloc.start()

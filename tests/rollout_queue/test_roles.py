@@ -10,7 +10,6 @@ from protocol.client import QueueClient, QueueRefused
 from protocol.config import ConfigError
 from protocol.messages import ErrorBody
 from rollout_queue import service
-from rollout_queue.api.access import roles_for
 from rollout_queue.api.app import create_app
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
@@ -44,6 +43,10 @@ ROUTES = {
     ("GET", "/nowhere"): LEARNER,
     ("GET", "/v1/ticketsx"): LEARNER,
     ("POST", access.STATUS): LEARNER,
+    ("HEAD", access.STATUS): ANYONE,
+    ("GET", "/v1/workers//x"): LEARNER,
+    ("POST", "/v1/workers/"): LEARNER,
+    ("POST", "/v1/workers/a/b"): LEARNER,
 }
 
 
@@ -51,20 +54,18 @@ def written(path: str) -> str:
     return path.format(id="x", name="x")
 
 
-def test_every_route_of_the_queue_has_its_role_in_the_table() -> None:
+def test_every_route_of_the_queue_is_declared_once_and_has_its_roles_in_the_table() -> None:
     app = create_app(config(), SqliteStore(MEMORY))
-    known = {
-        (method, route.path)  # type: ignore[attr-defined]
-        for route in app.routes
-        for method in getattr(route, "methods", ())
-        if method != "HEAD"
-    }
-    assert known - {("GET", access.HEALTH)} <= {*ROUTES}
+    registered = sorted((method, route.path) for route in app.routes for method in route.methods)  # type: ignore[attr-defined]
+    declared = sorted((route.method, route.path) for route in access.ROUTES)
+    assert registered == declared
+    assert len(set(declared)) == len(declared)
+    assert {*declared} - {("GET", access.HEALTH)} <= {*ROUTES}
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_i8_the_table_of_roles(method: str, path: str) -> None:
-    assert roles_for(method, written(path)) == ROUTES[method, path]
+    assert access.roles_of(method, written(path)) == ROUTES[method, path]
 
 
 async def test_i8_a_role_s_token_is_refused_where_another_s_is_needed_and_nothing_is_changed() -> None:

@@ -112,7 +112,7 @@ def test_a_proof_needs_a_version(state: ServerState) -> None:
         move(fleet, state)
 
 
-def test_i5_f16_a_restarted_server_is_unverified() -> None:
+def test_i5_a_restarted_server_is_unverified() -> None:
     fleet = fleet_in(SE)
     assert fleet.served_version == 3
     move(fleet, J)
@@ -177,7 +177,7 @@ def test_i5_a_failed_proof_drops_the_ready_groups_that_it_taints_and_no_others()
     assert not put(fleet_in(Q), ledger, Server("a", "http://a", Q, 3), wall_time=9.0), "a repeat changes nothing"
 
 
-def test_hole_4_taint_goes_by_the_spans_of_the_server_that_failed() -> None:
+def test_taint_goes_by_the_spans_of_the_server_that_failed() -> None:
     """The group is of versions 3 to 5, but `a` sampled version 3 of it alone, before its weights went wrong."""
     fleet = fleet_in(SE)
     move(fleet, Q, 4, serial=10)
@@ -185,7 +185,7 @@ def test_hole_4_taint_goes_by_the_spans_of_the_server_that_failed() -> None:
     assert fleet.distrusted(sampled(a=(3, 4), b=(5, 5)), serial=9) == "a"
 
 
-def test_hole_4_what_a_server_samples_after_it_is_proven_again_is_good_for_old_tickets_too() -> None:
+def test_what_a_server_samples_after_it_is_proven_again_is_good_for_old_tickets_too() -> None:
     fleet = fleet_in(SE)
     move(fleet, Q, 4, serial=10)
     move(fleet, SY, serial=12)
@@ -194,7 +194,7 @@ def test_hole_4_what_a_server_samples_after_it_is_proven_again_is_good_for_old_t
     assert fleet.distrusted(sampled(a=(5, 6)), serial=9) == "a"
 
 
-def test_hole_4_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_next_one() -> None:
+def test_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_next_one() -> None:
     fleet = fleet_in(SE)
     move(fleet, Q, 4, serial=10)
     move(fleet, SY)
@@ -207,25 +207,25 @@ def test_hole_4_a_version_that_failed_and_was_then_pushed_rightly_ends_with_the_
 
 
 @pytest.mark.parametrize("gone", [J, D])
-def test_hole_4_an_episode_that_left_a_crashed_server_for_a_good_one_is_taken(gone: ServerState) -> None:
+def test_an_episode_that_left_a_crashed_server_for_a_good_one_is_taken(gone: ServerState) -> None:
     """Unreachable is not unproven."""
     fleet = fleet_in(SE)
     move(fleet, gone, serial=1)
     for state, version in ((J, None), (SY, None), (SE, 3)):
         move(fleet, state, version, name="b")
-    fleet.check(sampled(a=(3, 3), b=(3, 3)), serial=0)
+    fleet.check_group(sampled(a=(3, 3), b=(3, 3)), serial=0)
 
 
 def test_attack_7_a_server_that_joined_again_samples_for_no_later_ticket_until_it_is_proven() -> None:
     fleet = fleet_in(SE)
     for state, version, serial in ((J, None, 10), (J, None, 20), (SY, None, 30)):
         move(fleet, state, version, serial)
-        fleet.check(sampled(a=(3, 3)), serial=9)
+        fleet.check_group(sampled(a=(3, 3)), serial=9)
         with pytest.raises(Refusal, match="joined again") as refusal:
-            fleet.check(sampled(a=(3, 3)), serial=10)
+            fleet.check_group(sampled(a=(3, 3)), serial=10)
         assert refusal.value.reason == "unverified_server"
     move(fleet, SE, 3, serial=40)
-    fleet.check(sampled(a=(3, 3)), serial=10)
+    fleet.check_group(sampled(a=(3, 3)), serial=10)
 
 
 @pytest.mark.parametrize(
@@ -238,19 +238,19 @@ def test_attack_7_a_server_that_joined_again_samples_for_no_later_ticket_until_i
         ("new", Q, "unverified_server"),
     ],
 )
-def test_hole_4_the_door_takes_nothing_from_a_server_that_never_served(
+def test_the_door_takes_nothing_from_a_server_that_never_served(
     name: str, state: ServerState | None, reason: str
 ) -> None:
     fleet = fleet_in(SE)
     for step in () if state is None else (J, *WAY[state]):
         move(fleet, step, 3, name=name)
-    fleet.check(sampled(a=(3, 3)), serial=0)
+    fleet.check_group(sampled(a=(3, 3)), serial=0)
     with pytest.raises(Refusal) as refusal:
-        fleet.check(sampled(**{"a": (3, 3), name: (3, 3)}), serial=0)
+        fleet.check_group(sampled(**{"a": (3, 3), name: (3, 3)}), serial=0)
     assert refusal.value.reason == reason
 
 
-def test_hole_4_facts_of_a_group_say_which_server_sampled_which_versions() -> None:
+def test_facts_of_a_group_say_which_server_sampled_which_versions() -> None:
     versions = (None, 3, 4, 5)
     rollouts = [
         Rollout([segment(versions, server=0)], 0.0, "stop"),
@@ -282,13 +282,13 @@ def test_i5_a_restarted_server_sampled_nothing_for_tickets_of_later_until_it_is_
     move(fleet, J, serial=10)
     move(fleet, SY, serial=12)
     move(fleet, J, serial=14)
-    fleet.check(sampled(a=(3, 3)), serial=9)
+    fleet.check_group(sampled(a=(3, 3)), serial=9)
     with pytest.raises(Refusal) as refusal:
-        fleet.check(sampled(a=(3, 3)), serial=10)
+        fleet.check_group(sampled(a=(3, 3)), serial=10)
     assert refusal.value.reason == "unverified_server"
     move(fleet, SY, serial=15)
     move(fleet, SE, 3, serial=16)
-    fleet.check(sampled(a=(3, 3)), serial=12)
+    fleet.check_group(sampled(a=(3, 3)), serial=12)
 
 
 def test_the_fleet_has_a_greatest_size_and_its_reasons_too() -> None:
@@ -332,10 +332,10 @@ def test_i5_what_awaits_its_proof_is_dropped_where_the_server_leaves_service_bef
     for record in decision.servers:
         fleet.apply(record)
     with pytest.raises(Refusal) as refusal:
-        fleet.check(sampled(a=(3, 4)), serial=0)
+        fleet.check_group(sampled(a=(3, 4)), serial=0)
     assert refusal.value.reason == "unverified_server"
     if state is not J:  # of which the tickets since then take nothing
-        fleet.check(sampled(a=(3, 3)), serial=0)  # unreachable is not unproven
+        fleet.check_group(sampled(a=(3, 3)), serial=0)  # unreachable is not unproven
 
 
 def test_i5_what_a_learner_left_unproven_when_it_died_is_distrusted_by_the_next_session() -> None:
@@ -372,7 +372,7 @@ def test_a_server_that_leaves_drains_then_is_gone_and_its_distrust_outlives_it()
     assert fleet.servers == []
     assert fleet.get("a") is None
     assert fleet.distrusted(sampled(a=(4, 4)), serial=0) == "a"
-    fleet.check(sampled(a=(3, 3)), serial=0)  # what it sampled before stays good
+    fleet.check_group(sampled(a=(3, 3)), serial=0)  # what it sampled before stays good
     with pytest.raises(Refusal, match="not registered"):
         fleet.leave("a", 0.0)
     move(fleet, J)
@@ -388,7 +388,7 @@ def test_a_version_that_was_on_its_way_when_the_drain_began_is_judged_and_the_se
     for record in drain(fleet, ledger, "a", 1.0).servers:
         fleet.apply(record)
     assert fleet.records[0].awaits_verdict
-    fleet.check(sampled(a=(3, 4)), serial=0)  # waits for the verdict
+    fleet.check_group(sampled(a=(3, 4)), serial=0)  # waits for the verdict
     move(fleet, verdict, 4)
     assert [(of.state, of.version, of.changed_at) for of in fleet.servers] == [(DR, 4, 1.0)]
     assert not fleet.records[0].awaits_verdict

@@ -103,7 +103,7 @@ async def test_no_ticket_without_learner_or_server() -> None:
         assert (await client.status()).waits == []
 
 
-async def test_f16_a_server_that_joins_again_gets_no_tickets_out() -> None:
+async def test_a_server_that_joins_again_gets_no_tickets_out() -> None:
     async with running() as (_, client):
         await client.put_server(Server(SERVER, (await client.servers())[0].url, ServerState.JOINING))
         assert await take(client) == []
@@ -159,7 +159,7 @@ async def test_a_server_cannot_skip_its_proof() -> None:
         assert (refused.status, refused.reason) == (409, "transition_forbidden")
 
 
-async def test_f24_a_repeated_submit_counts_once() -> None:
+async def test_a_repeated_submit_counts_once() -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
         assert [await client.submit(group(ticket)) for _ in range(3)] == [True, False, False]
@@ -170,7 +170,7 @@ async def test_f24_a_repeated_submit_counts_once() -> None:
         assert await client.submit(group(ticket)) is False
 
 
-async def test_f10_a_late_group_of_an_expired_ticket_is_refused() -> None:
+async def test_a_late_group_of_an_expired_ticket_is_refused() -> None:
     async with running() as (queue, client):
         ticket = (await take(client))[0]
         queue.time.now += 61.0
@@ -194,7 +194,7 @@ async def test_a_heartbeat_keeps_tickets() -> None:
         assert (await refusal(client.submit(group(other)))).status == 410
 
 
-async def test_f10_tickets_whose_answer_was_lost_are_given_again() -> None:
+async def test_tickets_whose_answer_was_lost_are_given_again() -> None:
     async with running() as (_, client):
         mine = await take(client, 2, worker="a")
         other = await take(client, 1, worker="b")
@@ -212,7 +212,7 @@ async def test_a_ticket_that_was_never_issued_is_refused() -> None:
         assert (refused.status, refused.reason) == (410, "ticket_unknown")
 
 
-async def test_f15_whatever_fails_a_ticket_its_permit_comes_back() -> None:
+async def test_whatever_fails_a_ticket_its_permit_comes_back() -> None:
     async with running(queue={"ticket_attempts": 1}) as (_, client):
         tickets = await take(client, 100)
         assert await take(client) == []
@@ -311,7 +311,7 @@ async def test_released_groups_are_ready_again() -> None:
         assert (await client.status()).groups.ready == 1
 
 
-async def test_f6_a_new_session_takes_over_and_fences_the_old_one() -> None:
+async def test_a_new_session_takes_over_and_fences_the_old_one() -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
         await client.submit(group(ticket))
@@ -368,7 +368,7 @@ async def test_a_second_fresh_start_is_told_to_resume() -> None:
         assert "run.name" in str(refused)
 
 
-async def test_f8_long_polls_wake_as_soon_as_there_is_something() -> None:
+async def test_long_polls_wake_as_soon_as_there_is_something() -> None:
     """One round: the learner waits for groups, the worker for tickets, and each wakes the other."""
     async with running(learner={"groups_per_step": 1}, queue={"max_staleness": 0}) as (_, client):
         async with asyncio.timeout(5.0):
@@ -385,7 +385,7 @@ async def test_f8_long_polls_wake_as_soon_as_there_is_something() -> None:
                 await client.fail_ticket(ticket.id, TicketFailure("w", "test"))
 
 
-async def test_f8_no_wake_up_is_lost_under_stress() -> None:
+async def test_no_wake_up_is_lost_under_stress() -> None:
     """Strict alternation, and waits that are far longer than the test may take: one lost wake-up fails it."""
     steps, b = 60, 3
     async with running(learner={"groups_per_step": b}, queue={"max_staleness": 0}) as (queue, client):
@@ -430,7 +430,7 @@ async def test_f8_no_wake_up_is_lost_under_stress() -> None:
         assert counts.issued == counts.trained + counts.dropped + counts.reissued
 
 
-async def test_f12_f14_drops_are_counted_and_free_their_permits() -> None:
+async def test_drops_are_counted_and_free_their_permits() -> None:
     async with running() as (_, client):
         tickets = await take(client, 100)
         for ticket in tickets:
@@ -444,7 +444,7 @@ async def test_f12_f14_drops_are_counted_and_free_their_permits() -> None:
         assert len(await take(client, 100)) == 4
 
 
-async def test_f12_ages_and_the_depth_follow_what_the_learner_meets() -> None:
+async def test_ages_and_the_depth_follow_what_the_learner_meets() -> None:
     async with running(queue={"max_staleness": 2}, learner={"groups_per_step": 1}) as (_, client):
         for number in (1, 2):
             for ticket in await take(client, 100):
@@ -500,7 +500,7 @@ async def test_finish_ends_the_run_for_everyone() -> None:
         assert (status.finished, status.ledger.outstanding, status.drops) == (True, 0, {"run_finished": 4})
 
 
-async def test_f7_a_stall_is_raised_and_ends_with_progress() -> None:
+async def test_a_stall_is_raised_and_ends_with_progress() -> None:
     async with running() as (queue, client):
         ticket = (await take(client))[0]
         queue.time.now += 59.0
@@ -762,7 +762,7 @@ async def test_a_worker_that_hung_up_is_given_no_ticket() -> None:
         assert [ticket.id for ticket in await take(client)] == ["0.1"]
 
 
-async def test_hole_3_a_superseded_learner_neither_finishes_the_run_nor_proves_servers() -> None:
+async def test_a_superseded_learner_neither_finishes_the_run_nor_proves_servers() -> None:
     async with running() as (_, client):
         await client.begin_session(BeginSession(0, 0, 100, resume=True))
         here = (await client.servers())[0]
@@ -779,7 +779,7 @@ async def test_hole_3_a_superseded_learner_neither_finishes_the_run_nor_proves_s
 
 
 @pytest.mark.parametrize("state", list(ServerState))
-async def test_hole_3_without_a_session_a_server_can_only_join_or_be_down(state: ServerState) -> None:
+async def test_without_a_session_a_server_can_only_join_or_be_down(state: ServerState) -> None:
     async with running() as (_, client):
         server = Server(SERVER, (await client.servers())[0].url, state, 0)
         if state in (ServerState.JOINING, ServerState.DOWN):
@@ -809,7 +809,7 @@ BEYOND = 2**63
         ("/v1/servers/vllm-0", {"session": 1, "server": {"name": "vllm-0", "url": "u", "version": -1}}),
     ],
 )
-async def test_hole_3_a_number_that_the_store_cannot_hold_is_refused_not_a_500(path: str, body: dict[str, Any]) -> None:
+async def test_a_number_that_the_store_cannot_hold_is_refused_not_a_500(path: str, body: dict[str, Any]) -> None:
     async with running() as (queue, client), aiohttp.ClientSession() as session:
         method = "PUT" if "servers" in path else "POST"
         async with session.request(method, queue.url + path, json=body) as response:
@@ -817,7 +817,7 @@ async def test_hole_3_a_number_that_the_store_cannot_hold_is_refused_not_a_500(p
         assert (await client.position()).session == 1
 
 
-async def test_hole_4_the_learner_hears_that_a_leased_group_is_tainted_before_it_trains_it() -> None:
+async def test_the_learner_hears_that_a_leased_group_is_tainted_before_it_trains_it() -> None:
     async with running() as (_, client):
         first, second = await take(client, 2)
         await client.submit(group(first))
@@ -835,14 +835,14 @@ async def test_hole_4_the_learner_hears_that_a_leased_group_is_tainted_before_it
 
 
 @pytest.mark.parametrize(("name", "reason"), [("", "span_server_unknown"), ("ghost", "span_server_unknown")])
-async def test_hole_4_the_door_takes_no_group_of_an_unknown_server(name: str, reason: str) -> None:
+async def test_the_door_takes_no_group_of_an_unknown_server(name: str, reason: str) -> None:
     async with running() as (_, client):
         ticket = (await take(client))[0]
         refused = await refusal(client.submit(group(ticket, server_names=[name])))
         assert (refused.status, refused.reason) == (422, reason)
 
 
-async def test_hole_6_status_shows_what_is_kept_for_a_resume_beside_what_waits() -> None:
+async def test_status_shows_what_is_kept_for_a_resume_beside_what_waits() -> None:
     async with running() as (_, client):
         tickets = await take(client, 2)
         for ticket in tickets:
@@ -856,7 +856,7 @@ async def test_hole_6_status_shows_what_is_kept_for_a_resume_beside_what_waits()
         assert (await client.status()).groups.kept_bytes == 0
 
 
-async def test_hole_6_a_late_group_of_a_ticket_that_is_a_sum_by_now_is_ended_not_unknown(
+async def test_a_late_group_of_a_ticket_that_is_a_sum_by_now_is_ended_not_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(leases.checkpointed, "__defaults__", (0,))
@@ -874,7 +874,7 @@ async def test_hole_6_a_late_group_of_a_ticket_that_is_a_sum_by_now_is_ended_not
         assert (status.ledger.issued, status.ledger.trained, status.tokens_sampled) == (1, 1, 6)
 
 
-async def test_hole_7_a_lapsed_lease_that_is_leased_again_delivers_only_what_is_new_and_its_renewals_speak() -> None:
+async def test_a_lapsed_lease_that_is_leased_again_delivers_only_what_is_new_and_its_renewals_speak() -> None:
     async with running() as (queue, client):
         first, second = await take(client, 2)
         await client.submit(group(first))
@@ -985,7 +985,7 @@ async def test_a_server_that_leaves_is_gone_only_once_the_version_on_its_way_is_
         await says(client, "w", draining={SERVER: 0})
         assert [server.state for server in await client.servers()] == [ServerState.DRAINING]
         (waits,) = [wait.what for wait in (await client.status()).waits if wait.who == f"server {SERVER}"]
-        assert waits.startswith("the learner's verdict on the version that is on its way to it")
+        assert waits.startswith("the learner to verify the version that is on its way to it")
         told = await client.put_server(Server(SERVER, "http://127.0.0.1:8100", ServerState.SERVING, 1), 1)
         assert told.state is ServerState.DRAINING
         await queue.broker.remove_drained()

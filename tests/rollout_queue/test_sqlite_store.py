@@ -1,4 +1,4 @@
-"""The SQLite file: one writer, old layouts migrated, newer ones refused, audits beside a running queue."""
+"""The SQLite file: one writer, older layouts migrated, unknown ones refused, audits beside a running queue."""
 
 from __future__ import annotations
 
@@ -6,119 +6,70 @@ import json
 import os
 import signal
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from deploy.commands.look import print_ledger
-from protocol import codec, reasons
-from protocol.client import QueueClient
 from protocol.config import ConfigError
-from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
-from rollout_queue.ledger import leases, tickets
-from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import (
-    LIVE,
+    HOLDS_PAYLOAD,
     Decision,
-    Distrust,
-    Refusal,
+    GroupFacts,
     RunState,
     SampledBy,
-    ServerRecord,
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.store import migrations
 from rollout_queue.store.base import StoreError
-from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger
-from tests.kit import config, group
-from tests.kit.queue import serving
+from rollout_queue.store.migrations import FIRST_LAYOUT, Migration, layout_of, newest_layout
+from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger, run_of
+from tests.kit import config
 
-# The schema of the release that wrote layout 1.
-LAYOUT_1 = """
-CREATE TABLE tickets (
-    id TEXT PRIMARY KEY, "index" INT, attempt INT, serial INT, worker_id TEXT, version INT, state TEXT, failures INT,
-    reason TEXT, lease_id TEXT, bytes INT, tokens INT, oldest_version INT, newest_version INT, arrival_version INT,
-    servers TEXT, step INT, trained_version INT, UNIQUE ("index", attempt)
-) WITHOUT ROWID;
-CREATE INDEX tickets_by_state ON tickets (state, step);
-CREATE TABLE payloads (id TEXT PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE servers (name TEXT PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), record BLOB NOT NULL);
-PRAGMA user_version = 1;
-"""
-RUN = RunState(version=4, step=4, total_steps=9, session=2, checkpoint_step=2, staleness_max=1)
-SERVER = ServerRecord(
-    Server("vllm-0", "http://s:1", ServerState.SERVING, 4, None, 7.5), True, (Distrust(2, 3),), proven=4
+NEXT = Migration(
+    "notes are kept; rows are untouched",
+    ("CREATE TABLE notes (text TEXT)", "ALTER TABLE tickets ADD COLUMN note TEXT"),
 )
-OLD_SERVER = {"server": SERVER.server, "distrust": [{"version": 2, "until_serial": 3}]}
-
-# A run at step 4 with a checkpoint of step 2; one row was given up, one failed and waits to be issued again.
-GROUP = {"bytes": 300, "tokens": 6, "servers": '["vllm-0"]'}
-ROWS: dict[str, dict[str, Any]] = {
-    "0.0": {"state": "forgotten", "step": 1, "trained_version": 1, **GROUP},
-    "1.0": {"state": "forgotten", "step": 2, "trained_version": 2, **GROUP},
-    "2.0": {"state": "reissued", "reason": "expired", "failures": 1},
-    "2.1": {"state": "trained", "failures": 1, "step": 3, "trained_version": 3, "oldest_version": 2, **GROUP},
-    "3.0": {"state": "trained", "step": 4, "trained_version": 4, "oldest_version": 3, **GROUP},
-    "4.0": {"state": "ready", "arrival_version": 4, "oldest_version": 3, "newest_version": 4, **GROUP},
-    "5.0": {"state": "leased", "lease_id": "l", "arrival_version": 4, "oldest_version": 4, **GROUP},
-    "6.0": {"state": "issued"},
-    "7.0": {"state": "dropped", "reason": "failed:judge", "failures": 3},
-    "8.0": {"state": "reissued", "reason": "failed:judge", "failures": 1},
-}
-HOLD_PAYLOADS = ("2.1", "3.0", "4.0", "5.0")
+GROUP = GroupFacts(300, 6, 3, (SampledBy("vllm-0", 3, 4),))
 
 
-def old_payload(ticket_id: str) -> bytes:
-    """A group in message schema 1: spans without a server."""
-    message = msgspec.msgpack.decode(codec.encode(group(ticket_id)))
-    message["schema_version"] = 1
-    for rollout in message["rollouts"]:
-        for segment in rollout["segments"]:
-            segment["version_spans"] = [span[:3] for span in segment["version_spans"]]
-    return msgspec.msgpack.encode(message)
+def records() -> tuple[TicketRecord, ...]:
+    """One ticket in each state of a run at step 4 with a checkpoint of step 2."""
+
+    def of(index: int, state: TicketState, *groups: GroupFacts, **fields: Any) -> TicketRecord:
+        return TicketRecord(index, 0, index, "w", 3, state=state, group=groups[0] if groups else GroupFacts(), **fields)
+
+    return (
+        of(0, TicketState.FORGOTTEN, GROUP, step=1, trained_version=1),
+        of(1, TicketState.REISSUED, reason="expired", failures=1),
+        of(2, TicketState.TRAINED, GROUP, step=3, trained_version=3),
+        of(3, TicketState.READY, GROUP, arrival_version=4),
+        of(4, TicketState.LEASED, GROUP, arrival_version=4, lease_id="l"),
+        of(5, TicketState.ISSUED),
+        of(6, TicketState.DROPPED, reason="failed:judge", failures=3),
+    )
 
 
 @pytest.fixture
-def old_file(tmp_path: Path) -> Path:
+def store_file(tmp_path: Path) -> Path:
+    """A file of the newest layout that a queue has used."""
     path = tmp_path / FILE_NAME
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(f"BEGIN; {LAYOUT_1} COMMIT;")
-        columns = [row[1] for row in db.execute("PRAGMA table_info(tickets)")]
-        for serial, (ticket_id, row) in enumerate(ROWS.items()):
-            index, attempt = ticket_id.split(".")
-            values: dict[str, Any] = {
-                "bytes": 0,
-                "tokens": 0,
-                "oldest_version": 0,
-                "newest_version": 0,
-                "arrival_version": 0,
-            }
-            values |= {"failures": 0, "servers": "[]", "worker_id": "w", "version": 3, **row}
-            values |= {"id": ticket_id, "index": int(index), "attempt": int(attempt), "serial": serial}
-            marks = ", ".join("?" * len(columns))
-            db.execute(f"INSERT INTO tickets VALUES ({marks})", [values.get(column) for column in columns])
-        for ticket_id in HOLD_PAYLOADS:
-            db.execute("INSERT INTO payloads VALUES (?, ?)", (ticket_id, old_payload(ticket_id)))
-        db.execute("INSERT INTO run VALUES (1, ?)", (msgspec.json.encode(RUN),))
-        db.execute("INSERT INTO servers VALUES (?, ?)", ("vllm-0", msgspec.json.encode(OLD_SERVER)))
+    store = SqliteStore(path)
+    run = RunState(version=4, step=4, total_steps=9, session=2, checkpoint_step=2)
+    held = {record.id: b"group" for record in records() if record.state in HOLDS_PAYLOAD}
+    store.commit(Decision(records(), run), held)
+    store.close()
     return path
 
 
 @pytest.fixture
-def migrated(old_file: Path) -> Iterator[SqliteStore]:
-    store = SqliteStore(old_file)
-    yield store
-    store.close()
+def next_layout(store_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that adds a layout to that of `store_file`."""
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, NEXT))
 
 
 def dump(path: Path) -> list[str]:
@@ -126,81 +77,18 @@ def dump(path: Path) -> list[str]:
         return [f"layout {layout_of(db)}", *db.iterdump()]
 
 
-def test_the_learner_cannot_decode_what_layout_1_holds() -> None:
-    with pytest.raises(codec.DecodeError):
-        codec.decode(old_payload("4.0"), Group)
-
-
-def test_i1_the_sums_agree_after_a_migration(migrated: SqliteStore) -> None:
-    contents = migrated.load()
-    ledger = Ledger(config(), contents, 0.0)
-    counts = ledger.summary()
-    assert (counts.issued, counts.trained, counts.dropped, counts.reissued, counts.outstanding) == (10, 4, 1, 4, 1)
-    assert counts.issued == counts.trained + counts.dropped + counts.reissued + counts.outstanding
-    assert [record.id for state in LIVE for record in ledger.tickets(state)] == ["6.0"]
-    assert ledger.bytes == 0
-    assert ledger.drops == {"failed:judge": 1}
-    assert (contents.run, contents.servers, contents.next_index, contents.tokens_sampled) == (RUN, [SERVER], 9, 36)
-
-
-def test_groups_that_waited_for_the_learner_are_issued_again(migrated: SqliteStore) -> None:
-    records = migrated.records(list(ROWS))
-    assert {i: (r.state, r.reason) for i, r in records.items() if r.state is TicketState.REISSUED} == {
-        "2.0": (TicketState.REISSUED, "expired"),
-        "4.0": (TicketState.REISSUED, reasons.OLD_LAYOUT),
-        "5.0": (TicketState.REISSUED, reasons.OLD_LAYOUT),
-        "8.0": (TicketState.REISSUED, "failed:judge"),
-    }
-    assert records["5.0"].lease_id is None
-    assert {record.kind for record in records.values()} == {"train"}
-    assert migrated.payloads(list(ROWS)) == {}
-    ledger = Ledger(config(), migrated.load(), 0.0)
-    issued = tickets.issue(ledger, "w", 4).tickets
-    assert [record.id for record in issued] == ["4.1", "5.1", "8.1", "9.0"]
-    assert [record.failures for record in issued] == [0, 0, 1, 0], "the migration is not a failure of the row"
-
-
-def test_i1_a_resume_after_the_migration_issues_again_what_the_checkpoint_lacks(migrated: SqliteStore) -> None:
-    ledger = Ledger(config(), migrated.load(), 0.0)
-    begin = BeginSession(RUN.checkpoint_step or 0, 2, 9, resume=True)
-    decision = leases.begin(ledger, begin, migrated.forgotten_after(begin.step))
-    migrated.commit(decision, {})
-    ledger.apply(decision, 0.0)
-    assert sorted(ledger.to_reissue) == [2, 3, 4, 5, 8]
-    assert ledger.run.version == 5
-    counts = ledger.summary()
-    assert (counts.issued, counts.trained, counts.dropped, counts.reissued, counts.outstanding) == (10, 2, 1, 6, 1)
-    fresh = Ledger(config(), migrated.load(), 0.0)
-    assert (fresh.summary(), fresh.to_reissue, fresh.run) == (counts, ledger.to_reissue, ledger.run)
-
-
-async def test_a_queue_on_a_migrated_file_goes_on_with_its_run(old_file: Path) -> None:
-    run = config(vllm={"servers": ["http://s:1"]})
-    async with serving(run, SqliteStore(old_file)) as queue, QueueClient(queue.url, patience_s=5.0) as client:
-        position = await client.position()
-        assert (position.version, position.step, position.session, position.served_version) == (4, 4, 2, 4)
-        given = (await client.tickets(TicketRequest("w", 8, wait_s=0.0))).tickets
-        assert [ticket.id for ticket in given] == ["4.1", "5.1", "8.1"]
-        await client.submit(group(given[0]))
-        reply = await client.lease(LeaseRequest(2, "l", 8, wait_s=0.0))
-        assert codec.decode(bytes(reply.groups[0]), Group).ticket_id == "4.1"
-        counts = (await client.status()).ledger
-        assert counts.issued == counts.trained + counts.dropped + counts.reissued + counts.outstanding == 13
-
-
-def test_a_learner_that_goes_on_cannot_train_what_was_let_go(migrated: SqliteStore) -> None:
-    ledger = Ledger(config(), migrated.load(), 0.0)
-    with pytest.raises(Refusal) as refusal:
-        leases.ack(ledger, ServerRegistry(), LeaseAck(2, ["5.0"], step=5, version=5), migrated.records(["5.0"]))
-    assert refusal.value.reason == reasons.NOT_LEASED
-
-
-def test_a_migrated_file_has_the_layout_of_a_new_one(old_file: Path, tmp_path: Path) -> None:
-    SqliteStore(old_file).close()
+@pytest.mark.usefixtures("next_layout")
+def test_a_migrated_file_keeps_what_it_held_and_has_the_layout_of_a_new_one(store_file: Path, tmp_path: Path) -> None:
+    store = SqliteStore(store_file)
+    found = store.records([record.id for record in records()])
+    assert tuple(found.values()) == records()
+    assert store.payloads([*found]) == {record.id: b"group" for record in records() if record.state in HOLDS_PAYLOAD}
+    assert store.load().run.version == 4
+    store.close()
     new_file = tmp_path / "new" / FILE_NAME
     SqliteStore(new_file).close()
-    with closing(sqlite3.connect(old_file)) as old, closing(sqlite3.connect(new_file)) as new:
-        assert layout_of(old) == layout_of(new) == LAYOUT == len(MIGRATIONS)
+    with closing(sqlite3.connect(store_file)) as old, closing(sqlite3.connect(new_file)) as new:
+        assert layout_of(old) == layout_of(new) == newest_layout() == FIRST_LAYOUT + 1
         assert schema(old) == schema(new)
 
 
@@ -231,24 +119,22 @@ def migrate_and_die(path: Path, at: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_migration_that_is_killed_leaves_the_old_layout_whole(old_file: Path) -> None:
-    for layout in range(1, LAYOUT):
-        before = dump(old_file)
-        assert before[0] == f"layout {layout}"
-        statements = 1 + len(("BEGIN", *MIGRATIONS[layout].statements, "user_version", "COMMIT"))
-        for at in range(2, statements + 1):
-            assert migrate_and_die(old_file, at) == -signal.SIGKILL
-            assert dump(old_file) == before, f"killed at statement {at}"
-        # As it begins the step after this one, of which the newest has none.
-        assert migrate_and_die(old_file, statements + 1) == (0 if layout + 1 == LAYOUT else -signal.SIGKILL)
-    store = SqliteStore(old_file)
-    assert store.load().counts[TicketState.REISSUED] == 4
-    store.close()
+@pytest.mark.usefixtures("next_layout")
+def test_a_migration_that_is_killed_leaves_the_old_layout_whole(store_file: Path) -> None:
+    before = dump(store_file)
+    assert before[0] == f"layout {FIRST_LAYOUT}"
+    statements = 1 + len(("BEGIN", *NEXT.statements, "user_version", "COMMIT"))
+    for at in range(2, statements + 1):
+        assert migrate_and_die(store_file, at) == -signal.SIGKILL
+        assert dump(store_file) == before, f"killed at statement {at}"
+    assert migrate_and_die(store_file, statements + 1) == 0
+    assert dump(store_file)[0] == f"layout {FIRST_LAYOUT + 1}"
 
 
+@pytest.mark.usefixtures("next_layout")
 def test_a_new_file_whose_making_was_killed_is_made_when_it_is_opened_again(tmp_path: Path) -> None:
     """Between its steps a new file is an empty one of an older layout."""
-    for at in (4, 9, 10, 13, 16, 20):
+    for at in (4, 9, 10, 13, 14, 16):
         path = tmp_path / f"{at}.db"
         assert migrate_and_die(path, at) == -signal.SIGKILL
         store = SqliteStore(path)
@@ -256,35 +142,36 @@ def test_a_new_file_whose_making_was_killed_is_made_when_it_is_opened_again(tmp_
         store.close()
 
 
-def test_hole_4_a_migrated_group_keeps_its_versions_for_each_server(old_file: Path) -> None:
-    """Layout 2 knew the versions of the group alone: any of its servers may have sampled any of them."""
-    with closing(sqlite3.connect(old_file, isolation_level=None)) as db:
-        db.execute("""UPDATE tickets SET servers = '["a", "b"]' WHERE id = '4.0'""")
-    store = SqliteStore(old_file)
-    facts = store.records(["4.0", "6.0"])
-    assert facts["4.0"].group.servers == (SampledBy("a", 3, 4), SampledBy("b", 3, 4))
-    assert facts["6.0"].group.servers == ()
-    store.close()
-
-
-def test_a_user_is_told_what_a_migration_did(old_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    SqliteStore(old_file).close()
-    assert "migrated to layout 2" in caplog.text
-    assert "rows issued again" in caplog.text
+@pytest.mark.usefixtures("next_layout")
+def test_a_user_is_told_what_a_migration_did(store_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    SqliteStore(store_file).close()
+    assert f"migrated to layout {FIRST_LAYOUT + 1}: notes are kept" in caplog.text
     caplog.clear()
-    SqliteStore(old_file).close()
+    SqliteStore(store_file).close()
     SqliteStore(MEMORY).close()
     assert caplog.text == ""
+
+
+def test_a_file_from_before_the_first_release_is_refused_with_the_remedy_and_left_alone(store_file: Path) -> None:
+    with closing(sqlite3.connect(store_file)) as db:
+        db.execute(f"PRAGMA user_version = {FIRST_LAYOUT - 1}")
+    before = dump(store_file)
+    for read in (SqliteStore, read_ledger, run_of):
+        with pytest.raises(
+            ConfigError, match=rf"queue\.db.*layout {FIRST_LAYOUT - 1}.*finish the run with that checkout"
+        ):
+            read(store_file)
+    assert dump(store_file) == before
 
 
 def test_a_file_of_a_newer_release_is_refused_with_the_remedy_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     SqliteStore(path).close()
     with closing(sqlite3.connect(path)) as db:
-        db.execute(f"PRAGMA user_version = {LAYOUT + 1}")
+        db.execute(f"PRAGMA user_version = {newest_layout() + 1}")
     before = dump(path)
     for read in (SqliteStore, read_ledger):
-        with pytest.raises(ConfigError, match=rf"queue\.db.*layout {LAYOUT + 1}.*upgrade, or move it away"):
+        with pytest.raises(ConfigError, match=rf"queue\.db.*layout {newest_layout() + 1}.*upgrade, or move it away"):
             read(path)
     assert dump(path) == before
 
@@ -308,19 +195,20 @@ def test_bad_input_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
     SqliteStore(path).close()
 
 
+@pytest.mark.usefixtures("next_layout")
 def test_a_store_that_another_program_writes_to_is_not_called_broken(
-    old_file: Path, monkeypatch: pytest.MonkeyPatch
+    store_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "Move it away" would lose the ledger; and the queue may be started again."""
     monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0.1))  # sqlite waits 5 s for the lock
-    other = sqlite3.connect(old_file, isolation_level=None)
+    other = sqlite3.connect(store_file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
         with pytest.raises(StoreError, match="cannot be opened now: database is locked; end what else has it open"):
-            SqliteStore(old_file)
+            SqliteStore(store_file)
     finally:
         other.close()
-    SqliteStore(old_file).close()
+    SqliteStore(store_file).close()
 
 
 def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
@@ -331,18 +219,19 @@ def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_ledger_of_an_old_file_can_be_read_and_stays_as_it_is(old_file: Path) -> None:
-    before = dump(old_file)
-    rows = read_ledger(old_file)
-    assert [row.ticket_id for row in rows] == list(ROWS)
-    assert rows[3] == LedgerRow("2.1", 2, TicketState.TRAINED, None, 3, 3)
-    assert [row.ticket_id for row in rows if row.trained] == ["0.0", "1.0", "2.1", "3.0"]
-    assert dump(old_file) == before
+@pytest.mark.usefixtures("next_layout")
+def test_the_ledger_of_an_older_layout_can_be_read_and_stays_as_it_is(store_file: Path) -> None:
+    before = dump(store_file)
+    rows = read_ledger(store_file)
+    assert [row.ticket_id for row in rows] == [record.id for record in records()]
+    assert rows[2] == LedgerRow("2.0", 2, TicketState.TRAINED, None, 3, 3)
+    assert run_of(store_file).version == 4
+    assert dump(store_file) == before
 
 
-def test_slipstream_ledger_says_trained_whether_or_not_the_payload_was_let_go(old_file: Path) -> None:
-    rows = {row.ticket_id: (row.state, row.step) for row in read_ledger(old_file)}
-    assert (rows["1.0"], rows["2.1"]) == ((TicketState.TRAINED, 2), (TicketState.TRAINED, 3))
+def test_slipstream_ledger_says_trained_whether_or_not_the_payload_was_let_go(store_file: Path) -> None:
+    trained = {row.ticket_id: (row.state, row.step) for row in read_ledger(store_file) if row.trained}
+    assert trained == {"0.0": (TicketState.TRAINED, 1), "2.0": (TicketState.TRAINED, 3)}
 
 
 def test_slipstream_ledger_prints_every_ticket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,14 +75,14 @@ def scene(**changes: Any) -> StallInputs:
         ("16 groups failed", {"gave_up": "the first 16 groups failed", "session": 0}),
     ],
 )
-def test_i7_f7_a_stall_names_the_first_broken_link(blame: str, changes: dict[str, Any]) -> None:
+def test_i7_a_stall_names_the_first_broken_link(blame: str, changes: dict[str, Any]) -> None:
     verdict = judge(scene(**changes))
     assert verdict.stalled
     assert blame in (verdict.why or "")
 
 
 @pytest.mark.parametrize("in_flight", [groups(), groups(tickets=5), groups(leased=5)])
-def test_f9_the_alarm_does_not_depend_on_work_in_flight(in_flight: GroupCounts) -> None:
+def test_the_alarm_does_not_depend_on_work_in_flight(in_flight: GroupCounts) -> None:
     assert judge(scene(groups=in_flight)).stalled
 
 
@@ -98,18 +98,18 @@ def test_few_or_mixed_losses_are_not_blamed(ended: dict[str, int]) -> None:
     assert "lost to" not in (judge(scene(ended=ended)).why or "")
 
 
-def test_hole_2_a_long_step_raises_no_alarm_before_five_median_steps() -> None:
+def test_a_long_step_raises_no_alarm_before_five_median_steps() -> None:
     assert alarm_after_s(120.0, None, trains=False) == alarm_after_s(120.0, 10.0, trains=True) == 120.0
     after_s = alarm_after_s(120.0, 100.0, trains=False)
     assert not judge(scene(quiet_s=499.0, alarm_after_s=after_s)).stalled
     assert judge(scene(quiet_s=500.0, alarm_after_s=after_s)).stalled
 
 
-def test_hole_2_nothing_counts_before_everything_is_there() -> None:
+def test_nothing_counts_before_everything_is_there() -> None:
     progress = StepProgress(0.0, start_s=600.0)
     assert progress.quiet_s(600.0) == 0.0
-    progress.all_there(1000.0)
-    progress.all_there(1050.0)
+    progress.expect_steps(1000.0)
+    progress.expect_steps(1050.0)
     assert progress.quiet_s(1100.0) == 100.0
     progress.session_began(1400.0)
     assert progress.quiet_s(2000.0) == 0.0
@@ -132,7 +132,7 @@ def test_attack_6_a_learner_that_is_not_heard_from_does_not_load() -> None:
     assert progress.quiet_s(1100.0) == 0.0
     assert progress.quiet_s(1220.0) == 120.0
     progress.loaded(2000.0)
-    progress.all_there(2000.0)
+    progress.expect_steps(2000.0)
     progress.loads(2100.0)
     assert progress.quiet_s(2820.0) == 220.0
 
@@ -141,9 +141,9 @@ def test_attack_6_the_first_step_may_take_longer_than_nothing_at_all() -> None:
     assert alarm_after_s(120.0, None, trains=True) == 1200.0
 
 
-def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
+def test_the_clock_stands_while_the_learner_loads() -> None:
     progress = StepProgress(0.0, start_s=600.0)
-    progress.all_there(0.0)
+    progress.expect_steps(0.0)
     progress.loads(10.0)
     progress.loads(20.0)
     assert progress.quiet_s(500.0) == 10.0
@@ -156,7 +156,7 @@ def test_hole_2_the_clock_stands_while_the_learner_loads() -> None:
     assert progress.quiet_s(701.0) == 1.0
 
 
-def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_next_episode() -> None:
+def test_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_next_episode() -> None:
     progress = StepProgress(0.0, start_s=600.0)
     progress.found_full()
     progress.ended[reasons.OVERAGE] += 5
@@ -164,7 +164,7 @@ def test_hole_2_what_went_wrong_before_the_last_step_is_not_the_cause_of_the_nex
     assert (progress.full, dict(progress.ended)) == (0, {})
 
 
-def test_hole_6_made_up_reasons_take_no_room() -> None:
+def test_made_up_reasons_take_no_room() -> None:
     progress = StepProgress(0.0, start_s=600.0)
     issued = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0)
     progress.tickets_ended(issued.to(TicketState.DROPPED, reason=f"failed:{number}") for number in range(1000))

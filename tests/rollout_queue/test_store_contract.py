@@ -191,7 +191,7 @@ def test_forgotten_after_finds_what_a_resume_must_issue_again(store: Store) -> N
     assert [store.first_forgotten_after(step) for step in (0, 1, 3)] == [1, 2, None]
 
 
-def test_hole_6_tickets_below_the_mark_are_kept_as_sums_that_go_on_agreeing(store: Store) -> None:
+def test_tickets_below_the_mark_are_kept_as_sums_that_go_on_agreeing(store: Store) -> None:
     """Two prunings, so that the second adds to the first; index 3 is out and keeps what follows."""
     commit(
         store,

@@ -23,7 +23,7 @@ from tests.kit.messages import VOCABULARY
 RECORD = TicketRecord(index=3, attempt=1, serial=9, worker_id="w", version=4)
 TICKET = Ticket("3.1", 3, 2, 0, 4, 60.0)
 LEARNER_VERSION = 5
-RULES = validation.Rules(2, LEARNER_VERSION, VOCABULARY, longest=12)
+RULES = validation.Rules(2, LEARNER_VERSION, VOCABULARY, max_tokens=12)
 PATTERN = (None, None, 4, 4, 4)
 
 
@@ -120,11 +120,11 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("no_sampled_tokens", in_group(rollouts=[Rollout([segment((None, None))], 1.0, "stop")] * 2)),
     ],
 )
-def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Callable[[Group], None]) -> None:
+def test_a_broken_group_is_rejected_with_its_reason(reason: str, change: Callable[[Group], None]) -> None:
     broken = group(TICKET)
     change(broken)
     with pytest.raises(Refusal) as refusal:
-        validation.check(validation.decode(codec.encode(broken), 2), RECORD, RULES)
+        validation.check_group(validation.decode(codec.encode(broken), 2), RECORD, RULES)
     assert refusal.value.reason == reason
 
 
@@ -144,13 +144,13 @@ def test_f17_a_broken_group_is_rejected_with_its_reason(reason: str, change: Cal
 def test_a_sound_group_is_valid(change: Callable[[Group], None]) -> None:
     sound = group(TICKET, versions=(None, None, 4, 5, 5))
     change(sound)
-    validation.check(validation.decode(codec.encode(sound), 2), RECORD, RULES)
+    validation.check_group(validation.decode(codec.encode(sound), 2), RECORD, RULES)
 
 
-def test_hole_7_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
+def test_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
     sound = group(TICKET)
     in_segment(token_ids=ids(1, 2, 3, 2**31 - 1, 5))(sound)
-    validation.check(sound, RECORD, validation.Rules(2, LEARNER_VERSION))
+    validation.check_group(sound, RECORD, validation.Rules(2, LEARNER_VERSION))
 
 
 def with_field(value: bytes) -> bytes:
@@ -173,7 +173,7 @@ def with_field(value: bytes) -> bytes:
         ("decode", with_field(b"\xc6\xff\xff\xff\xff")),
     ],
 )
-def test_hole_7_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
+def test_what_is_too_deep_or_too_much_is_refused_before_it_is_decoded(
     reason: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "_MAX_ITEMS", 5000)  # tracing memory is slow
@@ -204,7 +204,7 @@ def test_a_group_may_hold_all_that_its_rollouts_may(size: int) -> None:
     sound = group(TICKET)
     in_group(rollouts=[full] * size, reward_weights=dict.fromkeys(names, 1.0), server_names=names)(sound)
     body = codec.encode(sound)
-    validation.check(validation.decode(body, size), RECORD, msgspec.structs.replace(RULES, group_size=size))
+    validation.check_group(validation.decode(body, size), RECORD, msgspec.structs.replace(RULES, group_size=size))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_group_may_hold_all_that_its_rollouts_may(size: int) -> None:
         (1024, {f"{number:x}": "" for number in range(2**19)}),
     ],
 )
-def test_hole_7_the_widest_group_is_refused_before_it_is_decoded(
+def test_the_widest_group_is_refused_before_it_is_decoded(
     size: int, values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its group size."""
@@ -244,7 +244,7 @@ nested = st.builds(lambda value, deep: b"\x91" * deep + msgspec.msgpack.encode(v
 
 @settings(max_examples=200, deadline=None)
 @given(nested | st.binary(max_size=30))
-def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
+def test_what_passes_the_door_passes_the_learner(value: bytes) -> None:
     """The learner decodes it as it came, inside a lease, with most of Python's stack in use already."""
     body = with_field(value)
     try:
@@ -259,7 +259,7 @@ def test_hole_7_what_passes_the_door_passes_the_learner(value: bytes) -> None:
         return [codec.decode(bytes(raw), Group) for raw in codec.decode(reply, LeaseReply).groups]
 
     for received in learner(500):
-        validation.check(received, RECORD, RULES)
+        validation.check_group(received, RECORD, RULES)
 
 
 def test_another_schema_version_is_named_before_anything_else() -> None:
@@ -298,8 +298,8 @@ def test_i4_spans_are_valid_only_if_they_give_each_sampled_token_one_version(
         in_order and bounded and cover == [int(m) for m in mask] and all(v <= LEARNER_VERSION for v, _, _ in triples)
     )
     if sound:
-        validation.check(candidate, RECORD, RULES)
+        validation.check_group(candidate, RECORD, RULES)
         assert (made.token_versions() >= 0).tolist() == mask
     else:
         with pytest.raises(Refusal):
-            validation.check(candidate, RECORD, RULES)
+            validation.check_group(candidate, RECORD, RULES)

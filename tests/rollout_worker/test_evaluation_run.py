@@ -179,6 +179,6 @@ async def test_rows_that_fail_are_counted_and_the_others_are_not_held_up() -> No
         await ask(client)
         async with worker(CONFIG, the_task, client, "w"):
             found = await ended(client)
-        assert queue.broker.trial.gave_up is None
+        assert queue.broker.early_failures.gave_up is None
     assert (found.rows, found.done, found.failed) == (8, 6, 2)
     assert found.failures == {"failed:row": 1, "failed:reward": 1}

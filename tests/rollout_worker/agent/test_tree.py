@@ -164,7 +164,7 @@ async def check(steps, seed, lost=0):
         left.remove(next(each for each in left if each[0] == prompt and each[1][: len(turn)] == turn))
     assert len(left) == lost
     ticket = SimpleNamespace(id=group.ticket_id, index=group.index, worker_id=group.worker_id)
-    validation.check(validation.decode(codec.encode(group), 2), ticket, validation.Rules(2, 7, 384))
+    validation.check_group(validation.decode(codec.encode(group), 2), ticket, validation.Rules(2, 7, 384))
 
 
 def turns_in(segment):

@@ -1,0 +1,297 @@
+"""Operations of the workers' side: draw tickets, fail them, send heartbeats, submit groups, sign off.
+
+Each takes messages and returns messages, and knows nothing of HTTP. Every change of the ledger stands within
+`async with broker.lock`: look, decide, commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from math import ceil
+
+import msgspec
+
+from protocol import reasons
+from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from rollout_queue.broker.broker import MAX_WAIT_S, Broker, wait
+from rollout_queue.ledger import evaluations, registration, tickets, validation
+from rollout_queue.ledger.records import EVAL_TICKET, Decision, EvalRow, Refusal, TicketRecord, TicketState
+from rollout_queue.observe import windows
+from rollout_queue.observe.notices import Rewards
+
+
+async def draw_tickets(
+    broker: Broker, request: TicketRequest, has_left: Callable[[], Awaitable[bool]]
+) -> TicketReply | None:
+    """Wait for tickets and issue them.
+
+    Args:
+        has_left: Tells whether the caller has hung up. Nothing is issued to one that has.
+
+    Returns:
+        Tickets as soon as admission grants any; no tickets but the fleet as soon as a server that the worker uses
+        leaves service; None if neither happens within `request.wait_s`.
+
+    Raises:
+        Refusal: MAX_TICKETS; RUN_FINISHED or GAVE_UP once the run is over; UNREGISTERED.
+    """
+    worker, ledger, waits = request.worker_id, broker.ledger, broker.observations.waits
+    if request.max_tickets < 1:
+        raise Refusal(reasons.MAX_TICKETS, f"max_tickets = {request.max_tickets}: ask for at least 1")
+    _check_may_draw(broker, worker)
+    if request.have is not None:
+        undelivered = tickets.undelivered(ledger, worker, request.have)[: request.max_tickets]
+        rows = evaluations.undelivered(broker.evaluations, worker, request.have)
+        for record in undelivered:
+            ledger.renew_ticket(record.id, broker.now)
+        for row in rows:
+            broker.evaluations.renew_ticket(row.id, broker.now)
+        if undelivered or rows:
+            return _ticket_reply(broker, undelivered, rows)
+    deadline = broker.now + min(request.wait_s, MAX_WAIT_S)
+    while True:
+        room_came = broker.room_came.listen()
+        _check_may_draw(broker, worker)
+        broker.observations.worker_seen(worker, broker.now)
+        if broker.grant().count or broker.evaluations.open or ledger.run.finished:
+            async with broker.lock:
+                if ledger.run.finished:
+                    raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
+                decision = _issue(broker, worker, request.max_tickets)
+                if decision and not broker.closing and not await has_left():
+                    await broker.commit(decision)
+                    if decision.tickets or decision.evals.rows:
+                        waits.end(worker)
+                        return _ticket_reply(broker, decision.tickets, decision.evals.rows)
+        if broker.fleet.servers and not broker.fleet.all_serve(request.serving):
+            return _ticket_reply(broker, [], [])
+        grant = broker.grant()
+        broker.admission.observe_refusal(grant)
+        waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
+        if broker.closing or not await wait(room_came, deadline - broker.now):
+            return None
+
+
+async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) -> None:
+    """End a ticket that yielded no group. Changes nothing if it has ended already: the call may be a repeat."""
+    reason = reasons.failed(failure.reason)
+    async with broker.lock:
+        record = broker.ledger.get(ticket_id, TicketState.ISSUED)
+        if record is not None and record.worker_id == failure.worker_id:
+            await broker.commit(tickets.fail(broker.ledger, record, reason, failure.retryable))
+            _observe_failure(broker, record, reason, failure.detail)
+        row = broker.evaluations.ticket(ticket_id)
+        if row is not None and row.worker_id == failure.worker_id:
+            await _fail_row(broker, row, reason, failure.retryable)
+
+
+async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
+    """Register a worker, renew its tickets, and tell it which of them it has lost.
+
+    Raises:
+        Refusal: FINGERPRINT or SESSION_AWAITED for a worker that would make wrong data. Its tickets go to others.
+    """
+    worker = report.worker_id
+    warnings = await _register(broker, worker, report.fingerprint)
+    broker.observations.worker_reports(report, broker.now)
+    if report.draining:
+        await broker.remove_drained()
+    for notice in report.troubles:
+        broker.early_failures.add_text(notice.kind, notice.text)
+    lost = []
+    for ticket_id in report.ticket_ids:
+        row = broker.evaluations.ticket(ticket_id)
+        if row is not None and row.worker_id == worker:
+            broker.evaluations.renew_ticket(ticket_id, broker.now)
+            continue
+        record = broker.ledger.get(ticket_id)
+        if record is None or (record.state is TicketState.ISSUED and record.worker_id != worker):
+            lost.append(ticket_id)
+        else:
+            broker.ledger.renew_ticket(ticket_id, broker.now)
+    run = broker.ledger.run
+    return WorkerReply(lost, broker.fleet.servers, run.finished, list(warnings), run.id)
+
+
+async def sign_off(broker: Broker, worker_id: str) -> None:
+    """Forget a worker that ends and has no request on any server any more, so that nobody waits for its heartbeat.
+
+    A worker that is not known may have signed off before: nothing happens.
+    """
+    broker.registry.remove(worker_id)
+    broker.observations.worker_left(worker_id)
+    await broker.remove_drained()
+
+
+async def submit_group(broker: Broker, ticket_id: str, read_body: Callable[[], Awaitable[bytes]]) -> bool:
+    """Take in the group of a ticket.
+
+    Args:
+        read_body: Reads the group, msgpack. Called only while the ticket is with a worker: a repeat is answered
+            without its bytes.
+
+    Returns:
+        True if the group is new, False if the queue has it already.
+
+    Raises:
+        Refusal: The ticket has ended without a group (TICKET_ENDED, TICKET_UNKNOWN), the group breaks a rule of
+            `ledger.validation`, there is no room for it (FULL), or what `read_body` raises.
+    """
+    try:
+        if _issued_ticket(broker, ticket_id) is not None and await _accept(broker, ticket_id, await read_body()):
+            return True
+        if ticket_id.startswith(EVAL_TICKET):
+            evaluations.check_accepted(broker.evaluations, ticket_id)
+        else:
+            stored = await broker.call(broker.store.records, [ticket_id])
+            tickets.check_accepted(broker.ledger, ticket_id, stored.get(ticket_id))
+        return False
+    except Refusal as refusal:
+        if broker.failure is None:
+            await _observe_refusal(broker, ticket_id, refusal)
+        raise
+
+
+async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
+    """Validate a group and commit it. Returns False if its ticket is not with a worker any more."""
+    seen = broker.observations
+    if (record := _issued_ticket(broker, ticket_id)) is None:
+        return False
+    step, recent_ones = None, seen.recent
+    if isinstance(record, EvalRow):
+        step, recent_ones = broker.evaluations.of(record.evaluation).record.step, seen.recent_evals
+    broker.registry.check_registered(broker.ledger.run, record.worker_id)
+    async with broker.judging:
+        # Both take a while for a large group.
+        arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker, record))
+        shown = (
+            await asyncio.to_thread(windows.pick_rollouts, arrival.group, step)
+            if recent_ones.wants(broker.now)
+            else None
+        )
+    rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
+    async with broker.lock:
+        if (record := _issued_ticket(broker, ticket_id)) is None:
+            return False
+        broker.fleet.check_group(arrival.facts, record.serial)
+        if isinstance(record, EvalRow):
+            result = evaluations.row_result(arrival.group, arrival.facts)
+            done = evaluations.submit(broker.evaluations, broker.fleet, record, result, broker.clock.wall())
+            await broker.commit(Decision(evals=done))
+        else:
+            taken = tickets.submit(broker.ledger, record, arrival.facts)
+            if taken.tickets[0].state is not TicketState.READY:
+                await broker.commit(taken)
+                tickets.check_accepted(broker.ledger, ticket_id, taken.tickets[0])
+            await broker.commit(taken, {ticket_id: body})
+            broker.early_failures.succeeded()
+            seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
+        if shown is not None:
+            recent_ones.add(shown, broker.now)
+    return True
+
+
+def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | EvalRow | None:
+    """Return the ticket of this id if it is with a worker."""
+    return broker.ledger.get(ticket_id, TicketState.ISSUED) or broker.evaluations.ticket(ticket_id)
+
+
+def _issue(broker: Broker, worker_id: str, wanted: int) -> Decision:
+    """Decide on tickets for a worker: those of evaluations first, within their share; training gets what is left."""
+    config, ledger, run = broker.config, broker.ledger, broker.ledger.run
+    capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
+    asking = evaluations.asking(config, run, worker_id, wanted, capacity)
+    served, wall_time = broker.fleet.served_version, broker.clock.wall()
+    evals = evaluations.issue(broker.evaluations, run, served, ledger.issued, asking, wall_time)
+    episodes = broker.evaluations.episodes_of(evals.rows)
+    count = min(wanted - ceil(episodes / config.rollout.group_size), broker.grant().count)
+    issued = tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
+    return msgspec.structs.replace(issued, evals=evals)
+
+
+def _rules(broker: Broker, ticket: TicketRecord | EvalRow) -> validation.Rules:
+    config, run = broker.config, broker.ledger.run
+    max_tokens = min(config.vllm.max_model_len, config.learner.token_budget)
+    if isinstance(ticket, EvalRow):
+        size = broker.evaluations.of(ticket.evaluation).record.group_size
+        return validation.Rules(size, run.version, run.vocabulary, max_tokens, min_rollouts=1)
+    return validation.Rules(config.rollout.group_size, run.version, run.vocabulary, max_tokens)
+
+
+async def _fail_row(broker: Broker, row: EvalRow, reason: str, retryable: bool) -> None:
+    failed = evaluations.fail(broker.evaluations, broker.fleet, row, reason, retryable, broker.clock.wall())
+    await broker.commit(Decision(evals=failed))
+
+
+async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> None:
+    """Count a refused group, and end its ticket unless the group may still come, so that no permit leaks.
+
+    The ticket stays where there was no room or the queue was restarted, since its worker will come again, and where
+    another worker sent the group, since the ticket's own worker may still send one.
+    """
+    seen = broker.observations
+    seen.rejections[refusal.reason] += 1
+    if refusal.reason == reasons.FULL:
+        seen.progress.found_full()
+    async with broker.lock:
+        record = _issued_ticket(broker, ticket_id)
+        if record is not None and refusal.reason in (reasons.FULL, reasons.UNREGISTERED):
+            broker.ledger.renew_ticket(ticket_id, broker.now)
+            broker.evaluations.renew_ticket(ticket_id, broker.now)
+        elif record is not None and refusal.reason != reasons.WORKER_MISMATCH:
+            seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
+            reason = reasons.rejected(refusal.reason)
+            if isinstance(record, EvalRow):
+                await _fail_row(broker, record, reason, retryable=True)
+            else:
+                await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
+                _observe_failure(broker, record, reason, refusal.message)
+
+
+async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
+    """Admit a worker and return its warnings, or refuse it (FINGERPRINT, SESSION_AWAITED) and free its tickets."""
+    seen, notices = broker.observations, broker.observations.notices
+    async with broker.lock:
+        run = broker.ledger.run
+        try:
+            admitted = registration.admit(run, worker_id, given, broker.learner_lives)
+        except Refusal as refusal:
+            broker.registry.remove(worker_id)
+            if refusal.reason == reasons.SESSION_AWAITED:
+                seen.worker_awaits_session(worker_id, broker.now)
+            else:
+                seen.session_came(worker_id)
+                notices.say(refusal.reason, refusal.message, broker.now, worker_id)
+            held = registration.give_back(broker.ledger, worker_id)
+            rows = evaluations.give_back(broker.evaluations, broker.fleet, worker_id, broker.clock.wall())
+            await broker.commit(msgspec.structs.replace(held, evals=rows))
+            raise
+        await broker.commit(admitted.decision)
+        broker.registry.add(worker_id, run.session)
+    seen.session_came(worker_id)
+    if admitted.data_changed is not None:
+        notices.say(reasons.FINGERPRINT, admitted.data_changed, broker.now, worker_id)
+    for warning in admitted.warnings:
+        notices.say(reasons.FINGERPRINT, warning, broker.now, worker_id)
+    return admitted.warnings
+
+
+def _check_may_draw(broker: Broker, worker_id: str) -> None:
+    """Refuse tickets once the run is given up (GAVE_UP), and to a worker that is not registered (UNREGISTERED)."""
+    if not broker.ledger.run.finished:
+        broker.early_failures.check_not_given_up()
+        broker.registry.check_registered(broker.ledger.run, worker_id)
+
+
+def _observe_failure(broker: Broker, ended: TicketRecord, reason: str, detail: str) -> None:
+    """Count a ticket that yielded no group, and wake everyone who waits if the run is given up by it."""
+    if broker.early_failures.failed(ended, reason, detail, broker.ledger.tickets(TicketState.ISSUED)):
+        broker.room_came.notify()
+        broker.groups_came.notify()
+
+
+def _ticket_reply(broker: Broker, records: Sequence[TicketRecord], rows: Sequence[EvalRow]) -> TicketReply:
+    messages = [evaluations.message(broker.evaluations, broker.ledger.run, row) for row in rows]
+    messages += [tickets.message(broker.ledger, record) for record in records]
+    return TicketReply(messages, broker.fleet.servers, broker.ledger.run.id)

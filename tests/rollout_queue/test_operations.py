@@ -1,0 +1,230 @@
+"""The broker's operations without HTTP: messages in, messages out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from protocol import codec, reasons
+from protocol.messages import (
+    BeginSession,
+    Checkpointed,
+    FinishRun,
+    LeaseAck,
+    LeaseRenewal,
+    LeaseRequest,
+    Server,
+    ServerChange,
+    ServerState,
+    TicketFailure,
+    TicketRequest,
+    Waiting,
+    WorkerReport,
+)
+from rollout_queue.broker import learner, workers
+from rollout_queue.broker.broker import Broker
+from rollout_queue.ledger.records import Refusal, TicketState
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from tests.kit import config, group
+from tests.kit.messages import SERVER
+from tests.kit.queue import FakeTime
+
+URL = "http://127.0.0.1:8100"
+
+
+@asynccontextmanager
+async def running(**sections: dict[str, Any]) -> AsyncIterator[Broker]:
+    """A broker with a learner session and a server that serves version 0."""
+    broker = Broker(config(**sections), SqliteStore(MEMORY), FakeTime().clock())
+    async with broker.running():
+        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
+        for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
+            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
+        try:
+            yield broker
+        finally:
+            broker.close_waits()
+
+
+async def stays() -> bool:
+    return False
+
+
+async def has_left() -> bool:
+    return True
+
+
+async def never_read() -> bytes:
+    raise AssertionError("the body was read")
+
+
+async def draw(broker: Broker, count: int = 1, **fields: Any) -> list[Any]:
+    reply = await workers.draw_tickets(broker, TicketRequest("w", count, **{"wait_s": 0.0, **fields}), stays)
+    return [] if reply is None else reply.tickets
+
+
+async def submit(broker: Broker, ticket: Any) -> bool:
+    async def body() -> bytes:
+        return codec.encode(group(ticket))
+
+    return await workers.submit_group(broker, ticket.id, body)
+
+
+def sums(broker: Broker) -> tuple[int, int, int, int, int]:
+    ledger = broker.ledger.summary()
+    return ledger.issued, ledger.trained, ledger.dropped, ledger.reissued, ledger.outstanding
+
+
+async def test_a_group_goes_from_ticket_to_trained() -> None:
+    async with running() as broker:
+        (ticket,) = await draw(broker)
+        assert await submit(broker, ticket) is True
+        reply = await learner.lease(broker, LeaseRequest(1, "l", 8, wait_s=0.0), stays)
+        assert (len(reply.groups), reply.version_at_arrival, reply.revoked) == (1, [0], {})
+        position = await learner.acknowledge(broker, "l", LeaseAck(1, [ticket.id], step=1, version=1))
+        assert (position.step, position.version) == (1, 1)
+        position = await learner.command(broker, Checkpointed(1, 1))
+        assert position.checkpoint_step == 1
+        assert sums(broker) == (1, 1, 0, 0, 0)
+
+
+async def test_a_repeated_group_is_not_read_again() -> None:
+    async with running() as broker:
+        (ticket,) = await draw(broker)
+        await submit(broker, ticket)
+        assert await workers.submit_group(broker, ticket.id, never_read) is False
+        assert sums(broker) == (1, 0, 0, 0, 1)
+
+
+async def test_a_group_of_an_unknown_ticket_is_refused_unread_and_counted() -> None:
+    async with running() as broker:
+        with pytest.raises(Refusal) as refused:
+            await workers.submit_group(broker, "7.0", never_read)
+        assert refused.value.reason == reasons.TICKET_UNKNOWN
+        assert broker.observations.rejections == {reasons.TICKET_UNKNOWN: 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        (reasons.FULL, TicketState.ISSUED),
+        (reasons.UNREGISTERED, TicketState.ISSUED),
+        (reasons.WORKER_MISMATCH, TicketState.ISSUED),
+        (reasons.TOO_LARGE, None),
+    ],
+)
+async def test_a_refused_body_ends_its_ticket_unless_its_group_may_still_come(
+    reason: str, state: TicketState | None
+) -> None:
+    async def refuse() -> bytes:
+        raise Refusal(reason, "made up")
+
+    async with running() as broker:
+        (ticket,) = await draw(broker)
+        with pytest.raises(Refusal, match="made up"):
+            await workers.submit_group(broker, ticket.id, refuse)
+        record = broker.ledger.get(ticket.id)
+        assert (record and record.state) == state
+        assert broker.observations.rejections[reason] == 1
+        again = (await draw(broker))[0]
+        assert again.index == (0 if state is None else 1)
+
+
+async def test_nothing_is_issued_or_leased_to_a_caller_that_has_hung_up() -> None:
+    async with running() as broker:
+        assert await workers.draw_tickets(broker, TicketRequest("w", 1, wait_s=0.0), has_left) is None
+        assert sums(broker)[0] == 0
+        (ticket,) = await draw(broker)
+        await submit(broker, ticket)
+        reply = await learner.lease(broker, LeaseRequest(1, "l", 8, wait_s=0.0), has_left)
+        assert reply.groups == []
+        assert broker.ledger.count(TicketState.READY) == 1
+
+
+async def test_a_lost_answer_is_delivered_again_and_nothing_new_is_issued() -> None:
+    async with running() as broker:
+        (ticket,) = await draw(broker)
+        (same,) = await draw(broker, have=[])
+        assert same.id == ticket.id
+        (other,) = await draw(broker, have=[ticket.id])
+        assert other.id != ticket.id
+
+
+async def test_a_waiting_worker_gets_a_ticket_as_soon_as_another_gives_one_back() -> None:
+    async with running(queue={"max_staleness": 0}) as broker:
+        held = await draw(broker, 100)
+        waiting = asyncio.create_task(draw(broker, wait_s=30.0))
+        await asyncio.sleep(0)  # until it waits: nothing in between awaits
+        assert [wait.who for wait in broker.observations.waits.list(broker.now)] == ["w"]
+        await workers.fail_ticket(broker, held[0].id, TicketFailure("w", reasons.SERVER))
+        (again,) = await asyncio.wait_for(waiting, 10.0)
+        assert again.index == held[0].index
+
+
+async def test_only_the_holder_of_a_ticket_can_fail_it() -> None:
+    async with running() as broker:
+        (ticket,) = await draw(broker)
+        await workers.fail_ticket(broker, ticket.id, TicketFailure("another", reasons.SERVER))
+        assert sums(broker) == (1, 0, 0, 0, 1)
+        await workers.fail_ticket(broker, ticket.id, TicketFailure("w", reasons.SERVER))
+        await workers.fail_ticket(broker, ticket.id, TicketFailure("w", reasons.SERVER))
+        assert sums(broker) == (1, 0, 0, 1, 0)
+
+
+async def test_a_heartbeat_names_the_tickets_that_the_worker_has_lost() -> None:
+    async with running() as broker:
+        (ticket,) = await draw(broker)
+        reply = await workers.heartbeat(broker, WorkerReport("w", ticket_ids=[ticket.id, "9.0"]))
+        assert reply.lost_tickets == ["9.0"]
+        reply = await workers.heartbeat(broker, WorkerReport("thief", ticket_ids=[ticket.id]))
+        assert reply.lost_tickets == [ticket.id]
+
+
+async def test_an_older_session_changes_nothing() -> None:
+    async with running() as broker:
+        (ticket,) = await draw(broker)
+        await submit(broker, ticket)
+        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
+        before = sums(broker)
+        calls: list[Any] = [
+            lambda: learner.command(broker, Checkpointed(1, 0)),
+            lambda: learner.command(broker, Waiting(1, "groups")),
+            lambda: learner.lease(broker, LeaseRequest(1, "l", 8, wait_s=0.0), stays),
+            lambda: learner.acknowledge(broker, "l", LeaseAck(1, [ticket.id], step=1, version=1)),
+            lambda: learner.release_lease(broker, "l", LeaseRenewal(1)),
+            lambda: learner.put_server(broker, ServerChange(Server(SERVER, URL, ServerState.STALE), 1)),
+            lambda: learner.finish(broker, FinishRun(1)),
+        ]
+        for call in calls:
+            with pytest.raises(Refusal) as refused:
+                await call()
+            assert refused.value.reason == reasons.SESSION_SUPERSEDED
+        with pytest.raises(Refusal, match="session 1 is not the current one, 2"):
+            learner.renew_lease(broker, "l", LeaseRenewal(1))
+        assert sums(broker) == before
+        assert not broker.ledger.run.finished
+
+
+async def test_a_finished_run_gives_no_tickets_and_drops_what_is_out() -> None:
+    async with running() as broker:
+        await draw(broker, 2)
+        assert (await learner.finish(broker, FinishRun(1))).finished
+        assert sums(broker) == (2, 0, 2, 0, 0)
+        with pytest.raises(Refusal) as refused:
+            await draw(broker)
+        assert refused.value.reason == reasons.RUN_FINISHED
+
+
+async def test_a_server_drains_until_no_worker_uses_it_and_goes_at_once_on_request() -> None:
+    async with running() as broker:
+        await workers.heartbeat(broker, WorkerReport("w", [], draining={SERVER: 1}))
+        (server,) = await learner.remove_server(broker, SERVER, now=False)
+        assert server.state is ServerState.DRAINING
+        assert await learner.remove_server(broker, SERVER, now=True) == []
+        with pytest.raises(Refusal) as refused:
+            await learner.remove_server(broker, SERVER, now=False)
+        assert refused.value.reason == reasons.SERVER_UNKNOWN

@@ -97,7 +97,7 @@ def _how(code: int) -> str:
 
 
 def _start(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command: Sequence[str] = (sys.executable, "-P", "-m", "learner.ranks.follower")
+    command: Sequence[str] = (sys.executable, "-P", "-m", "learner", "--rank")
     paths = [str(Path(learner.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # What a terminal shows of a run is rank 0's.

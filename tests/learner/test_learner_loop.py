@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
+from learner import loop
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES, Objective, TokenLosses
 from learner.algorithm.step_data import Tokens
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
-from learner.loop import Loop
 from learner.ranks.stopping import Stop
 from learner.report import sampler_checks
 from learner.report.progress import TerminalProgress
@@ -88,7 +88,7 @@ def train(
     trainer = build_trainer(config, checkpoint)
     progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO()))
     with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
-        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop, callbacks).run(checkpoint, resume)
+        loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume, callbacks)
     return publisher
 
 
@@ -601,9 +601,7 @@ def test_a_failure_between_publications_ends_the_wait_for_groups(
         Stop(20.0) as stop,
         pytest.raises(PublishError, match="the watch ended"),
     ):
-        Loop(settings, build_trainer(settings, None), client, cast(Publisher, publisher), progress, stop).run(
-            None, False
-        )
+        loop.train(settings, build_trainer(settings, None), client, cast(Publisher, publisher), progress, stop)
 
 
 @pytest.mark.parametrize("moment", ["imports", "waits"])

@@ -13,9 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from learner import loop
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import PackedRow
-from learner.loop import Loop
 from learner.ranks.stopping import Stop
 from learner.replay import Outcome, Request, digest, made_with, replay
 from learner.report.progress import TerminalProgress
@@ -72,7 +72,7 @@ def train(
         trainer.optimiser.optimizer.register_step_pre_hook(die)
     progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO(), width=400))
     with BlockingQueueClient(QueueClient(queue.url)) as client, Stop(20.0) as stop:
-        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
+        loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume)
     return publisher.weights, progress
 
 

@@ -100,7 +100,7 @@ class Meter:
         """Of a step over `rows`, which are on the host; 0 where nothing is to be known."""
         return self._work.of_rows(rows) if self._work else 0.0
 
-    def figures(self, flops: float, seconds: float) -> dict[str, float]:
+    def metrics(self, flops: float, seconds: float) -> dict[str, float]:
         """`mfu`, a share from 0 to 1, of a step that took `seconds`."""
         return {"mfu": flops / seconds / self._peak} if self._peak else {}
 

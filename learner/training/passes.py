@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import Between
+from learner.algorithm.corrections import ProximalInputs
 from learner.algorithm.loss_terms import Routing, keep_top_entropy, lowest_kept
 from learner.algorithm.step_data import Floats, StepRollouts, Tokens
 from learner.feed.packing import PackedRow
@@ -154,7 +154,7 @@ class Preparation:
         )
 
     def _proximal(self, row: PackedRow, logprobs: torch.Tensor, known: Known) -> torch.Tensor:
-        return self._algorithm.proximal(Between(row.behaviour, logprobs, known.previous, row.staleness))
+        return self._algorithm.proximal(ProximalInputs(row.behaviour, logprobs, known.previous, row.staleness))
 
     def _top_entropy(self, scores: TokenScores, known: Known) -> torch.Tensor | None:
         """Which tokens have the step's highest entropies; a row of which nothing is known is the step's only one."""

@@ -162,7 +162,7 @@ class Trainer:
         own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
         spread = {name: self.team.add_up(value) for name, value in spread.items()}
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
-        objective = self.algorithm.figures({name: float(value) for name, value in {**own, **peaks}.items()})
+        objective = self.algorithm.metrics({name: float(value) for name, value in {**own, **peaks}.items()})
         if "router" in own:
             objective["aux_loss"] = float(own["router"])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -190,7 +190,7 @@ class Trainer:
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
-            beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.figures(flops, train_s)},
+            beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.metrics(flops, train_s)},
         )
 
     def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:

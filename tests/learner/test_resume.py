@@ -343,7 +343,7 @@ def test_what_steps_were_made_with_is_said_by_the_first_checkpoint_that_holds_th
     assert [info.step for info in found if info] == [2, 2, 4, 4]
 
 
-def test_bad_input_of_a_replay_is_told_before_anything_is_written(model_path: Path, tmp_path: Path) -> None:
+def test_a_wrong_replay_is_refused_before_anything_is_written(model_path: Path, tmp_path: Path) -> None:
     here = settings(model_path, tmp_path, queue={"record": True}, steps=3)
     with live_queue(here) as queue:
         train(here, queue)
